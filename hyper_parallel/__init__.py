@@ -1,0 +1,63 @@
+"""HyperParallel: tensor-parallelise a model once, run it on PyTorch (CPU, CUDA, Ascend NPU) and on MindSpore.
+
+The public names are those of ``torch.distributed.tensor`` and ``torch.distributed.tensor.parallel``; an import line is
+all that changes. They are resolved when first used, so that ``import hyper_parallel`` imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "CommDebugMode": "hyper_parallel.debug",
+    "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
+    "DTensor": "hyper_parallel.core.dtensor.dtensor",
+    "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
+    "ParallelStyle": "hyper_parallel.core.tensor_parallel.style",
+    "Partial": "hyper_parallel.core.dtensor.placement_types",
+    "Placement": "hyper_parallel.core.dtensor.placement_types",
+    "Platform": "hyper_parallel.platform",
+    "PrepareModuleInput": "hyper_parallel.core.tensor_parallel.style",
+    "PrepareModuleInputOutput": "hyper_parallel.core.tensor_parallel.style",
+    "PrepareModuleOutput": "hyper_parallel.core.tensor_parallel.style",
+    "Replicate": "hyper_parallel.core.dtensor.placement_types",
+    "RowwiseParallel": "hyper_parallel.core.tensor_parallel.style",
+    "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",
+    "Shard": "hyper_parallel.core.dtensor.placement_types",
+    "available_platforms": "hyper_parallel.platform",
+    "distribute_module": "hyper_parallel.core.dtensor.dtensor",
+    "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
+    "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",
+    "empty": "hyper_parallel.core.dtensor.factories",
+    "full": "hyper_parallel.core.dtensor.factories",
+    "get_platform": "hyper_parallel.platform",
+    "implicit_replication": "hyper_parallel.core.dtensor.dispatch",
+    "init_device_mesh": "hyper_parallel.core.dtensor.device_mesh",
+    "manual_seed": "hyper_parallel.core.dtensor.random",
+    "ones": "hyper_parallel.core.dtensor.factories",
+    "parallelize_module": "hyper_parallel.core.tensor_parallel.api",
+    "rand": "hyper_parallel.core.dtensor.factories",
+    "randn": "hyper_parallel.core.dtensor.factories",
+    "register_platform": "hyper_parallel.platform",
+    "register_sharding": "hyper_parallel.core.dtensor.rules",
+    "strict": "hyper_parallel.core.dtensor.dispatch",
+    "value_and_grad": "hyper_parallel.core.dtensor.gradients",
+    "zeros": "hyper_parallel.core.dtensor.factories",
+}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

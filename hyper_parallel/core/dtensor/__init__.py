@@ -1,0 +1,1 @@
+"""DTensor, DeviceMesh, placements and redistribution, written against `hyper_parallel.platform` only."""

@@ -1,0 +1,207 @@
+"""Distributing whole tensors, parameters and modules. Mirrors ``torch.distributed.tensor``'s functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform, resolve_mesh
+
+__all__ = [
+    "check_src_data_rank",
+    "distribute_module",
+    "distribute_parameter",
+    "distribute_tensor",
+]
+
+
+def distribute_tensor(
+    tensor: Any,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> Any:
+    """Distribute a whole tensor over a mesh. The result is a leaf: it has no gradient history.
+
+    Args:
+        tensor: plain tensor with the global shape, on every rank.
+        device_mesh: the mesh; None is the one entered with ``with mesh:``.
+        placements: `Shard` or `Replicate` per mesh dimension; None is `Replicate` everywhere. `Partial` is allowed too:
+            the first rank then holds the value.
+        src_data_rank: index along each mesh dimension of the rank whose data counts: one scatter or broadcast per
+            mesh dimension. None takes each rank's own data and communicates nothing.
+
+    Raises:
+        TypeError: when ``tensor`` is no tensor.
+        ValueError: for wrong placements, a ``src_data_rank`` outside the mesh, or a DTensor placed otherwise.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import Shard, distribute_tensor, init_device_mesh
+        >>> distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)]).placements
+        (Shard(dim=0),)
+
+    Source: ``torch.distributed.tensor.distribute_tensor``.
+    """
+    mesh = resolve_mesh(device_mesh, "distribute_tensor")
+    platform = bind_platform(mesh.platform)
+    if not platform.is_tensor(tensor):
+        raise TypeError(f"distribute_tensor takes a tensor of the platform, got {type(tensor).__name__}")
+    if isinstance(tensor, DTensor):
+        normal = normalize_placements(placements, mesh, len(tensor.shape))
+        if tensor.device_mesh is not mesh or tensor.placements != normal:
+            raise ValueError(
+                f"distribute_tensor got a DTensor placed {list(tensor.placements)} on {tensor.device_mesh}, asked for "
+                f"{list(normal)} on {mesh}: use tensor.redistribute(placements=...)"
+            )
+        return tensor
+    shape = tuple(platform.shape_of(tensor))
+    layout = get_layout(mesh, normalize_placements(placements, mesh, len(shape), f"a tensor of shape {shape}"), shape)
+    check_src_data_rank(src_data_rank, mesh)
+    x = platform.wrap(_shard_of(tensor, layout, src_data_rank), layout)
+    if platform.requires_grad(tensor):
+        x.requires_grad_(True)
+    return x
+
+
+def distribute_parameter(
+    module: Any,
+    name: str,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = 0,
+) -> None:
+    """Distribute the parameter ``module.<name>``; name, ``requires_grad`` and ties stay.
+
+    A parameter that is distributed already, because another module shares it, must have these placements.
+
+    Raises:
+        ValueError: for wrong placements, or a tied parameter that is placed otherwise.
+    """
+    platform = bind_platform(device_mesh.platform)
+    parameter = dict(platform.named_parameters(module))[name]
+    if isinstance(parameter, DTensor):
+        normal = normalize_placements(placements, device_mesh, len(parameter.shape))
+        if parameter.device_mesh is not device_mesh or parameter.placements != normal:
+            raise ValueError(
+                f"parameter {name!r} of {type(module).__name__} is placed {list(parameter.placements)} on "
+                f"{parameter.device_mesh} already and cannot be placed {list(normal)} on {device_mesh}: modules that "
+                "share a parameter need styles that shard it the same way"
+            )
+        return
+    shape = tuple(platform.shape_of(parameter))
+    layout = get_layout(
+        device_mesh, normalize_placements(placements, device_mesh, len(shape), f"parameter {name!r}"), shape
+    )
+    check_src_data_rank(src_data_rank, device_mesh)
+    platform.set_distributed_parameter(module, name, _shard_of(parameter, layout, src_data_rank), layout)
+
+
+def distribute_module(
+    module: Any,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, Any, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[[Any, Any, DeviceMesh], Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> Any:
+    """Distribute the parameters and buffers of a module and, with hooks, its inputs and outputs.
+
+    Args:
+        module: module of the platform; changed in place and returned.
+        device_mesh: the mesh; None is the one entered with ``with mesh:``.
+        partition_fn: ``partition_fn(path, submodule, mesh)`` distributes parameters, with `distribute_parameter` for
+            example; what it leaves plain is replicated.
+        input_fn: ``input_fn(module, args, mesh)`` gives the new positional inputs;
+            ``input_fn(module, args, kwargs, mesh)`` gives ``(args, kwargs)``.
+        output_fn: ``output_fn(module, output, mesh)`` gives the new output.
+        src_data_rank: as in `distribute_tensor`.
+
+    Raises:
+        ValueError: when ``input_fn`` takes neither three nor four arguments.
+
+    Source: ``torch.distributed.tensor.distribute_module``.
+    """
+    mesh = resolve_mesh(device_mesh, "distribute_module")
+    platform = bind_platform(mesh.platform)
+    pre_hook = None if input_fn is None else _input_hook(input_fn, mesh)
+    for path, submodule in list(platform.named_modules(module)):
+        if partition_fn is not None:
+            partition_fn(path, submodule, mesh)
+        replicate_rest(submodule, mesh, src_data_rank)
+    if pre_hook is not None:
+        platform.register_forward_pre_hook(module, pre_hook, with_kwargs=True)
+    if output_fn is not None:
+        platform.register_forward_hook(module, lambda module, args, output: output_fn(module, output, mesh))
+    return module
+
+
+def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replicate the parameters and buffers that ``module`` itself holds and that are plain still."""
+    platform = mesh.platform
+    replicated = normalize_placements(None, mesh, 0)
+    for name, parameter in list(platform.named_parameters(module)):
+        if not isinstance(parameter, DTensor):
+            distribute_parameter(module, name, mesh, replicated, src_data_rank=src_data_rank)
+    for name, buffer in list(platform.named_buffers(module)):
+        if not isinstance(buffer, DTensor):
+            platform.set_buffer(
+                module, name, distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank)
+            )
+
+
+def check_src_data_rank(src_data_rank: int | None, mesh: DeviceMesh) -> None:
+    """Raise ValueError unless ``src_data_rank`` is None or an index along every mesh dimension."""
+    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+        raise ValueError(
+            f"src_data_rank={src_data_rank} is not an index along every dimension of {mesh}: use 0 to "
+            f"{min(mesh.shape) - 1}, or None to communicate nothing"
+        )
+
+
+def _shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
+    """This rank's part of a whole plain tensor: a new plain tensor."""
+    mesh, platform = layout.mesh, layout.mesh.platform
+    with platform.no_dispatch(), platform.no_grad():
+        local = platform.to_device(platform.detach(tensor))
+        if mesh.get_coordinate() is None:
+            return platform.zeros((0,), local)
+        communicate = src_data_rank is not None and not platform.is_meta(local)
+        for mesh_dim, placement in enumerate(layout.placements):
+            rank = mesh.get_local_rank(mesh_dim)
+            if isinstance(placement, Shard):
+                sizes = chunk_sizes(platform.shape_of(local)[placement.dim], mesh.shape[mesh_dim])
+                if communicate:
+                    local = collectives.scatter(local, mesh, mesh_dim, placement.dim, sizes, src_data_rank)
+                else:
+                    local = platform.narrow(local, placement.dim, sum(sizes[:rank]), sizes[rank])
+            elif communicate:
+                local = collectives.broadcast(platform.clone(local), mesh, mesh_dim, src_data_rank)
+            if placement is Partial() and rank != 0:
+                local = platform.zeros(platform.shape_of(local), local)
+        return platform.clone(local)
+
+
+def _input_hook(input_fn: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    arity = len(inspect.signature(input_fn).parameters)
+    if arity == 4:
+        return lambda module, args, kwargs: input_fn(module, args, kwargs, mesh)
+    if arity != 3:
+        raise ValueError(
+            f"input_fn must take (module, args, mesh) or (module, args, kwargs, mesh), it takes {arity} argument(s)"
+        )
+
+    def hook(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        new = input_fn(module, args, mesh)
+        return (new if isinstance(new, tuple) else (new,)), kwargs
+
+    return hook

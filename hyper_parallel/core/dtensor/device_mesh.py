@@ -1,0 +1,282 @@
+"""DeviceMesh: ranks arranged in a named n-dimensional array. Mirrors ``torch.distributed.device_mesh``.
+
+Meshes are interned: building the same mesh again (same platform, ranks, shape and names) gives the same object and no
+new process groups, and equality is identity.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.platform import Platform, get_platform
+from hyper_parallel.platform.registry import get_platform_for_device
+
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+
+_MESHES: dict[tuple, DeviceMesh] = {}
+_ACTIVE = threading.local()
+
+
+class DeviceMesh:
+    """Ranks arranged in an array, one process group per row of each dimension.
+
+    Constructing one is collective: every rank of the world takes part, also those outside the mesh.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the platform's own.
+        mesh: (nested) sequence or array of global ranks, each at most once.
+        mesh_dim_names: one name per dimension, needed for ``mesh["name"]``.
+
+    Attributes:
+        device_type: as given.
+        platform: the `Platform` whose collectives the mesh uses.
+        mesh: int array of global ranks.
+        mesh_dim_names: tuple of names, or None.
+        shape: sizes of the dimensions.
+        ndim: number of dimensions.
+
+    Raises:
+        ValueError: for a device type that the platform does not serve, ranks that repeat or lie outside the world,
+            names that repeat or do not fit the number of dimensions.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+        >>> mesh["tp"].size()  # doctest: +SKIP
+        2
+
+    Source: ``torch.distributed.device_mesh.DeviceMesh``.
+    """
+
+    device_type: str
+    platform: Platform
+    mesh: np.ndarray
+    mesh_dim_names: tuple[str, ...] | None
+    shape: tuple[int, ...]
+    ndim: int
+
+    def __new__(
+        cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        platform = _platform_for(device_type)
+        ranks = np.asarray(mesh, dtype=np.int64)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        if platform.world() is None:
+            platform.init_process_group()
+        _check(ranks, names, platform.world_size())
+        return _intern(platform, ranks, names, None)
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """This rank's index in each dimension, None outside the mesh."""
+        return self._coordinate
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This rank's index in a dimension, which may be left out on a 1-D mesh.
+
+        Raises:
+            ValueError: outside the mesh, for an unknown dimension, or when it is left out on an n-D mesh.
+        """
+        dim = self._dim(mesh_dim, "get_local_rank")
+        if self._coordinate is None:
+            raise ValueError(f"rank {self.get_rank()} is not part of {self}")
+        return self._coordinate[dim]
+
+    def get_rank(self) -> int:
+        """Global rank of this process."""
+        return self.platform.rank()
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The platform's process group of this rank along a dimension, which may be left out on a 1-D mesh."""
+        return self._groups[self._dim(mesh_dim, "get_group")]
+
+    def get_all_groups(self) -> list[Any]:
+        """`get_group` of every dimension."""
+        return list(self._groups)
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Number of ranks in a dimension, or in the whole mesh."""
+        return int(self.mesh.size) if mesh_dim is None else self.shape[self._dim(mesh_dim, "size")]
+
+    def ranks_along(self, mesh_dim: int) -> tuple[int, ...]:
+        """Global ranks of this rank's row along a dimension."""
+        if self._coordinate is None:
+            return ()
+        index: list[Any] = list(self._coordinate)
+        index[mesh_dim] = slice(None)
+        return tuple(int(r) for r in self.mesh[tuple(index)])
+
+    def dim_label(self, mesh_dim: int) -> str:
+        """Index and name of a dimension, for messages."""
+        name = f" ({self.mesh_dim_names[mesh_dim]!r})" if self.mesh_dim_names else ""
+        return f"{mesh_dim}{name}"
+
+    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
+        """The mesh of this rank along the named dimensions: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
+
+        Raises:
+            KeyError: when the mesh has no names or not these.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        own = self.mesh_dim_names
+        if own is None:
+            raise KeyError(f"{self} has no mesh_dim_names: give them to init_device_mesh to slice by name")
+        for name in wanted:
+            if name not in own:
+                raise KeyError(f"{self} has no dimension {name!r}; it has {', '.join(map(repr, own))}")
+        if len(set(wanted)) != len(wanted):
+            raise KeyError(f"a dimension is named twice in {wanted}")
+        if wanted == own:
+            return self
+        dims = [own.index(name) for name in wanted]
+        coordinate = self._coordinate or (0,) * self.ndim
+        index = tuple(slice(None) if i in dims else coordinate[i] for i in range(self.ndim))
+        kept = sorted(dims)
+        ranks = self.mesh[index].transpose([kept.index(d) for d in dims])
+        return _intern(self.platform, ranks, wanted, tuple(self._groups[d] for d in dims))
+
+    def __enter__(self) -> DeviceMesh:
+        _active_stack().append(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _active_stack().pop()
+
+    def __reduce__(self) -> tuple:
+        return (_rebuild, (self.device_type, self.mesh.tolist(), self.mesh_dim_names))
+
+    def __copy__(self) -> DeviceMesh:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> DeviceMesh:
+        return self
+
+    def __repr__(self) -> str:
+        names = "" if self.mesh_dim_names is None else f", mesh_dim_names={self.mesh_dim_names}"
+        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
+
+    def _dim(self, mesh_dim: int | str | None, caller: str) -> int:
+        if mesh_dim is None:
+            if self.ndim != 1:
+                raise ValueError(f"{self} has {self.ndim} dimensions: say which, {caller}(mesh_dim)")
+            return 0
+        if isinstance(mesh_dim, str):
+            if self.mesh_dim_names is None or mesh_dim not in self.mesh_dim_names:
+                raise ValueError(f"{self} has no dimension named {mesh_dim!r}")
+            return self.mesh_dim_names.index(mesh_dim)
+        if not -self.ndim <= mesh_dim < self.ndim:
+            raise ValueError(f"{self} has {self.ndim} dimension(s), there is no dimension {mesh_dim}")
+        return mesh_dim % self.ndim
+
+
+def init_device_mesh(
+    device_type: str | None = None,
+    mesh_shape: Sequence[int] | None = None,
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+) -> DeviceMesh:
+    """A `DeviceMesh` over ranks 0, 1, ... in row-major order; initialises the default process group where needed.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the selected platform's own.
+        mesh_shape: sizes of the dimensions; None is one dimension over the whole world.
+        mesh_dim_names: one name per dimension.
+
+    Raises:
+        ValueError: for a device type that the platform does not serve, or a mesh larger than the world.
+
+    Example:
+        >>> init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)).shape
+        (1,)
+
+    Source: ``torch.distributed.device_mesh.init_device_mesh``.
+    """
+    platform = _platform_for(device_type)
+    if platform.world() is None:
+        platform.init_process_group()
+    shape = (platform.world_size(),) if mesh_shape is None else tuple(mesh_shape)
+    if any(not isinstance(n, (int, np.integer)) or n < 1 for n in shape):
+        raise ValueError(f"mesh_shape must hold positive ints, got {shape}")
+    if math.prod(shape) > platform.world_size():
+        raise ValueError(
+            f"a mesh of shape {shape} needs {math.prod(shape)} ranks, the world has {platform.world_size()}: start "
+            "more processes or choose a smaller mesh"
+        )
+    ranks = np.arange(math.prod(shape)).reshape(shape)
+    return DeviceMesh(device_type or platform.device_type, ranks, mesh_dim_names=mesh_dim_names)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The innermost mesh entered with ``with mesh:``, or None."""
+    stack = _active_stack()
+    return stack[-1] if stack else None
+
+
+def _active_stack() -> list[DeviceMesh]:
+    if not hasattr(_ACTIVE, "stack"):
+        _ACTIVE.stack = []
+    return _ACTIVE.stack
+
+
+def _platform_for(device_type: str | None) -> Platform:
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(
+            f"device_type must be a string such as 'cpu', got {device_type!r}; with the platform's own device write "
+            "init_device_mesh(mesh_shape=...)"
+        )
+    return get_platform() if device_type is None else get_platform_for_device(device_type)
+
+
+def _check(ranks: np.ndarray, names: tuple[str, ...] | None, world_size: int) -> None:
+    if ranks.ndim == 0 or ranks.size == 0:
+        raise ValueError(f"a mesh is a non-empty array of ranks, got {ranks.tolist()!r}")
+    flat = ranks.ravel().tolist()
+    if len(set(flat)) != len(flat):
+        raise ValueError(f"a rank stands twice in the mesh {ranks.tolist()}")
+    if min(flat) < 0 or max(flat) >= world_size:
+        raise ValueError(f"the mesh {ranks.tolist()} has ranks outside the world of {world_size} rank(s)")
+    if names is not None:
+        if len(names) != ranks.ndim:
+            raise ValueError(f"a mesh of shape {ranks.shape} needs {ranks.ndim} mesh_dim_names, got {names}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"mesh_dim_names must differ from each other, got {names}")
+
+
+def _intern(
+    platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None, groups: tuple[Any, ...] | None
+) -> DeviceMesh:
+    world = platform.world()
+    key = (platform, ranks.shape, tuple(ranks.ravel().tolist()), names)
+    found = _MESHES.get(key)
+    # A mesh of a process group that was destroyed holds dead groups: the same key then gets a new mesh.
+    if found is not None and found._world() is world:
+        return found
+    mesh = object.__new__(DeviceMesh)
+    mesh.platform = platform
+    mesh.device_type = platform.device_type
+    mesh.mesh = ranks
+    mesh.mesh_dim_names = names
+    mesh.shape = tuple(int(n) for n in ranks.shape)
+    mesh.ndim = ranks.ndim
+    mesh._world = weakref.ref(world)
+    where = np.argwhere(ranks == platform.rank())
+    mesh._coordinate = tuple(int(i) for i in where[0]) if len(where) else None
+    mesh._groups = _new_groups(platform, ranks) if groups is None else groups
+    _MESHES[key] = mesh
+    return mesh
+
+
+def _new_groups(platform: Platform, ranks: np.ndarray) -> tuple[Any, ...]:
+    groups = []
+    for dim in range(ranks.ndim):
+        rows = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
+        groups.append(platform.new_group(rows.tolist()))
+    return tuple(groups)
+
+
+def _rebuild(device_type: str, ranks: list, names: tuple[str, ...] | None) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)

@@ -1,0 +1,61 @@
+"""How an operation may be sharded, said once for all meshes and placements.
+
+A rule looks at the global shapes and static arguments of one canonical operation and names the dimensions of operands
+and results with labels, as einsum does. Everything else follows and is worked out by `core.dtensor.strategy`:
+
+* a label that a result has too can be sharded: every operand with the label is sharded there, an operand without it
+  is read replicated, and since each rank then computes a part of that operand's gradient only, through the view whose
+  backward reduces;
+* a label that no result has is contracted: sharding it makes the result partial (a sum, or what ``reduce`` says);
+* a dimension with the label ``None`` must be whole on every rank;
+* an operation that is a sum of products (``terms``) keeps a partial sum partial.
+
+Example, ``y = x @ w.T + b``::
+
+    OpSharding(
+        operands=(("b", "i"), ("o", "i"), ("o",)),
+        results=(("b", "o"),),
+        result_shapes=((8, 32),),
+        terms=((0, 1), (2,)),
+        reduce="sum",
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["OpSharding", "Label"]
+
+Label = Hashable
+
+
+@dataclass(frozen=True)
+class OpSharding:
+    """What a rule answers.
+
+    Attributes:
+        operands: for each operand the labels of its dimensions, or None for an operand that is no tensor.
+        results: for each result the labels of its dimensions.
+        result_shapes: the global shape of each result.
+        terms: the operation as a sum of products: each term is a tuple of indices of operands in which it is linear,
+            as ``((0, 1), (2,))`` for ``x * w + b``. Empty when the operation is not linear in anything.
+        reduce: how a contracted label combines over ranks: ``"sum"``, ``"max"``, ``"min"``; None when no label may
+            be contracted.
+        localize: ``localize(statics, operand_layouts, result_layouts) -> statics`` gives the static arguments for the
+            local call, where they speak of global sizes (the shape of a reshape). None: they stay.
+        call: ``call(platform, native, operands, statics, operand_layouts, result_layouts) -> result`` replaces the
+            local call where it is not the native operation on the locals (a masked embedding look-up). ``native(
+            operands, statics)`` runs the native operation, ``operands`` are local tensors. None: the native call.
+            Core also passes layouts of ``None`` for operands that are no tensors.
+    """
+
+    operands: tuple[tuple[Label | None, ...] | None, ...]
+    results: tuple[tuple[Label | None, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    terms: tuple[tuple[int, ...], ...] = ()
+    reduce: str | None = None
+    localize: Callable[[tuple, tuple, tuple], tuple] | None = None
+    call: Callable[..., Any] | None = None

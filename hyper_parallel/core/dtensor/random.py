@@ -1,0 +1,50 @@
+"""Random numbers on a mesh: every rank's generator is in the same state, and each draws what a single device draws.
+
+A sharded tensor takes its part of the numbers drawn for the whole tensor, so that initialisation and dropout do not
+depend on the number of ranks. This needs equal generator states over the mesh: `synchronize` sees to that once per
+mesh, before its first random operation, by giving every rank the state of the first one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.tensor import resolve_mesh
+
+__all__ = ["manual_seed", "synchronize"]
+
+_SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
+    """Seed the framework's generator on this rank; to be called with the same seed on every rank of the mesh.
+
+    Raises:
+        TypeError: when ``seed`` is not an int.
+
+    Example:
+        >>> from hyper_parallel import init_device_mesh, manual_seed
+        >>> manual_seed(0, init_device_mesh("cpu", (1,)))
+
+    Source: ``torch.distributed.tensor._random.manual_seed``.
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"manual_seed takes an int, got {seed!r}")
+    mesh = resolve_mesh(device_mesh, "manual_seed")
+    mesh.platform.manual_seed(seed)
+    _SYNCHRONIZED.add(mesh)
+
+
+def synchronize(mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh the generator state of its first rank; only the first call on a mesh does so."""
+    if mesh in _SYNCHRONIZED or mesh.get_coordinate() is None:
+        return
+    platform = mesh.platform
+    state: Any = platform.get_rng_state()
+    for mesh_dim in range(mesh.ndim):
+        if mesh.shape[mesh_dim] > 1:
+            state = platform.all_gather_object(state, mesh.get_group(mesh_dim), mesh.shape[mesh_dim])[0]
+    platform.set_rng_state(state)
+    _SYNCHRONIZED.add(mesh)

@@ -1,0 +1,168 @@
+"""Redistribution: the cheapest sequence of steps between two layouts, and the views through which gradients reduce."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from typing import Any
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.transitions import Step, transitions_of
+
+__all__ = ["partial_grad_view", "plan_redistribution", "redistribute", "redistribute_local", "redistribution_cost"]
+
+_PLANS: dict[tuple[Layout, Layout], tuple[Step, ...]] = {}
+
+
+def redistribute(x: Any, layout: Layout) -> Any:
+    """The DTensor ``x`` with ``layout``, which has its mesh and shape; ``x`` itself when it has that layout already.
+
+    To be called under `Platform.no_dispatch`.
+    """
+    source = x._layout
+    if source is layout:
+        return x
+    platform = layout.mesh.platform
+    transitions = transitions_of(platform)
+    for step in plan_redistribution(source, layout):
+        local = platform.local_of(x)
+        if isinstance(step.source, Shard) and isinstance(step.target, Replicate):
+            data = transitions.gather_data(local, step)
+            y = platform.wrap(transitions.share(local, step, data), step.layout)
+            if platform.requires_grad(local):
+                y._gathered = (x, step, data)
+        else:
+            y = platform.wrap(transitions.run(local, step), step.layout)
+        x = y
+    return x
+
+
+def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
+    """`redistribute` for a local tensor of layout ``source``; differentiable."""
+    transitions = transitions_of(source.mesh.platform)
+    for step in plan_redistribution(source, target):
+        local = transitions.run(local, step)
+    return local
+
+
+def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
+    """The local tensor of ``x`` for a consumer whose cotangent is partial over ``mesh_dims``.
+
+    ``x`` is a DTensor replicated on these mesh dimensions. The view has the same data; its backward all-reduces, or,
+    where ``x`` was gathered from a shard, does one reduce-scatter instead. It is kept on ``x`` (or on the plain tensor
+    that ``x`` was made from), so that several consumers share one collective. To be called under
+    `Platform.no_dispatch`.
+    """
+    layout = x._layout
+    platform = layout.mesh.platform
+    local = platform.local_of(x)
+    mesh_dims = tuple(d for d in mesh_dims if layout.mesh.shape[d] > 1)
+    if not mesh_dims or not platform.requires_grad(local):
+        return local
+    holder = x if x._origin is None else x._origin
+    key = (layout.mesh, mesh_dims)
+    view = platform.read_cache(holder, key)
+    if view is not None:
+        return view
+    transitions = transitions_of(platform)
+    if x._gathered is None:
+        view = transitions.copy(local, layout.mesh, mesh_dims)
+    else:
+        source, step, data = x._gathered
+        others = tuple(d for d in mesh_dims if d != step.mesh_dim)
+        shard = partial_grad_view(source, others)
+        share = transitions.share if len(others) == len(mesh_dims) else transitions.share_partial
+        view = share(shard, step, data)
+    platform.write_cache(holder, key, view)
+    return view
+
+
+def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The cheapest steps from ``source`` to ``target`` (same mesh and shape), the same on every rank.
+
+    A tensor dimension that several mesh dimensions shard nests, the first outermost: only the innermost split can be
+    undone, and a new one can only be added innermost. The search over placements respects that by construction.
+    """
+    key = (source, target)
+    steps = _PLANS.get(key)
+    if steps is None:
+        layouts = _search(source, target)[1]
+        steps = tuple(
+            Step.between(before, after, _changed(before, after))
+            for before, after in itertools.pairwise(layouts)
+        )
+        if len(_PLANS) > 1 << 14:
+            _PLANS.clear()
+        _PLANS[key] = steps
+    return steps
+
+
+def redistribution_cost(source: Layout, target: Layout) -> float:
+    """Elements that a rank sends and receives in all, for choosing between strategies."""
+    return 0.0 if source is target else _search(source, target)[0]
+
+
+def _changed(before: Layout, after: Layout) -> int:
+    return next(
+        i for i, (p, q) in enumerate(zip(before.placements, after.placements, strict=True)) if p is not q
+    )
+
+
+def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
+    """Dijkstra's algorithm over placements. Meshes have few dimensions, so the graph is tiny."""
+    if source.mesh is not target.mesh or source.shape != target.shape:
+        raise ValueError(f"cannot redistribute {source} to {target}: mesh and shape must be the same")
+    candidates = {p for p in (*source.placements, *target.placements) if isinstance(p, Shard)}
+    ordered = sorted(candidates, key=lambda p: p.dim)
+    counter = itertools.count()
+    queue: list[tuple[float, int, Layout, list[Layout]]] = [(0.0, next(counter), source, [source])]
+    done: set[Layout] = set()
+    while queue:
+        cost, _, layout, path = heapq.heappop(queue)
+        if layout is target:
+            return cost, path
+        if layout in done:
+            continue
+        done.add(layout)
+        for mesh_dim in range(layout.mesh.ndim):
+            for placement, price in _moves(layout, target, mesh_dim, ordered):
+                placements = list(layout.placements)
+                placements[mesh_dim] = placement
+                after = layout.with_placements(placements)
+                heapq.heappush(queue, (cost + price, next(counter), after, [*path, after]))
+    raise ValueError(f"no way to redistribute {source} to {target}: nothing can be turned into {target.placements}")
+
+
+def _moves(
+    layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]
+) -> list[tuple[Placement, float]]:
+    placement, size = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim]
+    # Balanced size of the local tensor: the search must give the same answer on every rank.
+    local = math.prod(layout.shape) / math.prod(layout.shard_count(d) for d in range(layout.ndim))
+    moves: list[tuple[Placement, float]] = []
+    if isinstance(placement, Shard):
+        if _innermost(layout, placement.dim) != mesh_dim:
+            return moves
+        moves.append((Replicate(), 1.0 + local * (size - 1)))
+        moves += [(s, 1.0 + local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
+    elif isinstance(placement, Partial):
+        moves.append((Replicate(), 1.0 + 2 * local * (size - 1) / size))
+        if placement.reduce_op in ("sum", "avg"):
+            moves += [(s, 1.0 + local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
+    else:
+        # Slicing is free now and costs an all-gather in backward: cheap, but not for nothing.
+        moves += [(s, 0.25 * local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
+        if target.placements[mesh_dim].is_partial():
+            moves.append((target.placements[mesh_dim], 0.0))
+    return moves
+
+
+def _innermost(layout: Layout, dim: int) -> int:
+    return layout.shard_mesh_dims(dim)[-1]
+
+
+def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:
+    """Whether ``shard`` on ``mesh_dim`` would be the innermost split of its tensor dimension."""
+    return layout.placements[mesh_dim] is not shard and all(d < mesh_dim for d in layout.shard_mesh_dims(shard.dim))

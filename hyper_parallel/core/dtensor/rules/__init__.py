@@ -1,0 +1,89 @@
+"""The canonical operations and their sharding rules: one rule per operation, none of them knows a framework.
+
+A rule is ``rule(shapes, statics) -> OpSharding``: ``shapes`` holds the global shape of each operand (None for an
+operand that is no tensor), ``statics`` the remaining arguments. ``@rule("name")`` registers it. A rule that cannot
+handle its arguments returns None; the operation then runs on gathered operands.
+
+The table is the interface between rules and backends: a backend maps its native operations to these rows. Statics
+beyond the ones listed are passed through to the native call untouched (a dtype, an epsilon). Dimensions may be
+negative.
+
+=================  ==============================  ==================================================================
+operation          operands                        statics
+=================  ==============================  ==================================================================
+element-wise (``elementwise.py``; operands broadcast, Python scalars are operands too; statics are opaque)
+pointwise          any number                      not linear: relu, pow, where, masked_fill, comparisons, ...
+add                any number                      sum of its operands (add, subtract)
+mul                any number                      product of its operands
+linear_unary       x                               linear in x: neg, clone, contiguous, conversion, detach
+like               x                               shape of x, values do not depend on x: zeros_like, full_like
+div                a, b                            rounding mode or None
+pointwise\\_, add\\_, mul\\_, linear\\_, div\\_    the same in place on the first operand (linear\\_: copy\\_, zero\\_)
+-----------------  ------------------------------  ------------------------------------------------------------------
+linear             x, weight (out, in), bias|None
+matmul             a, b                            transpose_a, transpose_b
+addmm              c, a, b                         c + a @ b for matrices a and b
+-----------------  ------------------------------  ------------------------------------------------------------------
+sum, mean          x                               dims (tuple or None), keepdim
+amax, amin         x                               dims (tuple or None), keepdim
+reduce_whole       x                               dims (tuple or None), keepdim; the dims reduced must be whole
+vector_norm        x                               p, dims (tuple or None), keepdim
+-----------------  ------------------------------  ------------------------------------------------------------------
+reshape            x                               shape (may contain -1)
+permute            x                               dims
+expand             x                               shape (-1 keeps a size)
+squeeze            x                               dims (tuple or None)
+unsqueeze          x                               dim
+narrow             x                               dim, start, length
+getitem            x, *index tensors               index, encoded by `platform.indexing`
+setitem\\_         x, value, *index tensors        index, encoded by `platform.indexing`
+split              x                               size or tuple of sizes, dim
+chunk              x                               chunks, dim
+repeat             x                               repeats
+cat, stack         any number                      dim
+-----------------  ------------------------------  ------------------------------------------------------------------
+along_dims         x                               dims that must be whole, number of results of x's shape: softmax,
+                                                   log_softmax, cumsum, sort, flip, roll, tril
+topk               x                               k, dim (two results)
+gather             x, index                        dim
+index_select       x, index (1-D)                  dim
+one_hot            x                               number of classes
+-----------------  ------------------------------  ------------------------------------------------------------------
+layer_norm         x, weight|None, bias|None       number of normalised dims, number of statistics returned besides
+rms_norm           x, weight|None                  number of normalised dims, number of statistics returned besides
+embedding          ids, weight (vocab, features)   padding_idx or None
+attention          q, k, v, mask|None              is_causal (q (..., heads, length, features); fewer k/v heads: GQA)
+cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing (classes in dim 1, or 0)
+nll_loss           log_probs, target, weight|None  reduction, ignore_index
+dropout            x                               p, training
+-----------------  ------------------------------  ------------------------------------------------------------------
+replicate          any number                      every operand is gathered first (item, equal, nonzero)
+=================  ==============================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from hyper_parallel.core.dtensor.op_sharding import OpSharding
+
+__all__ = ["RULES", "Rule", "rule"]
+
+Rule: TypeAlias = Callable[[tuple, tuple], "OpSharding | None"]
+
+#: canonical operation -> rule. Filled by the modules of this package, imported at the end.
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of the canonical operations ``names``."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            if name in RULES:
+                raise ValueError(f"operation {name!r} already has a rule: {RULES[name].__qualname__}")
+            RULES[name] = function
+        return function
+
+    return register

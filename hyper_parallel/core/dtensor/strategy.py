@@ -1,0 +1,202 @@
+"""From what a rule says to what each operand must look like: the solver between `rules` and `dispatch`.
+
+For each mesh dimension it weighs the ways in which the operation can run there and takes the one that moves the least
+data: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.op_sharding import Label, OpSharding
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.redistribute import redistribution_cost
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["Strategy", "solve"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What an operation needs and gives.
+
+    Attributes:
+        operands: for each operand the layout it is read with, None for an operand that is no tensor.
+        partial_grad_dims: for each operand the mesh dimensions over which its gradient comes back partial: there it is
+            read through `partial_grad_view`.
+        results: the layout of each result.
+    """
+
+    operands: tuple[Layout | None, ...]
+    partial_grad_dims: tuple[tuple[int, ...], ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One way to run on one mesh dimension."""
+
+    operands: tuple[Placement | None, ...]
+    partial_grad: tuple[bool, ...]
+    results: tuple[Placement, ...]
+    label: Label | None = None
+
+
+def solve(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh: DeviceMesh, pinned: int | None = None
+) -> Strategy | None:
+    """Choose a strategy.
+
+    Args:
+        sharding: the rule's answer.
+        layouts: the layouts that the operands have; a promoted plain tensor counts as replicated.
+        mesh: the mesh of all of them.
+        pinned: index of an operand that is written in place and must keep its layout.
+
+    Returns:
+        The strategy, or None when ``pinned`` cannot keep its layout.
+    """
+    shards_of_label: dict[Label, int] = {}
+    chosen: list[_Choice] = []
+    for mesh_dim in range(mesh.ndim):
+        choices = [
+            c
+            for c in _choices(sharding, layouts, mesh_dim)
+            if _splits_evenly(sharding, layouts, c.label, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            and (pinned is None or c.operands[pinned] is layouts[pinned].placements[mesh_dim])
+        ]
+        if not choices:
+            return None
+        best = min(choices, key=lambda c: _cost(c, layouts, mesh_dim))
+        chosen.append(best)
+        if best.label is not None:
+            shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
+    operands = tuple(
+        None if layout is None else layout.with_placements(tuple(c.operands[i] for c in chosen))
+        for i, layout in enumerate(layouts)
+    )
+    partial = tuple(
+        tuple(d for d, c in enumerate(chosen) if c.partial_grad[i]) for i in range(len(layouts))
+    )
+    results = tuple(
+        get_layout(mesh, tuple(c.results[i] for c in chosen), shape)
+        for i, shape in enumerate(sharding.result_shapes)
+    )
+    return Strategy(operands, partial, results)
+
+
+def _choices(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int) -> list[_Choice]:
+    choices = [_replicated(sharding)]
+    for label in _sharded_labels(sharding, layouts, mesh_dim):
+        choice = _sharded(sharding, label)
+        if choice is not None:
+            choices.append(choice)
+    for reduce_op in ("sum", "avg"):
+        choice = _partial(sharding, layouts, mesh_dim, reduce_op)
+        if choice is not None:
+            choices.append(choice)
+    return choices
+
+
+def _replicated(sharding: OpSharding) -> _Choice:
+    return _Choice(
+        tuple(None if labels is None else Replicate() for labels in sharding.operands),
+        (False,) * len(sharding.operands),
+        (Replicate(),) * len(sharding.results),
+    )
+
+
+def _sharded_labels(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int) -> list[Label]:
+    found: list[Label] = []
+    for labels, layout in zip(sharding.operands, layouts, strict=True):
+        if labels is not None and layout is not None and isinstance(p := layout.placements[mesh_dim], Shard):
+            label = labels[p.dim]
+            if label is not None and label not in found:
+                found.append(label)
+    return found
+
+
+def _sharded(sharding: OpSharding, label: Label) -> _Choice | None:
+    contracted = not any(label in labels for labels in sharding.results)
+    if contracted and sharding.reduce is None:
+        return None
+    # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
+    whole_terms = [
+        t for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)
+    ] if contracted else []
+    to_partial = {t[0] for t in whole_terms}
+    operands: list[Placement | None] = []
+    partial_grad: list[bool] = []
+    for i, labels in enumerate(sharding.operands):
+        if labels is None:
+            operands.append(None)
+        elif label in labels:
+            operands.append(Shard(labels.index(label)))
+        else:
+            operands.append(Partial() if i in to_partial else Replicate())
+        partial_grad.append(operands[-1] is Replicate())
+    results = tuple(
+        Shard(labels.index(label)) if label in labels else Partial(sharding.reduce or "sum")
+        for labels in sharding.results
+    )
+    if not contracted and any(label not in labels for labels in sharding.results):
+        return None
+    return _Choice(tuple(operands), tuple(partial_grad), results, label)
+
+
+def _partial(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str
+) -> _Choice | None:
+    kind = Partial(reduce_op)
+    have = [layout is not None and layout.placements[mesh_dim] is kind for layout in layouts]
+    if not sharding.terms or not any(have[i] for term in sharding.terms for i in term):
+        return None
+    summands = {next((i for i in term if have[i]), term[0]) for term in sharding.terms}
+    operands = tuple(
+        None if labels is None else kind if i in summands else Replicate()
+        for i, labels in enumerate(sharding.operands)
+    )
+    partial_grad = tuple(p is Replicate() for p in operands)
+    return _Choice(operands, partial_grad, (kind,) * len(sharding.results))
+
+
+def _splits_evenly(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], label: Label | None, shards: int
+) -> bool:
+    """Whether the dimensions of a label, which may differ in size, are cut at the same places."""
+    if label is None:
+        return True
+    sizes = {
+        layout.shape[i]
+        for labels, layout in zip(sharding.operands, layouts, strict=True)
+        if labels is not None and layout is not None
+        for i, own in enumerate(labels)
+        if own == label
+    } | {
+        shape[i]
+        for labels, shape in zip(sharding.results, sharding.result_shapes, strict=True)
+        for i, own in enumerate(labels)
+        if own == label
+    }
+    return len(sizes) == 1 or all(size % shards == 0 for size in sizes)
+
+
+def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) -> tuple[float, float]:
+    moved = 0.0
+    for placement, layout in zip(choice.operands, layouts, strict=True):
+        if layout is not None and placement is not None and placement is not layout.placements[mesh_dim]:
+            # On its own mesh dimension: what the others need does not depend on this choice.
+            alone = [Replicate()] * layout.mesh.ndim
+            before, after = list(alone), list(alone)
+            before[mesh_dim], after[mesh_dim] = layout.placements[mesh_dim], placement
+            try:
+                moved += redistribution_cost(layout.with_placements(before), layout.with_placements(after))
+            except ValueError:
+                return (math.inf, 0.0)
+    # Between equal costs the one that computes less.
+    return (moved, 0.0 if choice.label is not None else 1.0)

@@ -1,0 +1,253 @@
+"""DTensor: a tensor of one global shape, spread over a mesh. Mirrors ``torch.distributed.tensor.DTensor``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh
+from hyper_parallel.core.dtensor.dispatch import dispatch
+from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute, redistribute_local
+from hyper_parallel.core.dtensor.transitions import transitions_of
+from hyper_parallel.platform import Platform
+
+__all__ = ["DTensor", "bind_platform", "resolve_mesh"]
+
+_BOUND: dict[Platform, type] = {}
+
+
+class DTensor:
+    """A distributed tensor: an instance is a tensor of the framework too, with the global shape as its shape.
+
+    Operations on it run on this rank's local part, with the communication that their sharding rules ask for; its local
+    tensor is part of the framework's autograd graph. Instances come from `from_local`, `distribute_tensor` and the
+    factories, never from the constructor.
+
+    Example:
+        >>> from hyper_parallel import DTensor, Shard, init_device_mesh
+        >>> import torch
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]).shape
+        torch.Size([2, 3])
+    """
+
+    __slots__ = ()
+
+    #: Layout of the instance; None on the class.
+    _layout: Any = None
+    #: (source DTensor, step, gathered data) of an instance made by all-gather: its partial-gradient views go through
+    #: the shard, so that their backward is one reduce-scatter.
+    _gathered: Any = None
+    #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
+    #: modules that are given the same plain tensor share one collective.
+    _origin: Any = None
+
+    @staticmethod
+    def from_local(
+        local_tensor: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> Any:
+        """Make a DTensor of each rank's local tensor. Differentiable, no communication without ``run_check``.
+
+        Args:
+            local_tensor: plain tensor, this rank's part.
+            device_mesh: the mesh; None is the one entered with ``with mesh:``.
+            placements: one per mesh dimension; None is `Replicate` everywhere.
+            run_check: compare shapes and dtypes over the ranks, and broadcast replicated data from the first rank.
+            shape: global shape. Needed when shards are uneven: without it the shards are taken to be equal.
+            stride: accepted because torch has it; strides follow from the local tensor.
+            grad_placements: how the gradient that reaches ``local_tensor`` is laid out; by default as ``placements``,
+                `Replicate` for `Partial`.
+
+        Raises:
+            TypeError: when ``local_tensor`` is no plain tensor.
+            ValueError: for wrong placements, a ``shape`` that ``local_tensor`` does not fit, or, with ``run_check``,
+                ranks that differ.
+        """
+        mesh = resolve_mesh(device_mesh, "DTensor.from_local")
+        platform = bind_platform(mesh.platform)
+        if not platform.is_tensor(local_tensor) or isinstance(local_tensor, DTensor):
+            raise TypeError(f"DTensor.from_local takes a plain tensor of the platform, got {type(local_tensor).__name__}")
+        local_shape = tuple(platform.shape_of(local_tensor))
+        normal = normalize_placements(placements, mesh, len(local_shape), f"a tensor of local shape {local_shape}")
+        if shape is None:
+            shape = _even_global_shape(local_shape, normal, mesh)
+        layout = get_layout(mesh, normal, tuple(shape))
+        if mesh.get_coordinate() is not None and tuple(layout.local_shape) != local_shape:
+            raise ValueError(
+                f"a tensor of global shape {tuple(shape)} placed {list(normal)} on {mesh} has local shape "
+                f"{tuple(layout.local_shape)} on this rank, got {local_shape}"
+            )
+        if run_check:
+            local_tensor = _checked_over_ranks(local_tensor, layout)
+        with platform.no_dispatch():
+            local = platform.alias(local_tensor)
+            if grad_placements is not None:
+                wanted = get_layout(mesh, normalize_placements(grad_placements, mesh, layout.ndim), layout.shape)
+                local = _with_cotangent(local, layout.cotangent, wanted, platform)
+            x = platform.wrap(local, layout)
+            if platform.requires_grad(local_tensor) and grad_placements is None:
+                x._origin = local_tensor
+            return x
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
+        """This rank's part as a plain tensor. Differentiable, no communication in forward.
+
+        Args:
+            grad_placements: how the gradient that comes back to the plain tensor is laid out. By default: the full
+                gradient for `Replicate` and `Partial`, its shard for `Shard`. A `Replicate` whose consumers differ
+                per rank, each contributing a part, says ``[Partial()]``.
+        """
+        layout: Layout = self._layout
+        platform = layout.mesh.platform
+        with platform.no_dispatch():
+            if grad_placements is None:
+                return platform.alias(platform.local_of(self))
+            given = layout.with_placements(
+                normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
+            )
+            partial = tuple(
+                i
+                for i, (g, p) in enumerate(zip(given.placements, layout.placements, strict=True))
+                if g is Partial() and p is Replicate()
+            )
+            local = partial_grad_view(self, partial) if partial else platform.local_of(self)
+            rest = layout.with_placements(
+                Replicate() if i in partial else g for i, g in enumerate(given.placements)
+            )
+            if rest is not layout.cotangent:
+                local = _with_cotangent(local, rest, layout.cotangent, platform)
+            return platform.alias(local)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        """The same tensor placed otherwise. Differentiable.
+
+        Args:
+            device_mesh: None or the tensor's own mesh.
+            placements: one per mesh dimension; None is `Replicate` everywhere.
+            async_op: accepted because torch has it; the result is always ready to use.
+
+        Raises:
+            ValueError: for another mesh, wrong placements, or a `Partial` that the tensor does not have already.
+        """
+        layout: Layout = self._layout
+        if device_mesh is not None and device_mesh is not layout.mesh:
+            raise ValueError(f"cannot redistribute from {layout.mesh} to another mesh, {device_mesh}")
+        target = get_layout(
+            layout.mesh,
+            normalize_placements(placements, layout.mesh, layout.ndim, f"a tensor of shape {tuple(layout.shape)}"),
+            layout.shape,
+        )
+        for mesh_dim, (have, want) in enumerate(zip(layout.placements, target.placements, strict=True)):
+            if want.is_partial() and have is not want:
+                raise ValueError(
+                    f"cannot redistribute {have!r} to {want!r} on mesh dimension {layout.mesh.dim_label(mesh_dim)}: "
+                    "partial sums come from operations, or from DTensor.from_local"
+                )
+        with layout.mesh.platform.no_dispatch():
+            return redistribute(self, target)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
+        """The whole tensor as a plain tensor, on every rank of the mesh; differentiable, gathers as needed."""
+        return self.redistribute(placements=None).to_local(grad_placements=grad_placements)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dimension."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._layout.mesh
+
+    def __repr__(self) -> str:
+        layout: Layout = self._layout
+        platform = layout.mesh.platform
+        with platform.no_dispatch():
+            local = platform.detach(platform.local_of(self))
+            return (
+                f"DTensor(local_tensor={local}, shape={tuple(layout.shape)}, placements={list(layout.placements)}, "
+                f"device_mesh={layout.mesh})"
+            )
+
+
+def bind_platform(platform: Platform) -> Platform:
+    """Make sure that the platform has its DTensor class; returns the platform."""
+    if platform not in _BOUND:
+        _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
+    return platform
+
+
+def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
+    """The mesh given, or the one entered.
+
+    Raises:
+        ValueError: when there is neither.
+        TypeError: when it is no `DeviceMesh`.
+    """
+    mesh = current_mesh() if device_mesh is None else device_mesh
+    if mesh is None:
+        raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {type(mesh).__module__}.{type(mesh).__name__}")
+    return mesh
+
+
+def _even_global_shape(
+    local_shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
+) -> tuple[int, ...]:
+    shape = list(local_shape)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= mesh.shape[mesh_dim]
+    return tuple(shape)
+
+
+def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platform) -> Any:
+    """Identity whose cotangent arrives laid out as ``given`` and leaves as ``wanted``."""
+    if given is wanted:
+        return local
+    return transitions_of(platform).convert_cotangent(local, lambda g: redistribute_local(g, given, wanted))
+
+
+def _checked_over_ranks(local: Any, layout: Layout) -> Any:
+    mesh, platform = layout.mesh, layout.mesh.platform
+    for mesh_dim in range(mesh.ndim):
+        placement = layout.placements[mesh_dim]
+        if mesh.shape[mesh_dim] == 1:
+            continue
+        mine = (tuple(layout.shape), str(local.dtype))
+        everyone = platform.all_gather_object(mine, mesh.get_group(mesh_dim), mesh.shape[mesh_dim])
+        for rank, theirs in zip(mesh.ranks_along(mesh_dim), everyone, strict=True):
+            if theirs != everyone[0]:
+                raise ValueError(
+                    f"DTensor.from_local: rank {rank} has global shape and dtype {theirs}, rank "
+                    f"{mesh.ranks_along(mesh_dim)[0]} has {everyone[0]}; for uneven shards pass the global shape"
+                )
+        if placement.is_replicate():
+            with platform.no_dispatch(), platform.no_grad():
+                first = collectives.broadcast(platform.clone(platform.detach(local)), mesh, mesh_dim, 0)
+                same = bool((first == platform.detach(local)).all())
+            if not same:
+                raise ValueError(
+                    f"DTensor.from_local: the values on rank {platform.rank()} differ from those of rank "
+                    f"{mesh.ranks_along(mesh_dim)[0]}, but the placement on mesh dimension {mesh.dim_label(mesh_dim)} "
+                    "is Replicate()"
+                )
+    return local

@@ -1,0 +1,268 @@
+"""The differentiable steps between placements on one mesh dimension, and the views that reduce gradients.
+
+Each step is an autograd function on local tensors whose backward is another step, so gradients of gradients are right
+too. The contract that all of them keep: the cotangent of a local tensor is the full gradient for `Replicate`, the
+shard of it for `Shard`, and for `Partial` the full gradient (what each summand receives).
+
+=========================  =======================  =============================================
+step                       forward                  backward
+=========================  =======================  =============================================
+Shard(d) -> Replicate      all-gather               slice, or reduce-scatter in the partial view
+Replicate -> Shard(d)      slice                    all-gather
+Partial -> Replicate       all-reduce               identity
+Partial -> Shard(d)        reduce-scatter           all-gather
+Shard(a) -> Shard(b)       all-to-all               all-to-all
+Replicate -> Partial       value on one rank        identity
+partial-gradient view      identity                 all-reduce
+=========================  =======================  =============================================
+
+Source: the f, g and g-bar functions of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.platform.base import Platform
+
+__all__ = ["Step", "Transitions", "transitions_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One change of placement on one mesh dimension.
+
+    Attributes:
+        mesh, mesh_dim: where.
+        source, target: the placements before and after.
+        source_sizes, target_sizes: for `Shard`, how many elements of the sharded dimension each rank of the mesh
+            dimension holds; empty otherwise.
+        layout: layout after the step.
+    """
+
+    mesh: DeviceMesh
+    mesh_dim: int
+    source: Placement
+    target: Placement
+    source_sizes: tuple[int, ...]
+    target_sizes: tuple[int, ...]
+    layout: Layout
+
+    @staticmethod
+    def between(before: Layout, after: Layout, mesh_dim: int) -> Step:
+        """The step from ``before`` to ``after``, which differ on ``mesh_dim`` only."""
+        return Step(
+            before.mesh,
+            mesh_dim,
+            before.placements[mesh_dim],
+            after.placements[mesh_dim],
+            _sizes(before, mesh_dim),
+            _sizes(after, mesh_dim),
+            after,
+        )
+
+
+def _sizes(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
+    placement = layout.placements[mesh_dim]
+    if not isinstance(placement, Shard) or layout.mesh.get_coordinate() is None:
+        return ()
+    return chunk_sizes(layout.size_within(placement.dim, mesh_dim), layout.mesh.shape[mesh_dim])
+
+
+class Transitions:
+    """The steps as functions of one platform's autograd. Get it with `transitions_of`."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+        make = platform.autograd_function
+        self._share_full = make(self._share_forward, self._slice_cotangent)
+        self._share_partial = make(self._share_forward, self._scatter_cotangent)
+        self._slice = make(self._slice_forward, self._gather_cotangent)
+        self._all_reduce = make(self._all_reduce_forward, self._unchanged_cotangent)
+        self._select = make(self._select_forward, self._selected_cotangent)
+        self._multiply = make(self._multiply_forward, self._multiplied_cotangent)
+        self._reduce_scatter = make(self._reduce_scatter_forward, self._gather_scattered_cotangent)
+        self._all_to_all = make(self._all_to_all_forward, self._all_to_all_cotangent)
+        self._to_partial = make(self._to_partial_forward, self._from_partial_cotangent)
+        self._copy = make(self._copy_forward, self._reduced_cotangent)
+        self._convert_cotangent = make(self._alias_forward, self._converted_cotangent)
+
+    # ------------------------------------------------------------ steps
+    def run(self, x: Any, step: Step) -> Any:
+        """Apply ``step`` to the local tensor ``x``."""
+        source, target = step.source, step.target
+        if isinstance(source, Shard):
+            if isinstance(target, Shard):
+                return self._all_to_all(x, step)
+            return self.share(x, step, self.gather_data(x, step))
+        if isinstance(source, Partial):
+            if isinstance(target, Shard):
+                return self._reduce_scatter(x, step)
+            if source.reduce_op in ("sum", "avg"):
+                return self._all_reduce(x, step)
+            return (self._multiply if source.reduce_op == "product" else self._select)(x, step)
+        return (self._slice if isinstance(target, Shard) else self._to_partial)(x, step)
+
+    def gather_data(self, x: Any, step: Step) -> Any:
+        """The all-gathered data of a ``Shard -> Replicate`` step, outside autograd."""
+        return collectives.all_gather(
+            self.platform.detach(x), step.mesh, step.mesh_dim, step.source.dim, step.source_sizes
+        )
+
+    def share(self, x: Any, step: Step, data: Any) -> Any:
+        """The gathered ``data`` as a function of the shard ``x``, for consumers that return the full cotangent."""
+        return self._share_full(x, step, data) if self.platform.requires_grad(x) else data
+
+    def share_partial(self, x: Any, step: Step, data: Any) -> Any:
+        """As `share`, for consumers that return a partial cotangent: backward is one reduce-scatter."""
+        return self._share_partial(x, step, data)
+
+    def copy(self, x: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+        """Identity whose backward all-reduces over ``mesh_dims``: Megatron's f."""
+        return self._copy(x, mesh, mesh_dims)
+
+    def convert_cotangent(self, x: Any, convert: Any) -> Any:
+        """Identity whose backward applies ``convert`` to the cotangent."""
+        return self._convert_cotangent(x, convert)
+
+    # ------------------------------------------------------------ forward and backward of each
+    def _share_forward(self, ctx: Any, x: Any, step: Step, data: Any) -> Any:
+        ctx.step = step
+        return self.platform.detach(data)
+
+    def _slice_cotangent(self, ctx: Any, g: Any) -> Any:
+        return self._slice(g, _reverse(ctx.step))
+
+    def _scatter_cotangent(self, ctx: Any, g: Any) -> Any:
+        return self._reduce_scatter(g, _reverse(ctx.step))
+
+    def _slice_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        ctx.step = step
+        rank, sizes = step.mesh.get_local_rank(step.mesh_dim), step.target_sizes
+        return self.platform.clone(
+            self.platform.narrow(self.platform.detach(x), step.target.dim, sum(sizes[:rank]), sizes[rank])
+        )
+
+    def _gather_cotangent(self, ctx: Any, g: Any) -> Any:
+        step = _reverse(ctx.step)
+        return self.share(g, step, self.gather_data(g, step))
+
+    def _all_reduce_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        ctx.scale = step.mesh.shape[step.mesh_dim] if step.source.reduce_op == "avg" else None
+        return collectives.all_reduce(
+            self.platform.clone(self.platform.detach(x)), step.mesh, step.mesh_dim, step.source.reduce_op
+        )
+
+    def _unchanged_cotangent(self, ctx: Any, g: Any) -> Any:
+        return g if ctx.scale is None else g / ctx.scale
+
+    def _select_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        x = self.platform.detach(x)
+        y = collectives.all_reduce(self.platform.clone(x), step.mesh, step.mesh_dim, step.source.reduce_op)
+        if self.platform.is_floating_point(x):
+            # Ranks that tie share the cotangent evenly, as the elements of one tensor do in amax.
+            chosen = self.platform.masked_fill(self.platform.ones(self.platform.shape_of(x), x), x != y, 0.0)
+            count = collectives.all_reduce(self.platform.clone(chosen), step.mesh, step.mesh_dim, "sum")
+            ctx.save_for_backward(chosen / count)
+        return y
+
+    def _selected_cotangent(self, ctx: Any, g: Any) -> Any:
+        return g * ctx.saved_tensors[0]
+
+    def _multiply_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        platform, size = self.platform, step.mesh.shape[step.mesh_dim]
+        shape = tuple(platform.shape_of(x))
+        column = platform.detach(x).reshape((1, *shape))
+        everyone = collectives.all_gather(column, step.mesh, step.mesh_dim, 0, (1,) * size)
+        parts = [platform.narrow(everyone, 0, i, 1).reshape(shape) for i in range(size)]
+        others = platform.ones(shape, x)
+        for i, part in enumerate(parts):
+            if i != step.mesh.get_local_rank(step.mesh_dim):
+                others = others * part
+        ctx.save_for_backward(others)
+        return others * parts[step.mesh.get_local_rank(step.mesh_dim)]
+
+    def _multiplied_cotangent(self, ctx: Any, g: Any) -> Any:
+        return g * ctx.saved_tensors[0]
+
+    def _reduce_scatter_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        ctx.step = step
+        op = step.source.reduce_op if isinstance(step.source, Partial) else "sum"
+        return collectives.reduce_scatter(
+            self.platform.detach(x), step.mesh, step.mesh_dim, step.target.dim, step.target_sizes, op
+        )
+
+    def _gather_scattered_cotangent(self, ctx: Any, g: Any) -> Any:
+        step = _reverse(ctx.step)
+        full = self.share(g, step, self.gather_data(g, step))
+        if isinstance(ctx.step.source, Partial) and ctx.step.source.reduce_op == "avg":
+            return full / ctx.step.mesh.shape[ctx.step.mesh_dim]
+        return full
+
+    def _all_to_all_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        ctx.step = step
+        return collectives.all_to_all(
+            self.platform.detach(x),
+            step.mesh,
+            step.mesh_dim,
+            step.source.dim,
+            step.target.dim,
+            step.source_sizes,
+            step.target_sizes,
+        )
+
+    def _all_to_all_cotangent(self, ctx: Any, g: Any) -> Any:
+        return self._all_to_all(g, _reverse(ctx.step))
+
+    def _to_partial_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        ctx.step = step
+        x = self.platform.detach(x)
+        if step.target.reduce_op != "sum" or step.mesh.get_local_rank(step.mesh_dim) == 0:
+            return self.platform.clone(x)
+        return self.platform.zeros(self.platform.shape_of(x), x)
+
+    def _from_partial_cotangent(self, ctx: Any, g: Any) -> Any:
+        # A summand receives the full gradient. Of an average it receives 1/n of it, n equal copies make it whole.
+        return g * ctx.step.mesh.shape[ctx.step.mesh_dim] if ctx.step.target.reduce_op == "avg" else g
+
+    def _copy_forward(self, ctx: Any, x: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
+        return self.platform.detach(x)
+
+    def _reduced_cotangent(self, ctx: Any, g: Any) -> Any:
+        for mesh_dim in ctx.mesh_dims:
+            g = self._all_reduce(g, Step(ctx.mesh, mesh_dim, Partial(), Replicate(), (), (), None))
+        return g
+
+    def _alias_forward(self, ctx: Any, x: Any, convert: Any) -> Any:
+        ctx.convert = convert
+        return self.platform.detach(x)
+
+    def _converted_cotangent(self, ctx: Any, g: Any) -> Any:
+        return ctx.convert(g)
+
+
+def _reverse(step: Step) -> Step:
+    """The step of the cotangent: from the placement after to the placement before, a `Partial` being `Replicate`."""
+    return Step(
+        step.mesh, step.mesh_dim, step.target, step.source, step.target_sizes, step.source_sizes, step.layout
+    )
+
+
+_TRANSITIONS: dict[Any, Transitions] = {}
+
+
+def transitions_of(platform: Platform) -> Transitions:
+    """The `Transitions` of a platform, made once."""
+    found = _TRANSITIONS.get(platform)
+    if found is None:
+        found = _TRANSITIONS[platform] = Transitions(platform)
+    return found

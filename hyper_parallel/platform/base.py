@@ -1,0 +1,353 @@
+"""The contract between ``hyper_parallel.core`` and a backend.
+
+A backend is one subclass of `Platform`. Core calls nothing of a framework but the verbs declared here, and a verb
+that core does not call is not here. What a backend must bring:
+
+* **types and checks** - what a tensor, a parameter, a module is; which modules are linear or embedding layers;
+* **modules** - walking and changing a module tree, forward hooks;
+* **process groups and collectives** - on plain local tensors, outside autograd; a verb that the backend lacks is
+  reported by `supports` and emulated once, in `core.dtensor.collectives`;
+* **autograd** - one way to define a function with a forward and a backward;
+* **interception** - a tensor class whose operations arrive at `dispatch`, a guard that turns that off, and the
+  table that maps native operations to the canonical ones of `core.dtensor.rules`;
+* **local tensor operations** - the few that redistribution itself needs;
+* **random numbers**.
+
+`hyper_parallel.platform.torch.base` and `hyper_parallel.platform.mindspore.base` are the two to learn from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+__all__ = ["NativeOp", "Platform"]
+
+Tensor = Any
+Module = Any
+Group = Any
+Layout = Any
+
+
+@dataclass(frozen=True, eq=False)
+class NativeOp:
+    """One row of a backend's op table: how a native operation maps to a canonical one.
+
+    Attributes:
+        name: the canonical operation, a key of `core.dtensor.rules` (``"linear"``, ``"pointwise"``, ...).
+        bind: ``bind(func, args, kwargs) -> (operands, statics)`` brings a native call into canonical form.
+            ``operands`` is the tuple of tensor operands (tensors, Python scalars or ``None``), ``statics`` the tuple
+            of the remaining arguments in the order that the canonical operation documents; it must be hashable.
+            For element-wise operations ``statics`` may be any object: it is handed to `call` and never looked at.
+        call: ``call(func, operands, statics) -> result`` runs the native operation on local tensors. The result is
+            a tensor or a tuple or list of tensors.
+    """
+
+    name: str
+    bind: Callable[[Any, tuple, dict], tuple[tuple, Any]]
+    call: Callable[[Any, tuple, Any], Any]
+
+
+class Platform(ABC):
+    """What core asks of a backend. Instances are singletons; get one with `hyper_parallel.platform.get_platform`."""
+
+    #: Name in the registry and in ``HYPER_PARALLEL_PLATFORM``, for example ``"torch-cpu"``.
+    name: ClassVar[str]
+    #: Device type that a `DeviceMesh` on this platform has: ``"cpu"``, ``"cuda"``, ``"npu"``.
+    device_type: ClassVar[str]
+    #: Default communication backend, for example ``"gloo"``.
+    comm_backend: ClassVar[str]
+
+    # ---------------------------------------------------------------- types and checks
+    #: The framework's tensor, parameter, module and shape classes. ``Size`` is a tuple or a subclass of it.
+    Tensor: type
+    Parameter: type
+    Module: type
+    Size: type
+
+    @classmethod
+    @abstractmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why this backend cannot run here, as a sentence for a person, or None when it can. Imports as little as
+        is needed to know."""
+
+    @abstractmethod
+    def is_tensor(self, x: Any) -> bool:
+        """Whether ``x`` is a tensor of the framework (distributed ones included)."""
+
+    @abstractmethod
+    def is_parameter(self, x: Any) -> bool:
+        """Whether ``x`` is a parameter of the framework (distributed ones included)."""
+
+    @abstractmethod
+    def is_linear_module(self, module: Module) -> bool:
+        """Whether ``module`` computes ``x @ weight.T + bias`` with ``weight`` of shape (out_features, in_features)."""
+
+    @abstractmethod
+    def is_embedding_module(self, module: Module) -> bool:
+        """Whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
+
+    @abstractmethod
+    def weight_name(self, module: Module) -> str:
+        """Attribute under which a linear, embedding or norm module keeps its weight (``"weight"``,
+        ``"embedding_table"``, ``"gamma"``)."""
+
+    @abstractmethod
+    def bias_name(self, module: Module) -> str | None:
+        """Attribute of the bias, or None when the module has none (or it is switched off)."""
+
+    @abstractmethod
+    def requires_grad(self, x: Tensor) -> bool:
+        """Whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are switched
+        off. A backend that cannot know answers True."""
+
+    @abstractmethod
+    def is_floating_point(self, x: Tensor) -> bool:
+        """Whether ``x`` has a floating point dtype."""
+
+    @abstractmethod
+    def is_meta(self, x: Tensor) -> bool:
+        """Whether ``x`` has a shape and dtype but no data."""
+
+    @abstractmethod
+    def shape_of(self, local: Tensor) -> tuple[int, ...]:
+        """Shape of a tensor as the framework holds it: of a DTensor, the local shape."""
+
+    # ---------------------------------------------------------------- modules
+    @abstractmethod
+    def named_modules(self, root: Module) -> Iterator[tuple[str, Module]]:
+        """Yield (path, module) for ``root`` (path ``""``) and everything below it, parents first, each module once."""
+
+    @abstractmethod
+    def named_children(self, module: Module) -> Iterator[tuple[str, Module]]:
+        """Yield (name, module) for the direct children."""
+
+    @abstractmethod
+    def named_parameters(self, module: Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, parameter) for the parameters that ``module`` itself holds, children excluded, ties included."""
+
+    @abstractmethod
+    def named_buffers(self, module: Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, buffer) for the buffers that ``module`` itself holds, children excluded."""
+
+    @abstractmethod
+    def set_buffer(self, module: Module, name: str, value: Tensor) -> None:
+        """Replace a buffer."""
+
+    @abstractmethod
+    def set_distributed_parameter(self, module: Module, name: str, local: Tensor, layout: Layout) -> None:
+        """Turn the parameter ``module.<name>`` into a distributed one that holds ``local`` and has ``layout``.
+
+        Name, ``requires_grad`` and, where the framework allows it, the identity of the parameter object stay, so that
+        live optimizers and tied modules keep seeing it. A parameter that already is distributed is replaced too.
+        """
+
+    @abstractmethod
+    def register_forward_pre_hook(
+        self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
+        """Call ``hook(module, args)`` before forward, or with ``with_kwargs`` ``hook(module, args, kwargs)``, which
+        returns None, or the new args, or ``(args, kwargs)``. ``prepend`` puts it before the hooks that are there."""
+
+    @abstractmethod
+    def register_forward_hook(
+        self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
+        """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
+        ``with_kwargs``); what it returns, unless None, replaces the output."""
+
+    # ---------------------------------------------------------------- process groups
+    @abstractmethod
+    def world(self) -> Any:
+        """An object that stands for the initialised default process group, a new one after each initialisation;
+        None before. Core holds it weakly and compares by identity."""
+
+    @abstractmethod
+    def init_process_group(self) -> None:
+        """Initialise the default group from the launcher's environment (torchrun's ``RANK``, ``WORLD_SIZE``,
+        ``MASTER_ADDR``, ``MASTER_PORT`` or msrun's ``MS_*``), and select this rank's device. Without a launcher: a
+        world of one rank."""
+
+    @abstractmethod
+    def destroy_process_group(self) -> None:
+        """Tear the default group and all others down."""
+
+    @abstractmethod
+    def rank(self) -> int:
+        """Rank in the default group."""
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """Size of the default group."""
+
+    @abstractmethod
+    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> Group:
+        """Make one group for each list of ranks and return the one that this rank is in, None if in none. Called with
+        the same lists on every rank of the world. A list of all ranks may give the default group."""
+
+    # ---------------------------------------------------------------- collectives on plain local tensors, no autograd
+    @abstractmethod
+    def supports(self, collective: str, op: str, local: Tensor) -> bool:
+        """Whether the verb ``collective`` (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
+        ``"broadcast"``, ``"scatter"``) takes the dtype of ``local`` and, for reductions, the op ``op`` (``"sum"``,
+        ``"avg"``, ``"max"``, ``"min"``, ``"product"``). Core emulates what is not supported."""
+
+    @abstractmethod
+    def all_reduce(self, local: Tensor, op: str, group: Group) -> Tensor:
+        """Reduce over the group. ``local`` is contiguous and may be overwritten; the result is returned."""
+
+    @abstractmethod
+    def all_gather(self, local: Tensor, group: Group, size: int) -> Tensor:
+        """``local`` (s0, ...) contiguous, the same shape on all ``size`` ranks -> (size * s0, ...)."""
+
+    @abstractmethod
+    def reduce_scatter(self, local: Tensor, op: str, group: Group, size: int) -> Tensor:
+        """``local`` (size * s0, ...) contiguous -> (s0, ...): the reduction of part `rank` of every rank's tensor."""
+
+    @abstractmethod
+    def all_to_all(self, local: Tensor, group: Group, size: int) -> Tensor:
+        """``local`` (size * s0, ...) contiguous -> the same shape: part i goes to rank i, part j comes from rank j."""
+
+    @abstractmethod
+    def broadcast(self, local: Tensor, src: int, group: Group) -> Tensor:
+        """Value of global rank ``src`` on every rank of the group. ``local`` is contiguous and may be overwritten."""
+
+    @abstractmethod
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Group) -> Tensor:
+        """Fill contiguous ``out`` with this rank's part of ``parts``, which global rank ``src`` gives; the parts are
+        contiguous and have one shape."""
+
+    @abstractmethod
+    def barrier(self, group: Group) -> None:
+        """Wait for all ranks of the group."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any, group: Group, size: int) -> list[Any]:
+        """One picklable value of each rank, in rank order. Off the hot path."""
+
+    # ---------------------------------------------------------------- autograd
+    @abstractmethod
+    def autograd_function(
+        self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        """Make a differentiable ``apply(x, *static)`` of one differentiable operand.
+
+        ``forward(ctx, x, *static)`` runs outside autograd and returns a tensor that is not ``x`` itself (a view of it
+        is fine; the platform takes care that autograd does not treat it as one). ``backward(ctx, cotangent)`` returns
+        the cotangent of ``x`` and is itself recorded when gradients of gradients are asked for. ``ctx`` takes
+        attributes; a tensor that backward needs goes through ``ctx.save_for_backward(...)`` and comes back as
+        ``ctx.saved_tensors``. Interception is off in both.
+        """
+
+    @abstractmethod
+    def detach(self, x: Tensor) -> Tensor:
+        """A plain tensor with the data of ``x`` and no gradient."""
+
+    @abstractmethod
+    def alias(self, x: Tensor) -> Tensor:
+        """A new plain tensor object with the data of ``x``, differentiable with respect to ``x``."""
+
+    @abstractmethod
+    def no_grad(self) -> AbstractContextManager:
+        """Context manager without gradients."""
+
+    @abstractmethod
+    def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
+        """The tensor stored on ``holder`` with `write_cache` under ``key``, if it is still valid: the same gradient
+        recording, and ``holder`` not changed in place since. Otherwise None."""
+
+    @abstractmethod
+    def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
+        """Keep ``value``, computed from ``holder``, for `read_cache`, without keeping either alive for longer than
+        it would be. A backend that cannot do so safely for this ``holder`` stores nothing."""
+
+    @abstractmethod
+    def clear_cache(self, holder: Tensor) -> None:
+        """Drop all that `write_cache` stored on ``holder``."""
+
+    # ---------------------------------------------------------------- interception
+    @abstractmethod
+    def make_dtensor_class(self, mixin: type, dispatch: Callable[[NativeOp | None, Any, tuple, dict], Any]) -> type:
+        """The DTensor class of this platform: a subclass of ``mixin`` (core's public methods) and of ``Tensor`` with
+        the global shape as its shape. Every native operation on an instance arrives as ``dispatch(native_op, func,
+        args, kwargs)``; ``native_op`` is the row of the op table, or None when it has none. Called once."""
+
+    @abstractmethod
+    def wrap(self, local: Tensor, layout: Layout) -> Any:
+        """Make a DTensor of a plain tensor that nobody else holds. Its ``_layout`` is ``layout``."""
+
+    @abstractmethod
+    def local_of(self, x: Any) -> Tensor:
+        """The local tensor of a DTensor, part of the autograd graph; of a parameter, read through the parameter. To be
+        used under `no_dispatch`."""
+
+    @abstractmethod
+    def no_dispatch(self) -> AbstractContextManager:
+        """Guard under which operations run on locals and are not intercepted."""
+
+    # ---------------------------------------------------------------- operations on plain local tensors
+    @abstractmethod
+    def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+        """Slice ``x`` along ``dim``; differentiable."""
+
+    @abstractmethod
+    def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
+        """Concatenate along ``dim``; differentiable."""
+
+    @abstractmethod
+    def contiguous(self, x: Tensor) -> Tensor:
+        """``x``, dense and in row-major order; ``x`` itself if it is so already. Differentiable."""
+
+    @abstractmethod
+    def clone(self, x: Tensor) -> Tensor:
+        """A contiguous copy. Differentiable."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Zeros with dtype and device of ``like``."""
+
+    @abstractmethod
+    def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Ones with dtype and device of ``like``."""
+
+    @abstractmethod
+    def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
+        """``value`` where ``mask`` (broadcast to ``x``), else ``x``. Differentiable."""
+
+    @abstractmethod
+    def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
+        """Add a dimension of size 1. Differentiable."""
+
+    @abstractmethod
+    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+        """Convert the dtype. Differentiable."""
+
+    # ---------------------------------------------------------------- devices and random numbers
+    @abstractmethod
+    def to_device(self, x: Tensor) -> Tensor:
+        """``x`` on this rank's device of this platform, or ``x`` itself."""
+
+    @abstractmethod
+    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
+        """A new plain local tensor on this rank's device: ``name`` is ``"zeros"``, ``"ones"``, ``"empty"``,
+        ``"full"`` (with ``fill_value``), ``"rand"`` or ``"randn"``. ``dtype`` None is the framework's default."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the framework's default generator on this rank's device."""
+
+    @abstractmethod
+    def get_rng_state(self) -> Any:
+        """State of the default generator of this rank's device, picklable."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Any) -> None:
+        """Put a state from `get_rng_state` back."""
+
+    @property
+    @abstractmethod
+    def op_table(self) -> Mapping[Any, NativeOp]:
+        """Native operation (function object or name) -> `NativeOp`."""

@@ -1,0 +1,279 @@
+"""Which backends there are, which one is meant, and whether it can run here.
+
+Nothing is imported before a backend is asked for: the built-in ones are listed here by name and place, other packages
+add theirs through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from hyper_parallel.platform.base import Platform
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "ENVIRONMENT_VARIABLE",
+    "PlatformError",
+    "available_platforms",
+    "get_platform",
+    "get_platform_for_device",
+    "register_platform",
+]
+
+ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_PLATFORM"
+ENTRY_POINT_GROUP = "hyper_parallel.platforms"
+
+_log = logging.getLogger("hyper_parallel")
+
+
+class PlatformError(RuntimeError):
+    """No such backend, or it cannot run here. The message lists every known backend and why it cannot be used."""
+
+
+@dataclass
+class _Backend:
+    """A known backend; ``target`` is the class or ``"module:class"``, loaded at first use."""
+
+    name: str
+    target: type[Platform] | str
+    framework: str | None
+    instance: Platform | None = None
+
+    def load(self) -> type[Platform]:
+        if isinstance(self.target, str):
+            module, _, attribute = self.target.partition(":")
+            self.target = getattr(importlib.import_module(module), attribute)
+        return self.target
+
+    def unavailable_reason(self) -> str | None:
+        if self.framework is not None and not _is_installed(self.framework):
+            return f"{self.framework} is not installed"
+        try:
+            return self.load().unavailable_reason()
+        except Exception as error:  # A backend that breaks while loading must not hide the others from the listing.
+            return f"{type(error).__name__}: {error}"
+
+
+#: The built-in backends. For one framework, the best device comes first: an alias of the framework takes the first
+#: one that can run.
+_BUILT_IN = (
+    ("torch-cuda", "hyper_parallel.platform.torch.cuda:TorchCudaPlatform", "torch"),
+    ("torch-npu", "hyper_parallel.platform.torch.npu:TorchNpuPlatform", "torch"),
+    ("torch-cpu", "hyper_parallel.platform.torch.cpu:TorchCpuPlatform", "torch"),
+    ("mindspore", "hyper_parallel.platform.mindspore.base:MindSporePlatform", "mindspore"),
+)
+
+#: alias -> names of backends, the first available one is taken.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "torch": ("torch-cuda", "torch-npu", "torch-cpu"),
+    "pytorch": ("torch-cuda", "torch-npu", "torch-cpu"),
+    "cpu": ("torch-cpu",),
+    "cuda": ("torch-cuda",),
+    "gpu": ("torch-cuda",),
+    "npu": ("torch-npu",),
+    "ascend": ("torch-npu",),
+    "ms": ("mindspore",),
+}
+
+#: Frameworks in the order of preference when nothing else decides.
+_FRAMEWORKS = ("torch", "mindspore")
+
+_lock = threading.RLock()
+_backends: dict[str, _Backend] = {}
+_aliases: dict[str, tuple[str, ...]] = {}
+_selected: Platform | None = None
+_entry_points_read = False
+
+
+def register_platform(
+    name: str, target: type[Platform] | str, *, aliases: Sequence[str] = (), framework: str | None = None
+) -> None:
+    """Make a backend known.
+
+    Args:
+        name: what ``HYPER_PARALLEL_PLATFORM`` and `get_platform` call it; case does not matter.
+        target: the `Platform` subclass, or ``"package.module:Class"`` to be imported at first use.
+        aliases: further names.
+        framework: top-level module of the framework, such as ``"torch"``: backends of one framework serve one
+            another's device types, and one whose framework is not installed is reported so without importing it.
+
+    Raises:
+        ValueError: when the name or an alias is taken by another backend.
+    """
+    with _lock:
+        _read_built_in()
+        key = _normalize(name)
+        known = _backends.get(key)
+        if known is not None and known.target != target:
+            raise ValueError(f"a backend named {key!r} is registered already: {known.target!r}")
+        for alias in map(_normalize, aliases):
+            if alias in _backends or _aliases.get(alias, (key,)) != (key,):
+                raise ValueError(f"cannot register the alias {alias!r} for {key!r}: the name is taken")
+        if known is None:
+            _backends[key] = _Backend(key, target, framework)
+        for alias in map(_normalize, aliases):
+            _aliases[alias] = (key,)
+
+
+def available_platforms() -> dict[str, str | None]:
+    """Every known backend by name, with None when it can run here, else the reason why not.
+
+    Example:
+        >>> available_platforms()["torch-cpu"] is None  # doctest: +SKIP
+        True
+    """
+    with _lock:
+        _read_all()
+        return {name: backend.unavailable_reason() for name, backend in _backends.items()}
+
+
+def get_platform(name: str | None = None) -> Platform:
+    """The backend called ``name``, always the same object.
+
+    Without a name it is the selected one, decided at the first call and kept: what ``HYPER_PARALLEL_PLATFORM`` says;
+    else the framework that the program has imported; else the only one installed; else torch.
+
+    Args:
+        name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or one that was
+            registered) or an alias (``"torch"``, ``"cpu"``, ``"gpu"``, ``"ascend"``, ``"ms"``, ...).
+
+    Raises:
+        PlatformError: for a name that is not known or a backend that cannot run here. The message lists all.
+    """
+    global _selected
+    with _lock:
+        if name is not None:
+            return _resolve(name, f"{name!r}")
+        if _selected is None:
+            chosen = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+            if chosen:
+                _selected = _resolve(chosen, f"{ENVIRONMENT_VARIABLE}={chosen!r}")
+            else:
+                framework, why = _detect_framework()
+                _selected = _resolve(framework, f"the framework {framework!r} ({why})")
+                _log.info("HyperParallel uses the platform %r: %s", _selected.name, why)
+        return _selected
+
+
+def get_platform_for_device(device_type: str) -> Platform:
+    """The backend of the selected framework that serves ``device_type`` (``"cpu"``, ``"cuda"``, ``"npu"``).
+
+    Raises:
+        ValueError: when the framework has no backend for it; the message names the device types that there are.
+        PlatformError: when it has one that cannot run here.
+    """
+    with _lock:
+        current = get_platform()
+        if current.device_type == device_type:
+            return current
+        _read_all()
+        framework = next((b.framework for b in _backends.values() if b.instance is current), None)
+        served: dict[str, str] = {current.device_type: current.name}
+        for backend in _backends.values():
+            if framework is not None and backend.framework == framework and backend.instance is not current:
+                try:
+                    served.setdefault(backend.load().device_type, backend.name)
+                except Exception as error:
+                    _log.debug("platform %r cannot be loaded: %s", backend.name, error)
+        if device_type in served:
+            return _resolve(served[device_type], f"device type {device_type!r}")
+        choices = ", ".join(f"{d!r} (platform {n!r})" for d, n in served.items())
+        raise ValueError(
+            f"the platform {current.name!r} has no device type {device_type!r}; use one of {choices}, or leave it "
+            f"out, or choose another platform with {ENVIRONMENT_VARIABLE}"
+        )
+
+
+def _resolve(name: str, asked: str) -> Platform:
+    key = _normalize(name)
+    _read_built_in()
+    if key not in _backends and key not in _aliases:
+        _read_all()
+    candidates = _aliases.get(key, (key,))
+    reasons = []
+    for candidate in candidates:
+        backend = _backends.get(candidate)
+        if backend is None:
+            raise PlatformError(f"unknown platform: {asked} was asked for.\n{_listing()}")
+        if backend.instance is not None:
+            return backend.instance
+        reason = backend.unavailable_reason()
+        if reason is None:
+            backend.instance = backend.load()()
+            return backend.instance
+        reasons.append(reason)
+    # With several candidates the last one is the most modest: why it cannot run is why none can.
+    raise PlatformError(f"{asked} was asked for, but this platform cannot be used here: {reasons[-1]}\n{_listing()}")
+
+
+def _listing() -> str:
+    """Every known backend with availability, and the aliases, for error messages."""
+    _read_all()
+    lines = ["Known platforms:"]
+    for name, backend in sorted(_backends.items()):
+        reason = "available" if backend.instance is not None else backend.unavailable_reason()
+        lines.append(f"  {name}: " + ("available" if reason in (None, "available") else f"not available: {reason}"))
+    aliases = ", ".join(sorted(_aliases))
+    lines.append(f"Aliases: {aliases}. Set {ENVIRONMENT_VARIABLE} or call get_platform(name).")
+    return "\n".join(lines)
+
+
+def _detect_framework() -> tuple[str, str]:
+    imported = [f for f in _FRAMEWORKS if getattr(sys.modules.get(f), "Tensor", None) is not None]
+    if len(imported) == 1:
+        return imported[0], f"the program has imported {imported[0]}"
+    installed = [f for f in _FRAMEWORKS if _is_installed(f)]
+    if not imported and len(installed) == 1:
+        return installed[0], f"{installed[0]} is the only framework installed"
+    if imported:
+        why = f"the program has imported {' and '.join(imported)}"
+    elif installed:
+        why = f"{' and '.join(installed)} are installed"
+    else:
+        why = "no framework is installed"
+    return _FRAMEWORKS[0], f"{why}; set {ENVIRONMENT_VARIABLE} to choose"
+
+
+def _is_installed(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _normalize(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a platform name is a string such as 'torch-cpu', got {name!r}")
+    return name.strip().lower().replace("_", "-")
+
+
+def _read_built_in() -> None:
+    if not _backends:
+        _aliases.update(_ALIASES)
+        for name, target, framework in _BUILT_IN:
+            _backends[name] = _Backend(name, target, framework)
+
+
+def _read_all() -> None:
+    """Also read the entry points of other packages, once. Their classes are not imported yet."""
+    global _entry_points_read
+    _read_built_in()
+    if _entry_points_read:
+        return
+    _entry_points_read = True
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            register_platform(entry.name, entry.value)
+        except ValueError as error:
+            _log.warning("the platform entry point %s = %s is ignored: %s", entry.name, entry.value, error)
