@@ -1,0 +1,56 @@
+# make test [PLATFORM=mindspore]          all tests, or those of one backend, with coverage
+# make demo [PLATFORM=mindspore] [TP=2]   train a small Llama on TP processes
+# make lint                               ruff and mypy
+# make clean                              remove environments and build output
+#
+# Each target makes the virtual environment it needs under .venv/, and makes it again when its requirements change.
+# PYTHON chooses the interpreter, PIP_ARGS goes to every `pip install`.
+
+PYTHON := python3
+PLATFORM :=
+TP := 2
+PIP_ARGS :=
+
+# The backends that need nothing but a CPU, and all that have a folder of requirements.
+CPU_PLATFORMS := torch-cpu mindspore
+PLATFORMS := $(patsubst platform/%/requirements.txt,%,$(wildcard platform/*/requirements.txt))
+
+ifneq ($(filter-out $(PLATFORMS),$(PLATFORM)),)
+$(error PLATFORM=$(PLATFORM) is none of: $(PLATFORMS))
+endif
+
+DEMO_PLATFORM := $(or $(PLATFORM),torch-cpu)
+
+.PHONY: test demo lint clean
+
+ifeq ($(PLATFORM),)
+test: .venv/all/.ready
+	PYTHON=$(CURDIR)/.venv/all/bin/python ci/all
+else
+test: .venv/$(PLATFORM)/.ready
+	PYTHON=$(CURDIR)/.venv/$(PLATFORM)/bin/python ci/$(PLATFORM)
+endif
+
+demo: .venv/$(DEMO_PLATFORM)/.ready
+	HYPER_PARALLEL_PLATFORM=$(DEMO_PLATFORM) .venv/$(DEMO_PLATFORM)/bin/python examples/train_llama/train.py --tp $(TP)
+
+lint: .venv/lint/.ready
+	.venv/lint/bin/ruff check .
+	.venv/lint/bin/mypy
+
+clean:
+	rm -rf .venv build
+
+# $(call environment,NAME,REQUIREMENT FILES,FURTHER ARGUMENTS OF PIP): a rule for .venv/NAME.
+# The file .ready is newer than the requirements exactly when the environment fits them.
+define environment
+.venv/$(1)/.ready: $(2) pyproject.toml
+	$(PYTHON) -m venv --clear .venv/$(1)
+	.venv/$(1)/bin/python -m pip install --quiet $(PIP_ARGS) $(addprefix -r ,$(2)) $(3)
+	touch $$@
+endef
+
+requirements = $(patsubst %,platform/%/requirements.txt,$(1)) ci/requirements-test.txt
+$(eval $(call environment,all,$(call requirements,$(CPU_PLATFORMS)),-e .))
+$(foreach name,$(PLATFORMS),$(eval $(call environment,$(name),$(call requirements,$(name)),-e .)))
+$(eval $(call environment,lint,ci/requirements-lint.txt,))

@@ -1,0 +1,51 @@
+"""Fixtures for all tests, and which folders belong to which backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.pool import WorkerPool
+
+PLATFORM = os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch-cpu")
+
+# Folders that speak about some backends only; everything else is for all.
+PLATFORMS_OF = {
+    "torch": ("torch-cpu", "torch-cuda", "torch-npu"),
+    "mindspore": ("mindspore",),
+    "npu": ("torch-npu",),
+    "cuda": ("torch-cuda",),
+}
+KNOWN = sorted({platform for platforms in PLATFORMS_OF.values() for platform in platforms})
+
+# Read when the frameworks are loaded, here and in the workers: ranks share few cores, and MindSpore warns a lot.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOG_v", "3")
+
+
+def pytest_configure() -> None:
+    """Refuse a platform that no folder knows: it would run next to nothing and pass."""
+    if PLATFORM not in KNOWN:
+        raise pytest.UsageError(f"HYPER_PARALLEL_PLATFORM={PLATFORM!r}: tests know {', '.join(KNOWN)}")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the folders of other backends. They are not reported as skipped: their own run reports them."""
+    is_folder_of_tests = collection_path.parent == Path(__file__).parent
+    return True if is_folder_of_tests and PLATFORM not in PLATFORMS_OF.get(collection_path.name, KNOWN) else None
+
+
+@pytest.fixture(scope="session")
+def platform_name() -> str:
+    """Name of the backend under test."""
+    return PLATFORM
+
+
+@pytest.fixture(scope="session")
+def pool(platform_name: str) -> Iterator[WorkerPool]:
+    """Worker processes of the backend under test."""
+    with WorkerPool(platform_name) as workers:
+        yield workers

@@ -1,0 +1,107 @@
+"""The other side of `tests.support.pool`: what a worker process does."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.support import spmd
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker is told when it starts. ``platform`` None means: no framework, no process group."""
+
+    platform: str | None
+    rank: int
+    size: int
+    port: int
+    log: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a job failed on one rank.
+
+    Attributes:
+        place: where: exception type and source line. The same on all ranks if they failed in step.
+        text: all about it, for a person.
+    """
+
+    place: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an exception that was caught."""
+        frames = traceback.extract_tb(error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+        return cls(f"{type(error).__name__} {frames[-1].filename}:{frames[-1].lineno}", text)
+
+
+def serve(settings: Settings, connection: Connection) -> None:
+    """Join the process group, then run jobs until the pool closes its end of the connection."""
+    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pool
+    try:
+        _join(settings)
+        connection.send(None)
+        while True:
+            _answer(connection, connection.recv_bytes())
+    except (EOFError, BrokenPipeError):
+        pass
+    except BaseException as error:
+        connection.send(Failure.of(error))
+    # multiprocessing now leaves through os._exit: gloo would abort in the destructors of groups that are still open.
+
+
+def _join(settings: Settings) -> None:
+    """Set what a launcher such as torchrun sets, and start the platform as a program would."""
+    spmd.rank = settings.rank
+    os.environ.update(
+        RANK=str(settings.rank),
+        LOCAL_RANK=str(settings.rank),
+        WORLD_SIZE=str(settings.size),
+        LOCAL_WORLD_SIZE=str(settings.size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(settings.port),
+    )
+    if settings.platform is not None:
+        os.environ["HYPER_PARALLEL_PLATFORM"] = settings.platform
+        from hyper_parallel.platform import get_platform
+
+        get_platform().init_process_group()
+
+
+def _answer(connection: Connection, task: bytes) -> None:
+    """Run one job and send what it returns, or how it failed."""
+    try:
+        name, spmd.world_size, args = pickle.loads(task)
+        outcome: Any = _resolve(name)(*args)
+    except BaseException as error:
+        outcome = Failure.of(error)
+    try:
+        connection.send(outcome)
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # what the job returned cannot be pickled
+        connection.send(Failure.of(error))
+
+
+def _resolve(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for attribute in path.split("."):
+        found = getattr(found, attribute)
+    return found

@@ -1,0 +1,111 @@
+"""The test pool itself: results, errors, hangs, recovery. Without a framework, so that workers start quickly."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from tests.support import pool_jobs
+from tests.support.pool import JobError, WorkerPool
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def bare_pool() -> Iterator[WorkerPool]:
+    """A pool of two ranks without a process group."""
+    with WorkerPool(None, SIZE) as pool:
+        yield pool
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def test_results_come_in_rank_order_from_the_ranks_that_take_part(bare_pool: WorkerPool) -> None:
+    """A job goes to all ranks; the results are those of the first ``world_size``."""
+    both = bare_pool.run(2, "tests.support.pool_jobs:describe", "x", 1)
+    assert both == [(0, 2, "0", "2", ("x", 1)), (1, 2, "1", "2", ("x", 1))]
+    assert bare_pool.run(1, pool_jobs.describe) == [(0, 1, "0", "2", ())]
+
+
+@pytest.mark.parametrize("world_size", [0, 3])
+def test_world_size_out_of_range(bare_pool: WorkerPool, world_size: int) -> None:
+    """More ranks than the pool has are refused."""
+    with pytest.raises(ValueError, match="between 1 and 2"):
+        bare_pool.run(world_size, pool_jobs.describe)
+
+
+def test_a_failure_on_all_ranks_keeps_the_workers(bare_pool: WorkerPool) -> None:
+    """The tracebacks of all ranks arrive; ranks that failed in step can go on."""
+    bare_pool.run(2, pool_jobs.describe)
+    starts = bare_pool.starts
+    with pytest.raises(JobError) as caught:
+        bare_pool.run(2, pool_jobs.fail_on, (0, 1))
+    assert sorted(caught.value.failures) == [0, 1]
+    message = str(caught.value)
+    assert "ValueError: failed on purpose" in message
+    assert "in fail_on" in message
+    assert "about to fail on rank 0" in message
+    assert "about to fail on rank 1" in message
+    assert len(bare_pool.run(2, pool_jobs.describe)) == 2
+    assert bare_pool.starts == starts
+
+
+def test_a_failure_on_one_rank_replaces_the_workers(bare_pool: WorkerPool) -> None:
+    """Only the rank that failed is named, and no old worker is left over."""
+    bare_pool.run(2, pool_jobs.describe)
+    starts, pids = bare_pool.starts, [worker.process.pid for worker in bare_pool._workers]
+    with pytest.raises(JobError) as caught:
+        bare_pool.run(2, pool_jobs.fail_on, (1,))
+    assert list(caught.value.failures) == [1]
+    assert not any(is_alive(pid) for pid in pids)
+    assert len(bare_pool.run(2, pool_jobs.describe)) == 2
+    assert bare_pool.starts == starts + 1
+
+
+def test_a_hang_ends_at_the_timeout_and_shows_where(bare_pool: WorkerPool) -> None:
+    """The stack of the rank that hangs is part of the message; the next job runs."""
+    started = time.monotonic()
+    with pytest.raises(JobError) as caught:
+        bare_pool.run(2, pool_jobs.sleep_on, 1, 60.0, timeout=0.5)
+    assert time.monotonic() - started < 10
+    assert list(caught.value.failures) == [1]
+    assert "no answer after" in str(caught.value)
+    assert "in sleep_on" in str(caught.value)
+    assert len(bare_pool.run(2, pool_jobs.describe)) == 2
+
+
+def test_a_dead_worker_is_reported_with_its_exit_code(bare_pool: WorkerPool) -> None:
+    """A crash is an error of that rank; the next job runs."""
+    with pytest.raises(JobError, match="exit code 7") as caught:
+        bare_pool.run(2, pool_jobs.die_on, 0)
+    assert list(caught.value.failures) == [0]
+    assert len(bare_pool.run(2, pool_jobs.describe)) == 2
+
+
+def test_what_cannot_be_sent_is_an_error_and_no_hang(bare_pool: WorkerPool) -> None:
+    """Neither a result nor a job name that is wrong stops the pool."""
+    with pytest.raises(JobError, match=r"(?i)pickle"):
+        bare_pool.run(2, pool_jobs.unpicklable)
+    with pytest.raises(JobError, match="no_such_job"):
+        bare_pool.run(2, "tests.support.pool_jobs:no_such_job")
+    assert len(bare_pool.run(2, pool_jobs.describe)) == 2
+
+
+def test_close_leaves_no_process() -> None:
+    """Closing waits for the workers, and may be done twice."""
+    pool = WorkerPool(None, SIZE)
+    pool.run(2, pool_jobs.describe)
+    pids = [worker.process.pid for worker in pool._workers]
+    pool.close()
+    pool.close()
+    assert not any(is_alive(pid) for pid in pids)
