@@ -215,7 +215,7 @@ class WorkerPool:
         for rank in ranks:
             os.kill(self._workers[rank].process.pid, signal.SIGUSR1)  # has the worker write its stacks to its output
         time.sleep(0.5)
-        frames_of_worker = re.compile(r'^  File ".*/support/worker\.py", line .*', re.MULTILINE | re.DOTALL)
+        frames_of_worker = re.compile(r'^  File "[^"]*/support/worker\.py", line .*', re.MULTILINE | re.DOTALL)
         return {
             rank: Failure(
                 "hung", f"no answer after {seconds:.0f} s{frames_of_worker.sub('', self._workers[rank].output())}"
