@@ -42,14 +42,18 @@ class OpSharding:
         result_shapes: the global shape of each result.
         terms: the operation as a sum of products: each term is a tuple of indices of operands in which it is linear,
             as ``((0, 1), (2,))`` for ``x * w + b``. Empty when the operation is not linear in anything.
-        reduce: how a contracted label combines over ranks: ``"sum"``, ``"max"``, ``"min"``; None when no label may
-            be contracted.
+        reduce: how a contracted label combines over ranks: ``"sum"``, ``"max"``, ``"min"``; ``"call"`` when ``call``
+            combines the ranks itself and returns a replicated result; None when no label may be contracted.
         localize: ``localize(statics, operand_layouts, result_layouts) -> statics`` gives the static arguments for the
             local call, where they speak of global sizes (the shape of a reshape). None: they stay.
         call: ``call(platform, native, operands, statics, operand_layouts, result_layouts) -> result`` replaces the
             local call where it is not the native operation on the locals (a masked embedding look-up). ``native(
             operands, statics)`` runs the native operation, ``operands`` are local tensors. None: the native call.
             Core also passes layouts of ``None`` for operands that are no tensors.
+        unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that
+            it is not reduced for nothing, and no gradient flows to it.
+        nonempty: labels that may be sharded only if every rank then has at least one element of the dimension: the
+            local operation cannot do without (the largest of no elements).
     """
 
     operands: tuple[tuple[Label | None, ...] | None, ...]
@@ -59,3 +63,5 @@ class OpSharding:
     reduce: str | None = None
     localize: Callable[[tuple, tuple, tuple], tuple] | None = None
     call: Callable[..., Any] | None = None
+    unread: tuple[int, ...] = ()
+    nonempty: tuple[Label, ...] = ()

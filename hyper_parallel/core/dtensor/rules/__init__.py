@@ -1,4 +1,4 @@
-"""The canonical operations and their sharding rules: one rule per operation, none of them knows a framework.
+r"""The canonical operations and their sharding rules: one rule per operation, none of them knows a framework.
 
 A rule is ``rule(shapes, statics) -> OpSharding``: ``shapes`` holds the global shape of each operand (None for an
 operand that is no tensor), ``statics`` the remaining arguments. ``@rule("name")`` registers it. A rule that cannot
@@ -6,7 +6,7 @@ handle its arguments returns None; the operation then runs on gathered operands.
 
 The table is the interface between rules and backends: a backend maps its native operations to these rows. Statics
 beyond the ones listed are passed through to the native call untouched (a dtype, an epsilon). Dimensions may be
-negative.
+negative; an empty tuple of dimensions to reduce means all of them, as None does.
 
 =================  ==============================  ==================================================================
 operation          operands                        statics
@@ -15,31 +15,38 @@ element-wise (``elementwise.py``; operands broadcast, Python scalars are operand
 pointwise          any number                      not linear: relu, pow, where, masked_fill, comparisons, ...
 add                any number                      sum of its operands (add, subtract)
 mul                any number                      product of its operands
-linear_unary       x                               linear in x: neg, clone, contiguous, conversion, detach
+linear_unary       x                               linear in x: neg, clone, contiguous, detach, conversion to a
+                                                   floating dtype (to an integer one or bool: pointwise)
 like               x                               shape of x, values do not depend on x: zeros_like, full_like
-div                a, b                            rounding mode or None
-pointwise\\_, add\\_, mul\\_, linear\\_, div\\_    the same in place on the first operand (linear\\_: copy\\_, zero\\_)
+div                a, b                            a tuple whose first entry is the rounding mode or None
+pointwise\_, add\_, mul\_, linear\_, div\_         the same in place on the first operand (linear\_: copy\_, zero\_)
 -----------------  ------------------------------  ------------------------------------------------------------------
 linear             x, weight (out, in), bias|None
 matmul             a, b                            transpose_a, transpose_b
 addmm              c, a, b                         c + a @ b for matrices a and b
+einsum             any number                      equation, as in numpy.einsum
 -----------------  ------------------------------  ------------------------------------------------------------------
 sum, mean          x                               dims (tuple or None), keepdim
 amax, amin         x                               dims (tuple or None), keepdim
-reduce_whole       x                               dims (tuple or None), keepdim; the dims reduced must be whole
+reduce_whole       x                               dims (tuple or None), keepdim; the dims reduced must be whole:
+                                                   argmax, logsumexp, var, all
+reduce_pair        x                               as reduce_whole, two results: max with indices, var_mean
 vector_norm        x                               p, dims (tuple or None), keepdim
 -----------------  ------------------------------  ------------------------------------------------------------------
 reshape            x                               shape (may contain -1)
 permute            x                               dims
 expand             x                               shape (-1 keeps a size)
-squeeze            x                               dims (tuple or None)
+squeeze            x                               dims (tuple or None); the local call gets a tuple, maybe empty
 unsqueeze          x                               dim
 narrow             x                               dim, start, length
 getitem            x, *index tensors               index, encoded by `platform.indexing`
-setitem\\_         x, value, *index tensors        index, encoded by `platform.indexing`
+setitem\_          x, value, *index tensors        index, encoded by `platform.indexing`
 split              x                               size or tuple of sizes, dim
 chunk              x                               chunks, dim
+unbind             x                               dim
 repeat             x                               repeats
+repeat_interleave  x                               repeats (an int), dim
+pad                x                               (before, after) for each dimension of x
 cat, stack         any number                      dim
 -----------------  ------------------------------  ------------------------------------------------------------------
 along_dims         x                               dims that must be whole, number of results of x's shape: softmax,
@@ -50,9 +57,11 @@ index_select       x, index (1-D)                  dim
 one_hot            x                               number of classes
 -----------------  ------------------------------  ------------------------------------------------------------------
 layer_norm         x, weight|None, bias|None       number of normalised dims, number of statistics returned besides
-rms_norm           x, weight|None                  number of normalised dims, number of statistics returned besides
-embedding          ids, weight (vocab, features)   padding_idx or None
-attention          q, k, v, mask|None              is_causal (q (..., heads, length, features); fewer k/v heads: GQA)
+                                                   (which keep these dims with size 1)
+rms_norm           x, weight|None                  as layer_norm
+embedding          ids, weight (vocab, features)   padding_idx or None (no max_norm, no scale_grad_by_freq)
+attention          q, k, v, mask|None              is_causal, dropout probability (q (..., heads, length, features);
+                                                   fewer k/v heads: GQA)
 cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing (classes in dim 1, or 0)
 nll_loss           log_probs, target, weight|None  reduction, ignore_index
 dropout            x                               p, training
@@ -87,3 +96,20 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+# Each module registers its rules; they need `rule`, so the imports come last.
+from hyper_parallel.core.dtensor.rules import (  # noqa: E402, F401
+    along,
+    attention,
+    dropout,
+    elementwise,
+    embedding,
+    indexing,
+    join,
+    loss,
+    matmul,
+    norm,
+    reduction,
+    view,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.rules import rule
 from hyper_parallel.core.dtensor.rules.labels import Labels, axis, named, without

@@ -1,0 +1,247 @@
+"""Taking elements out and writing them: slices, ints, index tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.rules import rule
+from hyper_parallel.core.dtensor.rules.labels import Labels, Shape, axis, broadcast, named, whole
+
+_LINEAR = ((0,),)
+_FULL_SLICE = ("slice", None, None, None)
+
+
+@dataclass(frozen=True)
+class _Indexing:
+    """What ``x[index]`` does to the dimensions.
+
+    Attributes:
+        x: labels of x: None where it is cut.
+        tensors: labels of the index tensors.
+        labels, shape: of the result.
+        local_index: the index for shards: a slice over all elements, which may speak of the global size, as ``:``.
+    """
+
+    x: Labels
+    tensors: tuple[Labels, ...]
+    labels: Labels
+    shape: Shape
+    local_index: tuple
+
+
+def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
+    """Follow an encoded index through the dimensions of ``x``; None for what is not supported: masks, whose result has
+    as many elements as are True, and mixtures of ints and index tensors on which frameworks disagree."""
+    # bool is an int in Python, but x[True] adds a dimension.
+    if any(isinstance(item, bool) or (_is_tensor(item) and item[3]) for item in index):
+        return None
+    consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
+    if index.count(Ellipsis) > 1 or consumed > len(x):
+        return None
+    together = broadcast(tensor_shapes, "t")
+    if together is None:
+        return None
+    block_shape, block_labels, tensor_labels = together
+
+    full = index if Ellipsis in index else (*index, Ellipsis)
+    items: list[Any] = []
+    for item in full:
+        items += [_FULL_SLICE] * (len(x) - consumed) if item is Ellipsis else [item]
+    place = _place_of_block(full, items)
+    if place is None:
+        return None
+
+    x_labels: list[str | None] = []
+    labels: list[str | None] = []
+    shape: list[int] = []
+    for position, item in enumerate(items):
+        if position == place.at:
+            labels += block_labels
+            shape += block_shape
+        if item is None:
+            labels.append(None)
+            shape.append(1)
+            continue
+        dim = len(x_labels)
+        label = None
+        if isinstance(item, tuple) and item[0] == "slice":
+            picked = range(x[dim])[slice(*item[1:])]
+            label = f"d{dim}" if picked == range(x[dim]) else None
+            labels.append(label)
+            shape.append(len(picked))
+        x_labels.append(label)
+    if place.first:
+        labels[:0], shape[:0] = block_labels, block_shape
+    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), _for_shards(x, full, len(index)))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the dimensions of the index tensors go: at an item, in front of all others, or (neither) nowhere."""
+
+    at: int | None = None
+    first: bool = False
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, tuple) and item[0] == "tensor"
+
+
+def _place_of_block(full: tuple, items: list) -> _Place | None:
+    """As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
+
+    An int (or a 0-d tensor) among them counts as an index tensor in NumPy and as a selection that happens before in
+    torch, and an ``...`` that stands for no dimension separates in NumPy only. Where that makes a difference the answer
+    is None.
+    """
+    tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
+    if not tensors:
+        return _Place()
+    scalars = [
+        i for i, item in enumerate(items) if isinstance(item, int) or (_is_tensor(item) and item[2] == 0)
+    ]
+    both = sorted(tensors + scalars)
+    adjacent = both[-1] - both[0] + 1 == len(both)
+    advanced = [i for i, item in enumerate(full) if isinstance(item, int) or _is_tensor(item)]
+    dots = full.index(Ellipsis)
+    if (scalars and not adjacent) or (adjacent and advanced[0] < dots < advanced[-1]):
+        return None
+    return _Place(at=tensors[0]) if adjacent else _Place(first=True)
+
+
+def _for_shards(x: Shape, full: tuple, length: int) -> tuple:
+    """The index with every slice that takes all elements written as ``:``."""
+    dim, rewritten = 0, []
+    for item in full[:length]:
+        if item is Ellipsis:
+            dim += len(x) - sum(1 for other in full if other is not None and other is not Ellipsis)
+        elif item is not None:
+            is_slice = isinstance(item, tuple) and item[0] == "slice"
+            if is_slice and range(x[dim])[slice(*item[1:])] == range(x[dim]):
+                item = _FULL_SLICE
+            dim += 1
+        rewritten.append(item)
+    return tuple(rewritten)
+
+
+def _localize(local_index: tuple, statics: tuple) -> Any:
+    """`OpSharding.localize` for an index that differs on shards, else None."""
+    if local_index == statics[0]:
+        return None
+    return lambda statics, operand_layouts, result_layouts: (local_index, *statics[1:])
+
+
+@rule("getitem")
+def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded."""
+    found = _analyse(shapes[0], statics[0], shapes[1:])
+    if found is None:
+        return None
+    return OpSharding(
+        operands=(found.x, *found.tensors),
+        results=(found.labels,),
+        result_shapes=(found.shape,),
+        terms=_LINEAR,
+        localize=_localize(found.local_index, statics),
+    )
+
+
+@rule("setitem_")
+def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``x[index] = value``: only dimensions of x taken whole can be sharded; value broadcasts to ``x[index]``."""
+    x, value = shapes[:2]
+    found = _analyse(x, statics[0], shapes[2:])
+    if found is None:
+        return None
+    value_labels = None
+    if value is not None:
+        # Dimensions of size 1 in front are ignored in an assignment.
+        extra = max(0, len(value) - len(found.shape))
+        if any(size != 1 for size in value[:extra]):
+            return None
+        start = len(found.shape) - len(value) + extra
+        target = tuple(zip(found.shape, found.labels, strict=True))[start:]
+        if any(size not in (1, full) for size, (full, _) in zip(value[extra:], target, strict=True)):
+            return None
+        # What lies along an index tensor goes to elements of x anywhere: not a dimension of the result.
+        value_labels = (None,) * extra + tuple(
+            label if size == full and label in found.x else None
+            for size, (full, label) in zip(value[extra:], target, strict=True)
+        )
+    return OpSharding(
+        operands=(found.x, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
+        results=(found.x,),
+        result_shapes=(tuple(x),),
+        terms=() if value is None else ((0,), (1,)),
+        localize=_localize(found.local_index, statics),
+    )
+
+
+@rule("narrow")
+def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Elements start ... start + length along a dimension, which can be sharded only if these are all."""
+    x, (dim, start, length) = shapes[0], statics[:3]
+    if not x:
+        return None
+    dim = axis(dim, len(x))
+    start = start + x[dim] if start < 0 else start
+    if length < 0 or start < 0 or start + length > x[dim]:
+        return None
+    labels = named(x) if length == x[dim] else whole(named(x), (dim,))
+
+    def localize(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+        return (*statics[:2], result_layouts[0].local_shape[dim], *statics[3:])
+
+    return OpSharding(
+        operands=(labels,),
+        results=(labels,),
+        result_shapes=((*x[:dim], length, *x[dim + 1 :]),),
+        terms=_LINEAR,
+        localize=localize if length == x[dim] else None,
+    )
+
+
+@rule("gather")
+def gather(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``result[i][j] = x[index[i][j]][j]`` for dim 0: x must be whole along dim, the index need not be."""
+    x, index = shapes
+    if index is None or len(x) != len(index):
+        return None
+    dim = axis(statics[0], len(x))
+    # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
+    labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
+    index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
+    return OpSharding(
+        operands=(whole(labels, (dim,)), index_labels),
+        results=(index_labels,),
+        result_shapes=(tuple(index),),
+        terms=_LINEAR,
+    )
+
+
+@rule("index_select")
+def index_select(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``x[:, index]`` for dim 1 and a 1-d index."""
+    x, index = shapes
+    if index is None or len(index) != 1 or not x:
+        return None
+    dim = axis(statics[0], len(x))
+    labels = whole(named(x), (dim,))
+    return OpSharding(
+        operands=(labels, ("t",)),
+        results=((*labels[:dim], "t", *labels[dim + 1 :]),),
+        result_shapes=((*x[:dim], index[0], *x[dim + 1 :]),),
+        terms=_LINEAR,
+    )
+
+
+@rule("one_hot")
+def one_hot(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """A new last dimension of the given number of classes, which must not depend on the data."""
+    x, classes = shapes[0], statics[0]
+    if not isinstance(classes, int) or classes < 0:
+        return None
+    labels = named(x)
+    return OpSharding(operands=(labels,), results=((*labels, None),), result_shapes=((*x, classes),))
