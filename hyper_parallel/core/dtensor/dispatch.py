@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import solve
 from hyper_parallel.platform.base import NativeOp, Platform
 
-__all__ = ["dispatch", "implicit_replication", "strict"]
+__all__ = ["dispatch", "implicit_replication", "is_strict", "strict"]
 
 _LOG = logging.getLogger("hyper_parallel")
 _STRICT: ContextVar[bool] = ContextVar("hyper_parallel_strict", default=False)
@@ -44,6 +44,11 @@ def strict() -> Iterator[None]:
         yield
     finally:
         _STRICT.reset(token)
+
+
+def is_strict() -> bool:
+    """Whether the caller is inside `strict`."""
+    return _STRICT.get()
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Tensor-parallel styles and `parallelize_module`. Mirrors ``torch.distributed.tensor.parallel``."""

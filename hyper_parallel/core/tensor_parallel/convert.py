@@ -1,0 +1,89 @@
+"""Turning the inputs and outputs of a module into distributed tensors and back: the one path that all styles share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.tensor import DTensor
+
+__all__ = ["as_slots", "check_placement", "check_same_length", "leave", "place"]
+
+Slots = tuple  # of Placement or None
+
+
+def place(
+    x: Any,
+    mesh: DeviceMesh,
+    layout: Placement | None,
+    desired: Placement | None,
+    what: str,
+    size: int | None = None,
+) -> Any:
+    """Make ``x`` a DTensor laid out as ``desired``.
+
+    Args:
+        x: plain tensor, laid out as ``layout``; or a DTensor, whose own placement counts; None stays None.
+        mesh: 1-D mesh.
+        layout: placement of a plain ``x``.
+        desired: placement wanted; None keeps ``layout``.
+        what: names the tensor in messages.
+        size: global size of the dimension that ``layout`` shards, where it is known; otherwise shards are equal.
+
+    Raises:
+        TypeError: when ``x`` is no tensor.
+        ValueError: when ``x`` is distributed over another mesh.
+    """
+    if x is None:
+        return None
+    if isinstance(x, DTensor):
+        if x.device_mesh is not mesh:
+            raise ValueError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
+    elif mesh.platform.is_tensor(x):
+        shape = None
+        if size is not None and layout.is_shard():
+            shape = list(x.shape)
+            shape[layout.dim] = size
+        x = DTensor.from_local(x, mesh, (layout,), shape=shape)
+    else:
+        raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
+    return x if desired is None else x.redistribute(placements=(desired,))
+
+
+def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, what: str) -> Any:
+    """Bring an output to ``desired`` and, with ``use_local``, back to a plain local tensor."""
+    if not isinstance(y, DTensor):
+        raise TypeError(f"{what} must be a DTensor here, got {type(y).__name__}")
+    if desired is not None:
+        y = y.redistribute(placements=(desired,))
+    return y.to_local() if use_local else y
+
+
+def as_slots(value: Any, keyword: str, style: str) -> tuple[Placement | None, ...]:
+    """A layout keyword as a tuple: a single placement is a tuple of one.
+
+    Raises:
+        TypeError: for anything but placements and None.
+    """
+    slots = value if isinstance(value, (tuple, list)) else (value,)
+    for slot in slots:
+        if slot is not None:
+            check_placement(slot, keyword, style)
+    return tuple(slots)
+
+
+def check_placement(value: Any, keyword: str, style: str) -> None:
+    """Raise TypeError unless ``value`` is a placement."""
+    if not isinstance(value, Placement):
+        raise TypeError(f"{style}({keyword}=...) takes placements such as Shard(0) or Replicate(), got {value!r}")
+
+
+def check_same_length(given: Sequence[Any], desired: Sequence[Any], names: tuple[str, str], style: str) -> None:
+    """Raise ValueError unless both have one length."""
+    if len(given) != len(desired):
+        raise ValueError(
+            f"{style}: {names[0]} has {len(given)} entries and {names[1]} has {len(desired)}; give one for each input, "
+            "None for an input that stays as it is"
+        )

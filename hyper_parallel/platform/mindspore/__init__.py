@@ -1,0 +1,1 @@
+"""The MindSpore backend. `base.MindSporePlatform` is the entry; `grad` holds the gradient functions for users."""

@@ -1,0 +1,134 @@
+"""Rows of the op table for element-wise primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor
+
+from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.mindspore.op_bind import elementwise, row
+
+__all__ = ["OPS", "VARIANTS"]
+
+_POINTWISE = """
+    Abs Acos AcosExt Acosh AcoshExt Addcdiv AddcdivExt Addcmul AddcmulExt Asin AsinExt Asinh AsinhExt Atan Atan2
+    Atan2Ext AtanExt Atanh BitwiseAnd BitwiseAndScalar BitwiseAndTensor BitwiseNot BitwiseOr
+    BitwiseOrScalar BitwiseOrTensor BitwiseXor BitwiseXorScalar BitwiseXorTensor Ceil ClampScalar ClampTensor Cos Cosh
+    CeLU DeprecatedBitwiseAnd DeprecatedBitwiseOr DeprecatedBitwiseXor Elu EluExt Equal Erf Erfc Erfinv Exp Exp2 Expm1
+    FastGeLU Floor FloorDiv FloorDivScalar FloorMod Fmod FmodScalar FmodTensor Frac GeLU GeluExt Greater GreaterEqual
+    GreaterEqualScalar GreaterScalar HShrink HSigmoid HSwish Hardtanh HardtanhExt Heaviside Inv Invert IsClose
+    IsFinite IsInf IsNan IsNegInf LeakyReLU LeakyReLUExt Less LessEqual LessEqualScalar LessScalar Log Log10 Log1p
+    Log2 LogAddExp LogAddExp2 LogSigmoid LogSigmoidExt LogicalAnd LogicalNot LogicalOr LogicalXor Logit
+    MaskedFill MaskedFillScalar MaskedFillTensor MaskedFillScalarExt MaskedFillTensorExt Maximum Minimum Mish MishExt
+    Mod NanToNum NotEqual Polar Pow PowScalarTensor PowTensorScalar PReLU RReLU ReLU ReLU6 Reciprocal
+    RemainderScalarTensor RemainderTensorScalar RemainderTensorTensor Round Rsqrt SeLU SeLUExt Select SelectV2 SiLU
+    Sigmoid Sign Sin Sinc Sinh SoftShrink Softplus SoftplusExt Softsign Sqrt Square SquaredDifference Tan Tanh
+    Threshold Trunc TruncateDiv TruncateMod Xdivy XLogYScalarOther XLogYScalarSelf Xlogy XlogyExt
+    NotEqualScalar EqualScalar ReciprocalExt
+"""
+
+_POINTWISE_INPLACE = """
+    InplaceClampScalar InplaceClampTensor InplaceElu InplaceErfinv InplaceExp InplaceFloor InplaceFloorDivide
+    InplaceFloorDivides InplaceHardtanh InplaceLog InplaceMaskedFillScalar InplaceMaskedFillTensor InplaceReLU
+    InplaceRemainderTensorScalar InplaceRemainderTensorTensor InplaceSigmoid InplaceSign InplaceSiLU InplaceTanh
+    InplaceThreshold InplacePow InplaceSqrt InplaceFillScalar InplaceFillTensor InplaceAbs InplaceRsqrt
+    InplaceReciprocal InplaceFillDiagonal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
+"""
+
+_LINEAR_UNARY = "Neg Clone Contiguous StopGradient Identity Load Real Conj Positive"
+
+_LIKE = "ZerosLike ZerosLikeExt OnesLike OnesLikeExt FullLike"
+
+
+def _rounding(args: tuple, kwargs: dict) -> Any:
+    """The rounding mode of ``DivMod(a, b, mode)``."""
+    return kwargs.get("rounding_mode", args[2] if len(args) > 2 else None)
+
+
+def _no_rounding(args: tuple, kwargs: dict) -> None:
+    return None
+
+
+def _detach(func: Any, operands: tuple, statics: Any) -> Any:
+    return ms.ops.stop_gradient(operands[0])
+
+
+def _clone(func: Any, operands: tuple, statics: Any) -> Any:
+    """``Clone`` has no kernel on CPU."""
+    return operands[0] * 1 if operands[0].dtype != ms.bool_ else operands[0].copy()
+
+
+def _like(value: float | None) -> Callable[[Any, tuple, tuple], Any]:
+    def call(func: Any, operands: tuple, statics: tuple) -> Any:
+        x, fill, dtype = operands[0], statics[0] if value is None else value, statics[1]
+        return ms.ops.full(tuple(x.shape), fill, dtype=x.dtype if dtype is None else _dtype(dtype))
+
+    return call
+
+
+def _dtype(dtype: Any) -> Any:
+    """Overloads pass a dtype, generated code its number."""
+    return ms.common.dtype.type_id_to_type(dtype) if isinstance(dtype, int) else dtype
+
+
+def _bind_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+    return (args[0],), (0, dtype)
+
+
+def _bind_full_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    fill = kwargs.get("fill_value", args[1] if len(args) > 1 else None)
+    return (args[0],), (fill, kwargs.get("dtype", args[2] if len(args) > 2 else None))
+
+
+OPS: dict[str, NativeOp] = {name: elementwise("pointwise") for name in _POINTWISE.split()}
+OPS.update({name: elementwise("pointwise_") for name in _POINTWISE_INPLACE.split()})
+OPS.update({name: elementwise("linear_unary", 1) for name in _LINEAR_UNARY.split()})
+OPS.update({name: elementwise("add", 2) for name in "Add AddExt AddScalar Sub SubExt SubScalar AddV2".split()})
+OPS.update({name: elementwise("mul", 2) for name in "Mul Muls MulNoNan".split()})
+OPS.update({name: elementwise("div", 2, _no_rounding) for name in "Div Divs RealDiv DivNoNan".split()})
+OPS.update({name: elementwise("div", 2, _rounding) for name in "DivMod DivMods".split()})
+OPS.update({name: elementwise("div_", 2, _no_rounding) for name in "InplaceDiv InplaceDivs".split()})
+OPS.update({name: elementwise("div_", 2, _rounding) for name in "InplaceDivMod InplaceDivMods".split()})
+OPS.update({name: elementwise("mul_", 2) for name in "InplaceMul InplaceMuls".split()})
+OPS.update({name: elementwise("linear_", 2) for name in "InplaceCopy Assign".split()})
+OPS["InplaceZero"] = elementwise("linear_", 1)
+OPS.update(
+    {
+        name: elementwise("add_", 2)
+        for name in "InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub".split()
+    }
+)
+OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, _clone)
+OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
+OPS.update({name: row("like", _bind_like, _like(0)) for name in ("ZerosLike", "ZerosLikeExt")})
+OPS.update({name: row("like", _bind_like, _like(1)) for name in ("OnesLike", "OnesLikeExt")})
+OPS["FullLike"] = row("like", _bind_full_like, _like(None))
+
+_TO_FLOAT = elementwise("linear_unary", 1)
+_TO_OTHER = elementwise("pointwise", 1)
+_BIAS_ADD = elementwise("add", 2)
+
+
+def _cast(args: tuple, kwargs: dict) -> NativeOp:
+    """A conversion is linear only if it does not round to integers or truth values."""
+    dtype = _dtype(kwargs.get("dtype", args[1] if len(args) > 1 else None))
+    return _TO_FLOAT if dtype is None or dtype in _FLOATS else _TO_OTHER
+
+
+def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
+    """BiasAdd adds along dim 1: an ordinary broadcast for matrices, which is how nn.Dense uses it."""
+    return _BIAS_ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
+
+
+_FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64, ms.complex64, ms.complex128)
+
+VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {
+    "Cast": _cast,
+    "ToDtype": _cast,
+    "ToOther": _cast,
+    "BiasAdd": _bias_add,
+}

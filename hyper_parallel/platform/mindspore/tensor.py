@@ -1,0 +1,278 @@
+"""The distributed tensor of MindSpore: a `mindspore.Tensor` whose operations arrive at core's dispatcher.
+
+A DTensor **is** its local tensor: `wrap` changes the class of the tensor that an operation returned, so the object
+stays the one that the autograd graph knows. That makes gradients with respect to a DTensor, and of a DTensor, work as
+for any tensor, and costs a tenth of a microsecond. (A second tensor object made with ``Tensor._make_subclass`` costs
+1.4 us and is a tensor of its own to ``value_and_grad`` when it is a leaf.)
+
+MindSpore calls ``__fallback__`` for most operations on a subclass. It does not for indexing, iteration, ``stack`` and
+a few more; those are overridden here, otherwise they would silently compute on the shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor
+from mindspore._c_expression import NoFallbackGuard
+from mindspore.ops import Primitive
+
+from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS, Function
+
+__all__ = ["InterceptedTensor", "NoDispatch", "is_dispatching", "make_dtensor_class", "parameter_class"]
+
+_SHAPE = Tensor.shape.__get__
+_plain_getitem = Tensor.__getitem__
+_plain_setitem = Tensor.__setitem__
+
+
+class _State(threading.local):
+    """How many `NoDispatch` guards this thread is in."""
+
+    depth = 0
+
+
+_STATE = _State()
+
+
+class NoDispatch:
+    """Guard under which operations run on the local tensors, and ``.shape`` of a DTensor is that of its local one."""
+
+    __slots__ = ("_guard",)
+
+    def __enter__(self) -> None:
+        self._guard = NoFallbackGuard()
+        self._guard.__enter__()
+        _STATE.depth += 1
+
+    def __exit__(self, *exc: Any) -> None:
+        _STATE.depth -= 1
+        self._guard.__exit__(*exc)
+
+
+def is_dispatching() -> bool:
+    """Whether operations on DTensors are intercepted on this thread."""
+    return not _STATE.depth
+
+
+class LegacyFunction:
+    """A primitive of the old calling convention as a plain function of its operands."""
+
+    __slots__ = ("_call", "_prim", "name")
+
+    def __init__(self, call: Callable, prim: Primitive, name: str) -> None:
+        self._call = call
+        self._prim = prim
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._prim, self.name, args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<primitive {self.name}>"
+
+
+class InterceptedTensor(Tensor):
+    """What makes a tensor class a distributed one, without what users see of it (that is core's mixin).
+
+    `_dispatch` is core's dispatcher, set by `make_dtensor_class`; `_layout` is set by `wrap`.
+    """
+
+    _layout: Any = None
+    _dispatch: Callable[[Any, Any, tuple, dict], Any]
+
+    def __new__(cls, local: Any, *args: Any, **kwargs: Any) -> Any:
+        """MindSpore makes a parameter of a tensor subclass this way; people use `DTensor.from_local`."""
+        if not isinstance(local, InterceptedTensor):
+            raise TypeError("a DTensor is made with DTensor.from_local, distribute_tensor or a factory, not called")
+        new = Tensor._make_subclass(cls, local)
+        new._layout = local._layout
+        return new
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # the base class would start the tensor anew
+        pass
+
+    def __fallback__(self, func: Any, args: Sequence[Any], kwargs: dict | None = None) -> Any:
+        name = func.name
+        if len(args) == 3 and isinstance(args[0], Primitive):
+            func = LegacyFunction(func, args[0], name)
+            args = args[2]
+        args = tuple(args)
+        kwargs = kwargs or {}
+        if name in PASS_THROUGH:
+            with NoDispatch():
+                return func(*args, **kwargs)
+        variant = VARIANTS.get(name)
+        native = OPS.get(name) if variant is None else variant(args, kwargs)
+        return type(self)._dispatch(native, func, args, kwargs)
+
+    @classmethod
+    def _call_hole(cls, function: Function, *args: Any) -> Any:
+        """Dispatch an operation that MindSpore does not intercept."""
+        return cls._dispatch(OPS[function.name], function, args, {})
+
+    # ---------------------------------------------------------------- sizes are global
+    @property
+    def shape(self) -> tuple[int, ...]:
+        layout = self._layout
+        return _SHAPE(self) if _STATE.depth or layout is None else layout.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(_SHAPE(self))
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    def dim(self) -> int:
+        return len(_SHAPE(self))
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of a 0-d tensor")
+        return shape[0]
+
+    # ---------------------------------------------------------------- what __fallback__ does not see
+    def __getitem__(self, index: Any) -> Any:
+        return _plain_getitem(self, index) if _STATE.depth else self._call_hole(_GETITEM, self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> Any:
+        if _STATE.depth:
+            return _plain_setitem(self, index, value)
+        return self._call_hole(_SETITEM, self, index, value)
+
+    def __iter__(self) -> Any:
+        return iter([self[i] for i in range(len(self))])
+
+    def contiguous(self) -> Any:
+        return Tensor.contiguous(self) if _STATE.depth else self._call_hole(_CONTIGUOUS, self)
+
+    def clone(self) -> Any:
+        return Tensor.clone(self) if _STATE.depth else self._call_hole(_CLONE, self)
+
+    def copy(self) -> Any:
+        return Tensor.copy(self) if _STATE.depth else self._call_hole(_CLONE, self)
+
+    # A subclass's reflected method goes first, so `plain - distributed` arrives here and not in MindSpore's C++ code,
+    # which looks for __fallback__ on the left operand only.
+    def __radd__(self, other: Any) -> Any:
+        return self._reflected("Add", other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._reflected("Sub", other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._reflected("Mul", other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._reflected("Div", other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._reflected("Pow", other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._reflected("FloorDiv", other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._reflected("Mod", other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._reflected("MatMulExt", other)
+
+    def _reflected(self, name: str, other: Any) -> Any:
+        function = _REFLECTED[name]
+        if _STATE.depth:
+            return function(other, self)
+        if not isinstance(other, (Tensor, int, float)):
+            return NotImplemented
+        return self._call_hole(function, other, self)
+
+    # ---------------------------------------------------------------- values leave the device: the whole tensor's
+    def asnumpy(self) -> Any:
+        return Tensor.asnumpy(self._whole())
+
+    numpy = asnumpy
+
+    def item(self) -> Any:
+        return Tensor.item(self._whole())
+
+    def tolist(self) -> Any:
+        return Tensor.tolist(self._whole())
+
+    def __bool__(self) -> bool:
+        return bool(self._whole())
+
+    def __int__(self) -> int:
+        return int(self._whole())
+
+    def __float__(self) -> float:
+        return float(self._whole())
+
+    def __index__(self) -> int:
+        return self._whole().__index__()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
+
+    def _whole(self) -> Tensor:
+        """A plain tensor of what is to be read: the whole tensor, or under the guard the local one."""
+        if _STATE.depth or self._layout is None:
+            return Tensor._make_subclass(Tensor, self)
+        return self.full_tensor()
+
+    # ---------------------------------------------------------------- copies
+    def __deepcopy__(self, memo: dict) -> Any:
+        with NoDispatch():
+            new = _copy_of(self)
+        new.__class__ = type(self)
+        new._layout = self._layout
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DTensor cannot be pickled: its device mesh belongs to this process. Save x.to_local() or "
+            "x.full_tensor() instead"
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _copy_of(x: Tensor) -> Tensor:
+    """A plain leaf tensor with a copy of the local data."""
+    return copy.deepcopy(Tensor._make_subclass(Tensor, x))
+
+
+_GETITEM = Function("getitem", lambda x, index: _plain_getitem(x, index))
+_SETITEM = Function("setitem_", lambda x, index, value: _plain_setitem(x, index, value))
+_CONTIGUOUS = Function("Contiguous", lambda x: Tensor.contiguous(x))
+_CLONE = Function("Clone", lambda x: x * 1)
+_REFLECTED = {
+    "Add": Function("Add", lambda a, b: ms.ops.add(a, b)),
+    "Sub": Function("Sub", lambda a, b: ms.ops.sub(a, b)),
+    "Mul": Function("Mul", lambda a, b: ms.ops.mul(a, b)),
+    "Div": Function("Div", lambda a, b: ms.ops.div(a, b)),
+    "Pow": Function("Pow", lambda a, b: ms.ops.pow(a, b)),
+    "FloorDiv": Function("FloorDiv", lambda a, b: ms.ops.floor_divide(a, b)),
+    "Mod": Function("Mod", lambda a, b: ms.ops.floor_mod(a, b)),
+    "MatMulExt": Function("MatMulExt", lambda a, b: ms.mint.matmul(a, b)),
+}

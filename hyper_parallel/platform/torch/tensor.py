@@ -1,0 +1,121 @@
+"""The DTensor class of torch: a tensor that carries a layout, and whose operations are intercepted.
+
+A DTensor is the local tensor itself with another class (``t.__class__ = DTensor``): no wrapper, no node in the autograd
+graph. So whatever torch does below Python sees an ordinary tensor of the local shape, and whatever it does in Python
+arrives at ``__torch_function__``, which looks the function up once:
+
+* `HANDLERS` holds what torch needs from a tensor besides computing: metadata, ``.grad``, backward, hooks, optimizers'
+  kernels, random initialisation (the modules of `platform.torch.handlers`);
+* `op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row;
+* everything else goes to core's dispatch without a row, which gathers the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch._C import _is_torch_function_enabled as is_dispatch_on
+
+from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
+
+__all__ = ["HANDLERS", "Handler", "dispatch", "handles", "is_dtensor", "layout_of", "make_dtensor_class", "wrap"]
+
+Handler = Callable[[Any, tuple, dict], Any]
+
+#: torch function -> handler(func, args, kwargs). Looked up before the op table.
+HANDLERS: dict[Any, Handler] = {}
+
+_NO_KWARGS: dict[str, Any] = {}
+_local_shape = torch.Tensor.shape.__get__
+
+
+class _State:
+    """What core handed over in `make_dtensor_class`: one DTensor class serves every torch device."""
+
+    tensor_class: type | None = None
+    dispatch: Callable[..., Any] | None = None
+
+
+def handles(*functions: Any) -> Callable[[Handler], Handler]:
+    """Register the decorated function in `HANDLERS`; entries that are None are skipped (torch versions differ)."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update({f: handler for f in functions if f is not None})
+        return handler
+
+    return register
+
+
+def dispatch(native_op: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Core's dispatch: run ``func`` distributed."""
+    assert _State.dispatch is not None, "the DTensor class has not been made yet"
+    return _State.dispatch(native_op, func, args, kwargs)
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is distributed."""
+    return type(x) is _State.tensor_class
+
+
+def layout_of(x: Any) -> Any:
+    """Layout of a DTensor, None for anything else."""
+    return x._layout if type(x) is _State.tensor_class else None
+
+
+def wrap(local: torch.Tensor, layout: Any) -> Any:
+    """Retag ``local``, which nobody else holds, as a DTensor.
+
+    An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
+    layout that is the result, otherwise a new view of it is, since an object has one layout.
+    """
+    cls = _State.tensor_class
+    if type(local) is cls:
+        if local._layout is layout:  # type: ignore[attr-defined]
+            return local
+        with no_dispatch():
+            local = local.view_as(local)
+    local.__class__ = cls  # type: ignore[assignment]
+    local._layout = layout  # type: ignore[attr-defined]
+    return local
+
+
+def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
+    """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it."""
+    if _State.tensor_class is not None:
+        if not issubclass(_State.tensor_class, mixin):
+            raise RuntimeError(f"the DTensor class has been made already, with {_State.tensor_class.__mro__[1]}")
+        return _State.tensor_class
+    # Imported here, because the handlers register themselves in this module.
+    from hyper_parallel.platform.torch import handlers
+
+    table: dict[Any, Handler] = {func: partial(core_dispatch, row) for func, row in OP_TABLE.items()}
+    table.update(HANDLERS)
+    look_up = table.get
+    unknown = handlers.run_unknown
+
+    def torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        try:
+            return look_up(func, unknown)(func, args, kwargs or _NO_KWARGS)
+        except UnboundCallError:
+            # The row does not cover these arguments.
+            return unknown(func, args, kwargs or _NO_KWARGS)
+
+    def shape(self: Any) -> Any:
+        """Global shape; of the local tensor where dispatch is off."""
+        return self._layout.shape if is_dispatch_on() else _local_shape(self)
+
+    namespace = {
+        "__doc__": mixin.__doc__,
+        "__module__": mixin.__module__,
+        "__torch_function__": classmethod(torch_function),
+        "shape": property(shape),
+        "__deepcopy__": handlers.deepcopy_dtensor,
+        "__reduce_ex__": handlers.reduce_dtensor,
+    }
+    _State.tensor_class = type(mixin)("DTensor", (mixin, torch.Tensor), namespace)
+    _State.dispatch = core_dispatch
+    return _State.tensor_class
