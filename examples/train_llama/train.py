@@ -1,0 +1,215 @@
+"""Train a small Llama with tensor parallelism, next to the same model on one process.
+
+    python train.py --tp 2                                     # PyTorch
+    HYPER_PARALLEL_PLATFORM=mindspore python train.py --tp 2   # MindSpore
+
+Ends with a non-zero status when the sharded model does not train like the whole one, or does not
+predict its validation text better than byte frequencies do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from config import VOCAB_SIZE, RunConfig
+from data import Corpus, load_corpus, training_batch, unigram_entropy, validation_windows
+from hyper_parallel import get_platform, init_device_mesh
+from launch import launch, under_launcher
+from progress import Progress
+from weights import write_initial_weights
+
+RUNS = Path(__file__).parent / "runs"
+PROMPT = b"def "
+
+EARLY_STEPS, EARLY_TOLERANCE = 10, 1e-5
+LATE_STEPS, LATE_TOLERANCE = 100, 1e-3
+GRADIENT_TOLERANCE = 1e-5
+
+
+class Trainer(Protocol):
+    """What `backend_torch` and `backend_mindspore` both offer, with numpy at the border."""
+
+    def step(self, inputs: np.ndarray, targets: np.ndarray, learning_rate: float) -> float: ...
+
+    def gradients(self) -> dict[str, np.ndarray]: ...
+
+    def loss(self, inputs: np.ndarray, targets: np.ndarray) -> float: ...
+
+    def logits(self, inputs: np.ndarray) -> np.ndarray: ...
+
+
+@dataclasses.dataclass
+class Record:
+    """What one run measured; written as JSON."""
+
+    platform: str
+    processes: int
+    weights: str
+    sharded_losses: list[float] = dataclasses.field(default_factory=list)
+    unsharded_losses: list[float] = dataclasses.field(default_factory=list)
+    gradient_difference: float = math.nan
+    tokens_per_second: float = math.nan
+    validation_bits_per_byte: float = math.nan
+    unigram_bits_per_byte: float = math.nan
+
+    def loss_difference(self, steps: int) -> float:
+        """Largest relative difference between sharded and unsharded losses over the first steps."""
+        sharded = np.array(self.sharded_losses[:steps])
+        unsharded = np.array(self.unsharded_losses[:steps])
+        return float(np.max(np.abs(sharded - unsharded) / np.abs(unsharded)))
+
+    def failures(self) -> list[str]:
+        """Every promise that this run broke, as a sentence. A NaN breaks it too."""
+        promises = [
+            ("first-step gradients", self.gradient_difference, GRADIENT_TOLERANCE),
+            (f"first {EARLY_STEPS} losses", self.loss_difference(EARLY_STEPS), EARLY_TOLERANCE),
+            (f"first {LATE_STEPS} losses", self.loss_difference(LATE_STEPS), LATE_TOLERANCE),
+        ]
+        broken = [
+            f"{what} of the sharded and the unsharded model differ by {difference:.1e}, allowed is {allowed:.0e}"
+            for what, difference, allowed in promises
+            if not difference <= allowed
+        ]
+        if not self.validation_bits_per_byte < self.unigram_bits_per_byte:
+            broken.append(
+                f"validation at {self.validation_bits_per_byte:.3f} bits per byte does not beat"
+                f" the byte frequencies' {self.unigram_bits_per_byte:.3f}"
+            )
+        return broken
+
+
+def worst_difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
+    """Largest norm(difference) / norm over all parameters."""
+    if ours.keys() != theirs.keys():
+        raise RuntimeError(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())}")
+    return float(np.max([np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(theirs[name]) for name in theirs]))
+
+
+def bits_per_byte(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, batch: int) -> float:
+    """Mean cost of a target byte in bits. Every process must call it."""
+    starts = range(0, len(inputs), batch)
+    nats = [trainer.loss(inputs[i : i + batch], targets[i : i + batch]) for i in starts]
+    return float(np.mean(nats)) / math.log(2)
+
+
+def generate(trainer: Trainer, run: RunConfig, prompt: bytes, show: bool) -> bytes:
+    """Continue the prompt. Every process must call it; all draw the same bytes.
+
+    The window keeps its full length, so that it divides among the processes; what follows the
+    last byte is padding, which causal attention never looks at.
+    """
+    generator = np.random.Generator(np.random.Philox(run.seed))
+    text, length = list(prompt), run.model.sequence_length
+    for _ in Progress(run.sample_bytes, "sample", show):
+        context = text[-length:]
+        window = np.zeros((1, length), np.int32)
+        window[0, : len(context)] = context
+        scores = trainer.logits(window)[0, len(context) - 1].astype(np.float64) / run.temperature
+        probabilities = np.exp(scores - scores.max())
+        text.append(int(generator.choice(VOCAB_SIZE, p=probabilities / probabilities.sum())))
+    return bytes(text)
+
+
+def train(run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer | None, record: Record) -> None:
+    """Train both models step by step on the same batches. Only rank 0 has the unsharded one."""
+    length = run.model.sequence_length
+    show = unsharded is not None
+    validation = validation_windows(corpus, run.validation_windows, length)
+    record.unigram_bits_per_byte = unigram_entropy(validation[1])
+    seconds = 0.0
+    steps = Progress(run.steps, "train", show)
+    for step in steps:
+        batch = training_batch(corpus, step, run.batch_size, length, run.seed)
+        learning_rate = run.learning_rate_at(step)
+        start = time.perf_counter()
+        loss = sharded.step(*batch, learning_rate)
+        if step > 0:  # the first step warms up
+            seconds += time.perf_counter() - start
+            record.tokens_per_second = step * batch[0].size / seconds
+        gradients = sharded.gradients() if step == 0 else {}
+        validate = (step + 1) % run.validate_every == 0 or step + 1 == run.steps
+        if validate:
+            record.validation_bits_per_byte = bits_per_byte(sharded, *validation, run.batch_size)
+        if unsharded is None:
+            continue
+
+        record.sharded_losses.append(loss)
+        record.unsharded_losses.append(unsharded.step(*batch, learning_rate))
+        line = f"step {step + 1:4d}  sharded {loss:.6f}  unsharded {record.unsharded_losses[-1]:.6f}"
+        if step == 0:
+            record.gradient_difference = worst_difference(gradients, unsharded.gradients())
+            line += f"  largest relative gradient difference {record.gradient_difference:.1e}"
+        if validate:
+            line += (
+                f"  validation {record.validation_bits_per_byte:.3f} bits per byte"
+                f" (byte frequencies: {record.unigram_bits_per_byte:.3f})"
+            )
+        steps.note = f"{record.tokens_per_second:.0f} tokens/s"
+        steps.print(line)
+
+
+def work(run: RunConfig, processes: int, out: Path | None) -> int:
+    """One rank of the run. Returns its exit status."""
+    platform = get_platform()
+    platform.init_process_group()
+    if platform.world_size() != processes:
+        raise SystemExit(f"--tp {processes}, but {platform.world_size()} processes were launched")
+    mesh = init_device_mesh(mesh_shape=(processes,), mesh_dim_names=("tp",))
+    first = platform.rank() == 0
+
+    framework = "mindspore" if platform.name.startswith("mindspore") else "torch"
+    make_trainer = importlib.import_module(f"backend_{framework}").Trainer
+    weights = write_initial_weights(RUNS, run.model, run.seed)
+    sharded: Trainer = make_trainer(run, weights, platform.device_type, mesh)
+    unsharded: Trainer | None = make_trainer(run, weights, platform.device_type) if first else None
+    record = Record(platform.name, processes, weights.name)
+    if first:
+        print(f"{platform.name}: {processes} processes, weights {weights.name}", flush=True)
+
+    train(run, load_corpus(), sharded, unsharded, record)
+    sample = generate(sharded, run, PROMPT, show=first)
+    platform.destroy_process_group()
+    if not first:
+        return 0
+
+    print(f"sample:\n{sample.decode(errors='replace')}\n")
+    print(
+        f"{record.tokens_per_second:.0f} tokens/s; relative difference of losses:"
+        f" {record.loss_difference(EARLY_STEPS):.1e} over {EARLY_STEPS} steps,"
+        f" {record.loss_difference(LATE_STEPS):.1e} over {LATE_STEPS};"
+        f" of first-step gradients: {record.gradient_difference:.1e}"
+    )
+    out = out or RUNS / f"{platform.name}-tp{processes}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+    print(f"losses written to {out}")
+    failures = record.failures()
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def main() -> int:
+    """Launch the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description="Train a small Llama with tensor parallelism.")
+    parser.add_argument("--tp", type=int, default=2, help="number of processes")
+    parser.add_argument("--steps", type=int, default=RunConfig.steps)
+    parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
+    arguments = parser.parse_args()
+    if not under_launcher():
+        return launch(arguments.tp)
+    return work(RunConfig(steps=arguments.steps), arguments.tp, arguments.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

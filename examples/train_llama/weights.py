@@ -1,0 +1,43 @@
+"""Initial weights, drawn by numpy so that every framework starts from the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from config import ModelConfig
+
+
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+    """Llama's usual initialisation: normals scaled by fan-in, smaller for what feeds the residual."""
+    generator = np.random.Generator(np.random.Philox(seed))
+    weights = {}
+    for name, shape in config.parameter_shapes().items():
+        if len(shape) == 1:
+            weights[name] = np.ones(shape, np.float32)
+            continue
+        scale = 0.5 if name == "tok_embeddings.weight" else shape[1] ** -0.5
+        if name.endswith(("wo.weight", "w2.weight")):
+            scale /= (2 * config.layers) ** 0.5
+        weights[name] = (scale * generator.standard_normal(shape)).astype(np.float32)
+    return weights
+
+
+def write_initial_weights(folder: Path, config: ModelConfig, seed: int) -> Path:
+    """Write the initial weights as safetensors, unless that file is there already; return its path.
+
+    The name carries a digest of the configuration, the content is deterministic and the file
+    appears atomically, so any number of processes may call this at the same time.
+    """
+    digest = hashlib.sha256(f"{config} seed={seed}".encode()).hexdigest()[:12]
+    path = folder / f"initial-{digest}.safetensors"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        save_file(initial_weights(config, seed), partial)
+        os.replace(partial, path)
+    return path
