@@ -45,7 +45,7 @@ clean:
 # The file .ready is newer than the requirements exactly when the environment fits them.
 define environment
 .venv/$(1)/.ready: $(2) pyproject.toml
-	$(PYTHON) -m venv --clear .venv/$(1)
+	$(PYTHON) -m venv .venv/$(1)
 	.venv/$(1)/bin/python -m pip install --quiet $(PIP_ARGS) $(addprefix -r ,$(2)) $(3)
 	touch $$@
 endef

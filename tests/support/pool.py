@@ -36,6 +36,8 @@ START_TIMEOUT = 180.0
 JOB_TIMEOUT = 120.0
 #: Once one rank has failed, how long the others may go on: they may be waiting for it forever.
 GRACE = 5.0
+#: What they get to end by themselves after that: enough for those that do not hang to save their coverage.
+GRACE_OF_HUNG = 1.0
 #: How much of a worker's own output an error message quotes, from the end.
 OUTPUT_QUOTED = 4000
 
@@ -120,19 +122,19 @@ class WorkerPool:
         if not failures:
             return [outcomes[rank] for rank in range(world_size)]
         if not _in_step(failures, world_size):
-            self.close(kill=True)
+            self.close(grace=GRACE_OF_HUNG)
         raise JobError(name, failures)
 
-    def close(self, kill: bool = False) -> None:
+    def close(self, grace: float = GRACE) -> None:
         """Stop the workers and wait until they are gone. A later `run` starts new ones.
 
         Args:
-            kill: do not wait for them to come to an end by themselves.
+            grace: seconds after which those are killed that have not come to an end by themselves.
         """
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.connection.close()  # a worker that waits for a job takes this as the end
-        deadline = time.monotonic() + (0 if kill else GRACE)
+        deadline = time.monotonic() + grace
         for worker in workers:
             worker.process.join(max(0, deadline - time.monotonic()))
             worker.process.kill()
@@ -167,7 +169,7 @@ class WorkerPool:
         outcomes = self._collect(START_TIMEOUT)
         failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
         if failures:
-            self.close(kill=True)
+            self.close(grace=GRACE_OF_HUNG)
             raise JobError("starting the workers", failures)
 
     def _exchange(self, task: memoryview, timeout: float) -> dict[int, Any]:
