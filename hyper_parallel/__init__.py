@@ -34,7 +34,7 @@ _HOME_OF = {
     "empty": "hyper_parallel.core.dtensor.factories",
     "full": "hyper_parallel.core.dtensor.factories",
     "get_platform": "hyper_parallel.platform",
-    "implicit_replication": "hyper_parallel.core.dtensor.dispatch",
+    "implicit_replication": "hyper_parallel.core.dtensor.modes",
     "init_device_mesh": "hyper_parallel.core.dtensor.device_mesh",
     "manual_seed": "hyper_parallel.core.dtensor.random",
     "ones": "hyper_parallel.core.dtensor.factories",
@@ -43,7 +43,7 @@ _HOME_OF = {
     "randn": "hyper_parallel.core.dtensor.factories",
     "register_platform": "hyper_parallel.platform",
     "register_sharding": "hyper_parallel.core.dtensor.rules",
-    "strict": "hyper_parallel.core.dtensor.dispatch",
+    "strict": "hyper_parallel.core.dtensor.modes",
     "value_and_grad": "hyper_parallel.core.dtensor.gradients",
     "zeros": "hyper_parallel.core.dtensor.factories",
 }

@@ -37,10 +37,6 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
 def decode_index(encoded: Sequence[Any], tensors: Sequence[Any]) -> tuple:
     """The index that `encode_index` took apart."""
     return tuple(
-        item
-        if not isinstance(item, tuple)
-        else slice(*item[1:])
-        if item[0] == "slice"
-        else tensors[item[1]]
+        item if not isinstance(item, tuple) else slice(*item[1:]) if item[0] == "slice" else tensors[item[1]]
         for item in encoded
     )

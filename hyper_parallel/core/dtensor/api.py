@@ -8,10 +8,10 @@ from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.chunking import chunk_sizes
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
-from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform, resolve_mesh
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 
 __all__ = [
     "check_src_data_rank",
@@ -154,9 +154,7 @@ def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
             distribute_parameter(module, name, mesh, replicated, src_data_rank=src_data_rank)
     for name, buffer in list(platform.named_buffers(module)):
         if not isinstance(buffer, DTensor):
-            platform.set_buffer(
-                module, name, distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank)
-            )
+            platform.set_buffer(module, name, distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank))
 
 
 def check_src_data_rank(src_data_rank: int | None, mesh: DeviceMesh) -> None:

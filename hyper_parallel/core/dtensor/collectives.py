@@ -110,8 +110,12 @@ def all_to_all(
         mine = [_part(part, dst_dim, dst_sizes, rank, platform) for part in parts]
     else:
         to_send = [
-            _pad(_pad(_part(x, dst_dim, dst_sizes, i, platform), dst_dim, max(dst_sizes), platform), src_dim,
-                 max(src_sizes), platform)
+            _pad(
+                _pad(_part(x, dst_dim, dst_sizes, i, platform), dst_dim, max(dst_sizes), platform),
+                src_dim,
+                max(src_sizes),
+                platform,
+            )
             for i in range(size)
         ]
         received = platform.all_to_all(platform.cat(to_send, 0), mesh.get_group(mesh_dim), size)
@@ -151,12 +155,8 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     shape[dim] = largest
     parts = None
     if rank == src:
-        parts = [
-            platform.clone(_pad(_part(x, dim, sizes, i, platform), dim, largest, platform)) for i in range(size)
-        ]
-    out = platform.scatter(
-        platform.zeros(shape, x), parts, mesh.ranks_along(mesh_dim)[src], mesh.get_group(mesh_dim)
-    )
+        parts = [platform.clone(_pad(_part(x, dim, sizes, i, platform), dim, largest, platform)) for i in range(size)]
+    out = platform.scatter(platform.zeros(shape, x), parts, mesh.ranks_along(mesh_dim)[src], mesh.get_group(mesh_dim))
     return out if sizes[rank] == largest else platform.clone(platform.narrow(out, dim, 0, sizes[rank]))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
 
 _MESHES: dict[tuple, DeviceMesh] = {}
 _ACTIVE = threading.local()
@@ -60,9 +60,7 @@ class DeviceMesh:
     shape: tuple[int, ...]
     ndim: int
 
-    def __new__(
-        cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None
-    ) -> DeviceMesh:
+    def __new__(cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         platform = _platform_for(device_type)
         ranks = np.asarray(mesh, dtype=np.int64)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
@@ -214,6 +212,22 @@ def current_mesh() -> DeviceMesh | None:
     """The innermost mesh entered with ``with mesh:``, or None."""
     stack = _active_stack()
     return stack[-1] if stack else None
+
+
+def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
+    """The mesh given, or the one entered.
+
+    Raises:
+        ValueError: when there is neither.
+        TypeError: when it is no `DeviceMesh`.
+    """
+    mesh = current_mesh() if device_mesh is None else device_mesh
+    if mesh is None:
+        raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
+    if not isinstance(mesh, DeviceMesh):
+        kind = type(mesh)
+        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}")
+    return mesh
 
 
 def _active_stack() -> list[DeviceMesh]:

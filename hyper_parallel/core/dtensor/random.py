@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.tensor import resolve_mesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 
 __all__ = ["manual_seed", "synchronize"]
 

@@ -90,8 +90,7 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
     if steps is None:
         layouts = _search(source, target)[1]
         steps = tuple(
-            Step.between(before, after, _changed(before, after))
-            for before, after in itertools.pairwise(layouts)
+            Step.between(before, after, _changed(before, after)) for before, after in itertools.pairwise(layouts)
         )
         if len(_PLANS) > 1 << 14:
             _PLANS.clear()
@@ -105,9 +104,7 @@ def redistribution_cost(source: Layout, target: Layout) -> float:
 
 
 def _changed(before: Layout, after: Layout) -> int:
-    return next(
-        i for i, (p, q) in enumerate(zip(before.placements, after.placements, strict=True)) if p is not q
-    )
+    return next(i for i, (p, q) in enumerate(zip(before.placements, after.placements, strict=True)) if p is not q)
 
 
 def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
@@ -135,9 +132,7 @@ def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
     raise ValueError(f"no way to redistribute {source} to {target}: nothing can be turned into {target.placements}")
 
 
-def _moves(
-    layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]
-) -> list[tuple[Placement, float]]:
+def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -> list[tuple[Placement, float]]:
     placement, size = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim]
     # Balanced size of the local tensor: the search must give the same answer on every rank.
     local = math.prod(layout.shape) / math.prod(layout.shard_count(d) for d in range(layout.ndim))

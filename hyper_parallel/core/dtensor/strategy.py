@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hyper_parallel.core.dtensor.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.op_sharding import Label, OpSharding
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
@@ -61,13 +62,17 @@ def solve(
     Returns:
         The strategy, or None when ``pinned`` cannot keep its layout.
     """
+    # Of an operand whose values are not read only the shape matters: no need to reduce it first.
+    layouts = tuple(
+        layout.cotangent if i in sharding.unread and layout is not None else layout for i, layout in enumerate(layouts)
+    )
     shards_of_label: dict[Label, int] = {}
     chosen: list[_Choice] = []
     for mesh_dim in range(mesh.ndim):
         choices = [
             c
             for c in _choices(sharding, layouts, mesh_dim)
-            if _splits_evenly(sharding, layouts, c.label, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            if _can_split(sharding, layouts, c.label, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
             and (pinned is None or c.operands[pinned] is layouts[pinned].placements[mesh_dim])
         ]
         if not choices:
@@ -81,11 +86,11 @@ def solve(
         for i, layout in enumerate(layouts)
     )
     partial = tuple(
-        tuple(d for d, c in enumerate(chosen) if c.partial_grad[i]) for i in range(len(layouts))
+        () if i in sharding.unread else tuple(d for d, c in enumerate(chosen) if c.partial_grad[i])
+        for i in range(len(layouts))
     )
     results = tuple(
-        get_layout(mesh, tuple(c.results[i] for c in chosen), shape)
-        for i, shape in enumerate(sharding.result_shapes)
+        get_layout(mesh, tuple(c.results[i] for c in chosen), shape) for i, shape in enumerate(sharding.result_shapes)
     )
     return Strategy(operands, partial, results)
 
@@ -126,9 +131,9 @@ def _sharded(sharding: OpSharding, label: Label) -> _Choice | None:
     if contracted and sharding.reduce is None:
         return None
     # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
-    whole_terms = [
-        t for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)
-    ] if contracted else []
+    whole_terms = (
+        [t for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)] if contracted else []
+    )
     to_partial = {t[0] for t in whole_terms}
     operands: list[Placement | None] = []
     partial_grad: list[bool] = []
@@ -140,49 +145,47 @@ def _sharded(sharding: OpSharding, label: Label) -> _Choice | None:
         else:
             operands.append(Partial() if i in to_partial else Replicate())
         partial_grad.append(operands[-1] is Replicate())
-    results = tuple(
-        Shard(labels.index(label)) if label in labels else Partial(sharding.reduce or "sum")
-        for labels in sharding.results
-    )
     if not contracted and any(label not in labels for labels in sharding.results):
         return None
+    results: tuple[Placement, ...]
+    if not contracted:
+        results = tuple(Shard(labels.index(label)) for labels in sharding.results)
+    else:
+        combined = Replicate() if sharding.reduce == "call" else Partial(sharding.reduce)
+        results = (combined,) * len(sharding.results)
     return _Choice(tuple(operands), tuple(partial_grad), results, label)
 
 
-def _partial(
-    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str
-) -> _Choice | None:
+def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
     kind = Partial(reduce_op)
     have = [layout is not None and layout.placements[mesh_dim] is kind for layout in layouts]
     if not sharding.terms or not any(have[i] for term in sharding.terms for i in term):
         return None
     summands = {next((i for i in term if have[i]), term[0]) for term in sharding.terms}
     operands = tuple(
-        None if labels is None else kind if i in summands else Replicate()
-        for i, labels in enumerate(sharding.operands)
+        None if labels is None else kind if i in summands else Replicate() for i, labels in enumerate(sharding.operands)
     )
     partial_grad = tuple(p is Replicate() for p in operands)
     return _Choice(operands, partial_grad, (kind,) * len(sharding.results))
 
 
-def _splits_evenly(
-    sharding: OpSharding, layouts: tuple[Layout | None, ...], label: Label | None, shards: int
-) -> bool:
-    """Whether the dimensions of a label, which may differ in size, are cut at the same places."""
+def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], label: Label | None, shards: int) -> bool:
+    """Whether the dimensions of a label, which may differ in size, are cut at the same places, and whether every rank
+    gets an element where the operation cannot do without."""
     if label is None:
         return True
+    shapes = [None if layout is None else layout.shape for layout in layouts]
     sizes = {
-        layout.shape[i]
-        for labels, layout in zip(sharding.operands, layouts, strict=True)
-        if labels is not None and layout is not None
-        for i, own in enumerate(labels)
-        if own == label
-    } | {
         shape[i]
-        for labels, shape in zip(sharding.results, sharding.result_shapes, strict=True)
+        for labels, shape in zip(
+            (*sharding.operands, *sharding.results), (*shapes, *sharding.result_shapes), strict=True
+        )
+        if labels is not None and shape is not None
         for i, own in enumerate(labels)
         if own == label
     }
+    if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
+        return False
     return len(sizes) == 1 or all(size % shards == 0 for size in sizes)
 
 

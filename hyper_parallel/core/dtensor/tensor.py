@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistri
 from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.platform import Platform
 
-__all__ = ["DTensor", "bind_platform", "resolve_mesh"]
+__all__ = ["DTensor", "bind_platform"]
 
 _BOUND: dict[Platform, type] = {}
 
@@ -76,7 +76,9 @@ class DTensor:
         mesh = resolve_mesh(device_mesh, "DTensor.from_local")
         platform = bind_platform(mesh.platform)
         if not platform.is_tensor(local_tensor) or isinstance(local_tensor, DTensor):
-            raise TypeError(f"DTensor.from_local takes a plain tensor of the platform, got {type(local_tensor).__name__}")
+            raise TypeError(
+                f"DTensor.from_local takes a plain tensor of the platform, got {type(local_tensor).__name__}"
+            )
         local_shape = tuple(platform.shape_of(local_tensor))
         normal = normalize_placements(placements, mesh, len(local_shape), f"a tensor of local shape {local_shape}")
         if shape is None:
@@ -121,9 +123,7 @@ class DTensor:
                 if g is Partial() and p is Replicate()
             )
             local = partial_grad_view(self, partial) if partial else platform.local_of(self)
-            rest = layout.with_placements(
-                Replicate() if i in partial else g for i, g in enumerate(given.placements)
-            )
+            rest = layout.with_placements(Replicate() if i in partial else g for i, g in enumerate(given.placements))
             if rest is not layout.cotangent:
                 local = _with_cotangent(local, rest, layout.cotangent, platform)
             return platform.alias(local)
@@ -192,21 +192,6 @@ def bind_platform(platform: Platform) -> Platform:
     if platform not in _BOUND:
         _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
     return platform
-
-
-def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
-    """The mesh given, or the one entered.
-
-    Raises:
-        ValueError: when there is neither.
-        TypeError: when it is no `DeviceMesh`.
-    """
-    mesh = current_mesh() if device_mesh is None else device_mesh
-    if mesh is None:
-        raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {type(mesh).__module__}.{type(mesh).__name__}")
-    return mesh
 
 
 def _even_global_shape(

@@ -252,9 +252,7 @@ class Transitions:
 
 def _reverse(step: Step) -> Step:
     """The step of the cotangent: from the placement after to the placement before, a `Partial` being `Replicate`."""
-    return Step(
-        step.mesh, step.mesh_dim, step.target, step.source, step.target_sizes, step.source_sizes, step.layout
-    )
+    return Step(step.mesh, step.mesh_dim, step.target, step.source, step.target_sizes, step.source_sizes, step.layout)
 
 
 _TRANSITIONS: dict[Any, Transitions] = {}

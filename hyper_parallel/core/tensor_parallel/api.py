@@ -8,9 +8,9 @@ import warnings
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import check_src_data_rank
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.dispatch import is_strict
-from hyper_parallel.core.dtensor.tensor import bind_platform, resolve_mesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.modes import is_strict
+from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.tensor_parallel.style import ParallelStyle
 
 __all__ = ["parallelize_module"]

@@ -88,9 +88,7 @@ class _ModuleStyle(ParallelStyle):
             lambda module, args, kwargs: self._before(module, args, kwargs, device_mesh),
             with_kwargs=True,
         )
-        platform.register_forward_hook(
-            module, lambda module, args, output: self._after(module, output, device_mesh)
-        )
+        platform.register_forward_hook(module, lambda module, args, output: self._after(module, output, device_mesh))
         _mark(module, self)
         return module
 
@@ -315,9 +313,7 @@ class PrepareModuleInput(ParallelStyle):
         name = type(self).__name__
         self.input_layouts = None if input_layouts is None else as_slots(input_layouts, "input_layouts", name)
         self.desired_input_layouts = (
-            None
-            if desired_input_layouts is None
-            else as_slots(desired_input_layouts, "desired_input_layouts", name)
+            None if desired_input_layouts is None else as_slots(desired_input_layouts, "desired_input_layouts", name)
         )
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
@@ -375,9 +371,7 @@ class PrepareModuleInput(ParallelStyle):
         }
         return new_args, new_kwargs
 
-    def _prepare(
-        self, x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, what: str
-    ) -> Any:
+    def _prepare(self, x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, what: str) -> Any:
         if layout is None or x is None:
             return x
         placed = place(x, mesh, layout, desired, what)

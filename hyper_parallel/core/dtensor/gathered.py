@@ -1,0 +1,102 @@
+"""Operations without a sharding rule: run on gathered operands, replicated result. Right by construction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
+from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of
+from hyper_parallel.core.dtensor.redistribute import redistribute
+from hyper_parallel.platform.base import Platform
+
+__all__ = ["run_gathered"]
+
+_LOG = logging.getLogger("hyper_parallel")
+_WARNED: set[Any] = set()
+
+
+def run_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an operation that has no rule on gathered operands: right by construction, and said once."""
+    found = list(_dtensors((args, kwargs)))
+    mesh = common_mesh(tuple(x._layout for x in found), func)
+    if mesh is None:
+        raise TypeError(f"{name_of(func)} was intercepted without a DTensor among its arguments")
+    platform: Platform = mesh.platform
+    sharded = [x._layout for x in found if not x._layout.replicated]
+    if sharded:
+        _report(func, sharded[0])
+    for x in _plain_tensors((args, kwargs), platform):
+        if platform.shape_of(x) and not is_implicit_replication():
+            shapes = (tuple(platform.shape_of(x)), found[0]._layout)
+            raise mixed_error(func, (x, found[0]), shapes, 0)
+    with platform.no_dispatch():
+        replicated = all_replicated(mesh)
+
+        def gather(x: Any) -> Any:
+            return platform.local_of(redistribute(x, x._layout.with_placements(replicated)))
+
+        result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
+        return _wrap_replicated(result, mesh, replicated)
+
+
+def _report(func: Any, layout: Layout) -> None:
+    name = name_of(func)
+    if name.endswith("_") and not name.endswith("__"):
+        raise ValueError(
+            f"{name} writes in place and has no sharding rule: it cannot run on a tensor placed "
+            f"{list(layout.placements)}. Redistribute it to Replicate() first, or use the operation that returns a "
+            "new tensor"
+        )
+    if is_strict():
+        raise ValueError(
+            f"{name} has no sharding rule for a tensor placed {list(layout.placements)} of shape "
+            f"{tuple(layout.shape)}, and strict() is on: redistribute the tensor to Replicate() yourself, or add a "
+            "rule with register_sharding"
+        )
+    if func not in _WARNED:
+        _WARNED.add(func)
+        _LOG.warning("%s has no sharding rule: its operands are gathered on every rank (said once)", name)
+
+
+def _dtensors(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _dtensors(item)
+    elif isinstance(tree, dict):
+        yield from _dtensors(tuple(tree.values()))
+    elif getattr(tree, "_layout", None) is not None:
+        yield tree
+
+
+def _plain_tensors(tree: Any, platform: Platform) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _plain_tensors(item, platform)
+    elif isinstance(tree, dict):
+        yield from _plain_tensors(tuple(tree.values()), platform)
+    elif platform.is_tensor(tree) and getattr(tree, "_layout", None) is None:
+        yield tree
+
+
+def _map_dtensors(tree: Any, convert: Any) -> Any:
+    if isinstance(tree, (tuple, list)):
+        items = [_map_dtensors(item, convert) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: _map_dtensors(value, convert) for key, value in tree.items()}
+    return convert(tree) if getattr(tree, "_layout", None) is not None else tree
+
+
+def _wrap_replicated(result: Any, mesh: Any, replicated: tuple) -> Any:
+    platform = mesh.platform
+    if isinstance(result, (tuple, list)):
+        items = [_wrap_replicated(item, mesh, replicated) for item in result]
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+    if platform.is_tensor(result):
+        if getattr(result, "_layout", None) is not None:
+            return result
+        return platform.wrap(result, get_layout(mesh, replicated, platform.shape_of(result)))
+    return result

@@ -1,0 +1,63 @@
+"""What dispatch asks of the operands of an operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Replicate
+
+__all__ = ["all_replicated", "common_mesh", "mixed_error", "name_of", "operand_key"]
+
+_SCALARS = frozenset({int, float, bool, complex, type(None), str})
+
+
+def operand_key(x: Any) -> Any:
+    """What of an operand a plan depends on: the layout of a DTensor, the shape of a plain tensor, else nothing."""
+    if type(x) in _SCALARS:
+        return None
+    layout = getattr(x, "_layout", None)
+    if layout is not None:
+        return layout
+    shape = getattr(x, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
+    """The mesh of the operands, None when none is distributed.
+
+    Raises:
+        ValueError: when they are on different meshes.
+    """
+    mesh = None
+    for layout in layouts:
+        if isinstance(layout, Layout):
+            if mesh is not None and layout.mesh is not mesh:
+                raise ValueError(
+                    f"{name_of(func)} got tensors on different meshes, {mesh} and {layout.mesh}: bring them to one mesh "
+                    "(full_tensor, then distribute_tensor)"
+                )
+            mesh = layout.mesh
+    return mesh
+
+
+def mixed_error(func: Any, operands: tuple, layouts: tuple, plain: int) -> TypeError:
+    """The error for a plain tensor, operand ``plain``, that meets a distributed one."""
+    other = next(i for i, layout in enumerate(layouts) if isinstance(layout, Layout))
+    return TypeError(
+        f"{name_of(func)} got a plain tensor (operand {plain}, shape {layouts[plain]}) and a DTensor (operand {other}, "
+        f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}): make the plain "
+        "one a DTensor with DTensor.from_local or distribute_tensor, or work on to_local(), or, when it is the same on "
+        "all ranks, use `with implicit_replication():`"
+    )
+
+
+def name_of(func: Any) -> str:
+    """Name of a native operation, for messages."""
+    return getattr(func, "__name__", None) or getattr(func, "name", None) or repr(func)
+
+
+def all_replicated(mesh: DeviceMesh) -> tuple[Replicate, ...]:
+    """`Replicate` on every mesh dimension."""
+    return (Replicate(),) * mesh.ndim
