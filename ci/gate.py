@@ -82,7 +82,8 @@ def measure(part: Part) -> None:
     total = subprocess.run(ask_total, cwd=ROOT, check=False, capture_output=True, text=True).stdout
     settings = configparser.ConfigParser()
     settings.read(config)
-    part.coverage = f"{total.strip() or '?'}% (at least {settings['report']['fail_under']}%)"
+    reached = f"{total.strip()}%" if total.strip().isdigit() else "nothing measured"
+    part.coverage = f"{reached} (at least {settings['report']['fail_under']}%)"
     if under:
         part.problem = part.problem or "coverage"
 
@@ -95,7 +96,7 @@ def folders_of(backend: str) -> list[str]:
 
 def print_table(parts: list[Part]) -> None:
     """The table, then one line of totals."""
-    row = "{:<12} {:>7} {:>7} {:>8} {:>8}  {:<22} {}"
+    row = "{:<12} {:>7} {:>7} {:>8} {:>8}  {:<24} {}"
     print("\n" + row.format("part", "passed", "failed", "skipped", "seconds", "coverage", "verdict"))
     for part in parts:
         verdict = f"FAIL: {part.problem}" if part.problem else "ok"

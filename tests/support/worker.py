@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.support import spmd
@@ -53,6 +55,7 @@ def serve(settings: Settings, connection: Connection) -> None:
     os.dup2(log, 2)
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pool
     try:
         _join(settings)
@@ -64,6 +67,12 @@ def serve(settings: Settings, connection: Connection) -> None:
     except BaseException as error:
         connection.send(Failure.of(error))
     # multiprocessing now leaves through os._exit: gloo would abort in the destructors of groups that are still open.
+
+
+def _leave_with_parent() -> None:
+    """Do not stay behind in a collective when pytest was killed."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _join(settings: Settings) -> None:
