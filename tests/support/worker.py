@@ -54,7 +54,7 @@ def serve(settings: Settings, connection: Connection) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(log)
-    faulthandler.register(signal.SIGUSR1, log)
+    faulthandler.register(signal.SIGUSR1, log, all_threads=False)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pool
     try:
