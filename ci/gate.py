@@ -91,7 +91,10 @@ def measure(part: Part) -> None:
 def folders_of(backend: str) -> list[str]:
     """The test folders that speak about ``backend``: for torch-npu conformance/, torch/ and npu/."""
     names = ["conformance", *backend.split("-")]
-    return [f"tests/{name}" for name in names if (ROOT / "tests" / name).is_dir()]
+    folders = [f"tests/{name}" for name in names if (ROOT / "tests" / name).is_dir()]
+    if not folders:
+        raise SystemExit(f"{backend} has no folder of tests")
+    return folders
 
 
 def print_table(parts: list[Part]) -> None:
