@@ -111,5 +111,6 @@ from hyper_parallel.core.dtensor.rules import (  # noqa: E402, F401
     matmul,
     norm,
     reduction,
+    replicate,
     view,
 )

@@ -99,9 +99,7 @@ def _place_of_block(full: tuple, items: list) -> _Place | None:
     tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
     if not tensors:
         return _Place()
-    scalars = [
-        i for i, item in enumerate(items) if isinstance(item, int) or (_is_tensor(item) and item[2] == 0)
-    ]
+    scalars = [i for i, item in enumerate(items) if isinstance(item, int) or (_is_tensor(item) and item[2] == 0)]
     both = sorted(tensors + scalars)
     adjacent = both[-1] - both[0] + 1 == len(both)
     advanced = [i for i, item in enumerate(full) if isinstance(item, int) or _is_tensor(item)]
@@ -192,7 +190,7 @@ def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
     labels = named(x) if length == x[dim] else whole(named(x), (dim,))
 
     def localize(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
-        return (*statics[:2], result_layouts[0].local_shape[dim], *statics[3:])
+        return (dim, 0, result_layouts[0].local_shape[dim], *statics[3:])
 
     return OpSharding(
         operands=(labels,),

@@ -101,9 +101,7 @@ def expand(shapes: tuple, statics: tuple) -> OpSharding | None:
     shape = (*wanted[:new], *(old if size == -1 else size for old, size in zip(x, wanted[new:], strict=True)))
     if any(old not in (1, size) for old, size in zip(x, shape[new:], strict=True)):
         return None
-    labels = tuple(
-        label if old == size else None for label, old, size in zip(named(x), x, shape[new:], strict=True)
-    )
+    labels = tuple(label if old == size else None for label, old, size in zip(named(x), x, shape[new:], strict=True))
     return OpSharding(
         operands=(labels,),
         results=((None,) * new + labels,),

@@ -1,0 +1,425 @@
+"""Check a sharding rule by brute force: run a NumPy operation on shards and compare with the whole.
+
+Every way to run an operation that its `OpSharding` allows is simulated on meshes of several shapes: each mesh dimension
+shards one label, or keeps a partial sum, or replicates. The ranks are threads where the rule calls collectives. The
+splitting, the meaning of labels and terms, and the assembly of results are written here once more, on purpose
+independently of `core.dtensor.strategy`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.rules import RULES
+
+#: One mesh dimension of 2, 3 and 4 ranks, and two of 2 x 2, of which both may shard the same tensor dimension.
+MESHES = ((2,), (3,), (4,), (2, 2))
+
+_REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a canonical operation.
+
+    Attributes:
+        op: the canonical operation.
+        labels: which dimensions the rule must allow to shard, in the manner of einsum: ``"abi,oi,o->abo"``. ``.`` is a
+            dimension that must be whole, ``_`` an operand that is no tensor.
+        operands: arrays, scalars or None.
+        statics: static arguments.
+        native: ``native(operands, statics)`` on arrays: the result, or a list of them.
+    """
+
+    op: str
+    labels: str
+    operands: tuple
+    statics: tuple
+    native: Callable[[tuple, tuple], Any]
+
+    @property
+    def shapes(self) -> tuple:
+        """What the rule gets."""
+        return tuple(x.shape if isinstance(x, np.ndarray) else None for x in self.operands)
+
+    def sharding(self) -> OpSharding:
+        """What the rule says."""
+        found = RULES[self.op](self.shapes, self.statics)
+        assert found is not None, f"{self.op} refuses {self.shapes}, {self.statics}"
+        return found
+
+    def __str__(self) -> str:
+        shapes = ";".join("x".join(map(str, s)) if s is not None else "_" for s in self.shapes)
+        return f"{self.op}-{self.labels}-{shapes}-{self.statics}"
+
+
+# ---------------------------------------------------------------- a world of simulated ranks
+class _World:
+    """Collectives between threads: everyone writes, waits, and reads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barriers: dict[tuple, threading.Barrier] = {}
+        self._slots: dict[tuple, list] = {}
+        self._lock = threading.Lock()
+
+    def exchange(self, ranks: tuple[int, ...], rank: int, value: Any) -> list:
+        with self._lock:
+            barrier = self._barriers.setdefault(ranks, threading.Barrier(len(ranks), timeout=30))
+            slots = self._slots.setdefault(ranks, [None] * len(ranks))
+        slots[ranks.index(rank)] = value
+        barrier.wait()
+        received = list(slots)
+        barrier.wait()
+        return received
+
+    def abort(self) -> None:
+        with self._lock:
+            for barrier in self._barriers.values():
+                barrier.abort()
+
+
+class _Platform:
+    """The verbs of `Platform` that rules use, on NumPy arrays, for one rank."""
+
+    Size = tuple
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.world, self.current = world, rank
+
+    def shape_of(self, x: np.ndarray) -> tuple:
+        return x.shape
+
+    def narrow(self, x: np.ndarray, dim: int, start: int, length: int) -> np.ndarray:
+        assert 0 <= start <= start + length <= x.shape[dim]
+        return np.take(x, range(start, start + length), axis=dim)
+
+    def cat(self, xs: Sequence[np.ndarray], dim: int) -> np.ndarray:
+        return np.concatenate(xs, axis=dim)
+
+    def contiguous(self, x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x).reshape(x.shape)
+
+    def clone(self, x: np.ndarray) -> np.ndarray:
+        return np.array(x)
+
+    alias = detach = clone
+
+    def zeros(self, shape: Sequence[int], like: np.ndarray) -> np.ndarray:
+        return np.zeros(shape, like.dtype)
+
+    def ones(self, shape: Sequence[int], like: np.ndarray) -> np.ndarray:
+        return np.ones(shape, like.dtype)
+
+    def masked_fill(self, x: np.ndarray, mask: np.ndarray, value: float) -> np.ndarray:
+        assert mask.dtype == bool
+        return np.where(mask, np.asarray(value, x.dtype), x)
+
+    def unsqueeze(self, x: np.ndarray, dim: int) -> np.ndarray:
+        return np.expand_dims(x, dim)
+
+    def is_floating_point(self, x: np.ndarray) -> bool:
+        return x.dtype.kind == "f"
+
+    def requires_grad(self, x: np.ndarray) -> bool:
+        return False
+
+    def supports(self, collective: str, op: str, local: np.ndarray) -> bool:
+        return True
+
+    def all_reduce(self, local: np.ndarray, op: str, group: tuple[int, ...]) -> np.ndarray:
+        return _REDUCTIONS[op].reduce(self.world.exchange(group, self.current, local))
+
+    def all_gather(self, local: np.ndarray, group: tuple[int, ...], size: int) -> np.ndarray:
+        return np.concatenate(self.world.exchange(group, self.current, local), axis=0)
+
+    def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
+        return lambda x, *static: forward(SimpleNamespace(save_for_backward=lambda *tensors: None), x, *static)
+
+
+class _Mesh:
+    """What `Layout` and the collectives ask of a `DeviceMesh`, for one rank."""
+
+    def __init__(self, shape: tuple[int, ...], rank: int, world: _World) -> None:
+        self.shape, self.ndim = shape, len(shape)
+        self.ranks = np.arange(world.size).reshape(shape)
+        self.coordinate = tuple(int(i) for i in np.unravel_index(rank, shape))
+        self.platform = _Platform(world, rank)
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        return self.coordinate
+
+    def get_local_rank(self, mesh_dim: int) -> int:
+        return self.coordinate[mesh_dim]
+
+    def get_group(self, mesh_dim: int) -> tuple[int, ...]:
+        return self.ranks_along(mesh_dim)
+
+    def ranks_along(self, mesh_dim: int) -> tuple[int, ...]:
+        index: list[Any] = list(self.coordinate)
+        index[mesh_dim] = slice(None)
+        return tuple(self.ranks[tuple(index)].tolist())
+
+
+# ---------------------------------------------------------------- ways to run
+@dataclass(frozen=True)
+class Choice:
+    """What one mesh dimension does: a placement for each operand and result."""
+
+    operands: tuple[Placement | None, ...]
+    results: tuple[Placement, ...]
+    label: Any = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run on a mesh."""
+
+    mesh: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+    def placements(self, kind: str, i: int) -> tuple[Placement, ...]:
+        """Placements of operand or result ``i``."""
+        return tuple(getattr(choice, kind)[i] for choice in self.choices)
+
+
+def choices(sharding: OpSharding) -> Iterator[Choice]:
+    """All that `OpSharding` allows on one mesh dimension, but for the sizes."""
+    tensors = sharding.operands
+    replicated = tuple(Replicate() for _ in sharding.results)
+    yield Choice(tuple(None if t is None else Replicate() for t in tensors), replicated)
+    if sharding.unread:
+        yield Choice(tuple(Partial() if i in sharding.unread else Replicate() for i in range(len(tensors))), replicated)
+    for label in sorted({x for t in tensors for x in t or () if x is not None}):
+        kept = [label in r for r in sharding.results]
+        if any(kept) != all(kept) or (not any(kept) and sharding.reduce is None):
+            continue
+        split_terms = [any(label in tensors[i] for i in term) for term in sharding.terms]
+        once = set() if any(kept) else {t[0] for t, s in zip(sharding.terms, split_terms, strict=True) if not s}
+        contracted = Replicate() if sharding.reduce == "call" else Partial(sharding.reduce or "sum")
+        yield Choice(
+            tuple(
+                None if t is None else Shard(t.index(label)) if label in t else Partial() if i in once else Replicate()
+                for i, t in enumerate(tensors)
+            ),
+            tuple(Shard(r.index(label)) if label in r else contracted for r in sharding.results),
+            label,
+        )
+    for partial in itertools.product(*sharding.terms) if sharding.terms else ():
+        yield Choice(
+            tuple(None if t is None else Partial() if i in partial else Replicate() for i, t in enumerate(tensors)),
+            tuple(Partial() for _ in sharding.results),
+        )
+
+
+def ways(case: Case, sharding: OpSharding, meshes: Sequence[tuple[int, ...]] = MESHES) -> Iterator[Way]:
+    """All ways to run on ``meshes``."""
+    found = list(choices(sharding))
+    for mesh in meshes:
+        for combination in itertools.product(found, repeat=len(mesh)):
+            if all(_fits(case, sharding, label, mesh, combination) for label in {c.label for c in combination}):
+                yield Way(mesh, combination)
+
+
+def _fits(case: Case, sharding: OpSharding, label: Any, mesh: tuple[int, ...], combination: tuple) -> bool:
+    if label is None:
+        return True
+    splits = [n for n, choice in zip(mesh, combination, strict=True) if choice.label == label]
+    labels_of_all = (*sharding.operands, *sharding.results)
+    shapes_of_all = (*case.shapes, *sharding.result_shapes)
+    sizes = {
+        size
+        for labels, shape in zip(labels_of_all, shapes_of_all, strict=True)
+        for own, size in zip(labels or (), shape or (), strict=True)
+        if own == label
+    }
+    if len(sizes) > 1 and any(size % int(np.prod(splits)) for size in sizes):
+        return False
+    if label in sharding.nonempty:
+        smallest = min(sizes)
+        for n in splits:
+            smallest = chunk_sizes(smallest, n)[-1]
+        return smallest > 0
+    return True
+
+
+# ---------------------------------------------------------------- splitting, running, assembling
+def scatter(x: np.ndarray, placements: tuple[Placement, ...], mesh: tuple[int, ...], rng: Any) -> list[np.ndarray]:
+    """The local arrays of all ranks, in row-major order."""
+    parts = [x]
+    for placement, n in zip(placements, mesh, strict=True):
+        parts = [piece for part in parts for piece in _split(part, placement, n, rng)]
+    return parts
+
+
+def _split(x: np.ndarray, placement: Placement, n: int, rng: Any) -> list[np.ndarray]:
+    if isinstance(placement, Shard):
+        ends = np.cumsum(chunk_sizes(x.shape[placement.dim], n))[:-1]
+        return np.split(x, ends, axis=placement.dim)
+    if isinstance(placement, Partial):
+        summands = [rng.integers(-3, 4, x.shape).astype(x.dtype) for _ in range(n - 1)]
+        return [*summands, x - sum(summands)]
+    return [x] * n
+
+
+def assemble(parts: list[np.ndarray], placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> np.ndarray:
+    """The global array, from the local ones in row-major order."""
+    if not mesh:
+        return parts[0]
+    each = len(parts) // mesh[0]
+    inner = [assemble(parts[i * each : (i + 1) * each], placements[1:], mesh[1:]) for i in range(mesh[0])]
+    placement = placements[0]
+    if isinstance(placement, Shard):
+        return np.concatenate(inner, axis=placement.dim)
+    if isinstance(placement, Partial):
+        return _REDUCTIONS[placement.reduce_op].reduce(inner)
+    for other in inner[1:]:
+        same(other, inner[0], "replicas differ")
+    return inner[0]
+
+
+def same(found: np.ndarray, expected: np.ndarray, what: str = "") -> None:
+    """Compare shapes and values."""
+    assert np.shape(found) == np.shape(expected), f"{what}: shape {np.shape(found)}, expected {np.shape(expected)}"
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9, err_msg=what)
+
+
+def run(case: Case, sharding: OpSharding, way: Way) -> list[np.ndarray]:
+    """Simulate and return the global results."""
+    size = int(np.prod(way.mesh))
+    world = _World(size)
+    rng = np.random.default_rng(7)
+    locals_ = [
+        [x] * size
+        if labels is None or not isinstance(x, np.ndarray)
+        else scatter(x, way.placements("operands", i), way.mesh, rng)
+        for i, (x, labels) in enumerate(zip(case.operands, sharding.operands, strict=True))
+    ]
+    results: list[Any] = [None] * size
+
+    def on_rank(rank: int) -> None:
+        mesh = _Mesh(way.mesh, rank, world)
+        operand_layouts = tuple(
+            None if labels is None else get_layout(mesh, way.placements("operands", i), shape)
+            for i, (labels, shape) in enumerate(zip(sharding.operands, case.shapes, strict=True))
+        )
+        result_layouts = tuple(
+            get_layout(mesh, way.placements("results", i), shape) for i, shape in enumerate(sharding.result_shapes)
+        )
+        operands = tuple(np.array(x[rank]) if isinstance(x[rank], np.ndarray) else x[rank] for x in locals_)
+        for x, layout in zip(operands, operand_layouts, strict=True):
+            assert layout is None or x.shape == layout.local_shape
+        statics = case.statics
+        if sharding.localize is not None:
+            statics = sharding.localize(statics, operand_layouts, result_layouts)
+            hash(statics)
+        if sharding.call is None:
+            found = case.native(operands, statics)
+        else:
+            found = sharding.call(mesh.platform, case.native, operands, statics, operand_layouts, result_layouts)
+        results[rank] = found = found if isinstance(found, list) else [found]
+        assert len(found) == len(result_layouts)
+        for i, (y, layout) in enumerate(zip(found, result_layouts, strict=True)):
+            assert np.shape(y) == layout.local_shape, f"result {i} on rank {rank}: {np.shape(y)}, {layout}"
+
+    _on_all_ranks(on_rank, world, threads=sharding.call is not None)
+    return [
+        assemble([results[rank][i] for rank in range(size)], way.placements("results", i), way.mesh)
+        for i in range(len(sharding.results))
+    ]
+
+
+def _on_all_ranks(on_rank: Callable[[int], None], world: _World, threads: bool) -> None:
+    if not threads:
+        for rank in range(world.size):
+            on_rank(rank)
+        return
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            on_rank(rank)
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException as error:
+            errors.append(error)
+            world.abort()
+
+    running = [threading.Thread(target=guarded, args=(rank,)) for rank in range(world.size)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# ---------------------------------------------------------------- the checks
+def check(case: Case, sharding: OpSharding | None = None, meshes: Sequence[tuple[int, ...]] = MESHES) -> int:
+    """Run ``case`` in all ways, fail where a result differs from the unsharded one, and return the number of ways."""
+    sharding = case.sharding() if sharding is None else sharding
+    expected = _expected(case)
+    assert [np.shape(y) for y in expected] == [tuple(s) for s in sharding.result_shapes], "result_shapes are wrong"
+    count = 0
+    for way in ways(case, sharding, meshes):
+        for i, (found, wanted) in enumerate(zip(run(case, sharding, way), expected, strict=True)):
+            same(found, wanted, f"{case}: result {i} of {way}")
+        count += 1
+    return count
+
+
+def _expected(case: Case) -> list[np.ndarray]:
+    operands = tuple(np.array(x) if isinstance(x, np.ndarray) else x for x in case.operands)
+    found = case.native(operands, case.statics)
+    return found if isinstance(found, list) else [found]
+
+
+def check_labels(case: Case) -> None:
+    """Compare the rule's labels with the pattern of the case, up to their names."""
+    sharding = case.sharding()
+    inputs, _, outputs = case.labels.partition("->")
+    found = [*sharding.operands, *sharding.results]
+    wanted = [*inputs.split(","), *outputs.split(",")]
+    assert len(sharding.operands) == len(case.operands), f"{len(sharding.operands)} operands"
+    assert len(found) == len(wanted), f"{found} is not {case.labels}"
+    shapes = [*case.shapes, *sharding.result_shapes]
+    letters: dict[Any, str] = {}
+    for labels, pattern, shape in zip(found, wanted, shapes, strict=True):
+        assert (labels is None) == (pattern == "_") == (shape is None), f"{labels} for {pattern}"
+        if labels is None:
+            continue
+        assert len(labels) == len(pattern) == len(shape), f"{labels} for {pattern}, shape {shape}"
+        for label, letter in zip(labels, pattern, strict=True):
+            assert (label is None) == (letter == "."), f"{found} is not {case.labels}"
+            assert label is None or letters.setdefault(label, letter) == letter, f"{found} is not {case.labels}"
+    assert len(set(letters.values())) == len(letters), f"{found} is not {case.labels}"
+
+
+# ---------------------------------------------------------------- mutants: is the check able to fail?
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong `OpSharding`: what was changed, and the result."""
+
+    kind: str
+    sharding: OpSharding = field(repr=False)
+
+
+def fails(case: Case, mutant: Mutant) -> bool:
+    """Whether `check` rejects ``mutant``."""
+    try:
+        with np.errstate(all="ignore"):
+            check(case, mutant.sharding)
+    except Exception:
+        return True
+    return False
