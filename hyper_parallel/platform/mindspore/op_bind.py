@@ -21,6 +21,7 @@ __all__ = [
     "hashable",
     "ints",
     "row",
+    "rows",
 ]
 
 #: Names that MindSpore's functions use for one and the same argument.
@@ -105,6 +106,11 @@ def row(
     return NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), call or _call_by_position)
 
 
+def rows(names: str, native: NativeOp) -> dict[str, NativeOp]:
+    """One row under several names, given as words."""
+    return dict.fromkeys(names.split(), native)
+
+
 def _call_by_position(func: Any, operands: tuple, statics: tuple) -> Any:
     return func(*operands, *statics)
 
@@ -127,7 +133,7 @@ def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
         return func(*operands)
     args = list(template.args)
     kwargs = dict(template.kwargs)
-    for place, operand in zip(template.places, operands):
+    for place, operand in zip(template.places, operands, strict=True):
         if isinstance(place, int):
             args[place] = operand
         else:

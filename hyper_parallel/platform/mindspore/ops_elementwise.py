@@ -7,9 +7,10 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor
+from mindspore._c_expression.typing import type_id_to_type
 
 from hyper_parallel.platform.base import NativeOp
-from hyper_parallel.platform.mindspore.op_bind import elementwise, row
+from hyper_parallel.platform.mindspore.op_bind import elementwise, row, rows
 
 __all__ = ["OPS", "VARIANTS"]
 
@@ -23,7 +24,7 @@ _POINTWISE = """
     IsFinite IsInf IsNan IsNegInf LeakyReLU LeakyReLUExt Less LessEqual LessEqualScalar LessScalar Log Log10 Log1p
     Log2 LogAddExp LogAddExp2 LogSigmoid LogSigmoidExt LogicalAnd LogicalNot LogicalOr LogicalXor Logit
     MaskedFill MaskedFillScalar MaskedFillTensor MaskedFillScalarExt MaskedFillTensorExt Maximum Minimum Mish MishExt
-    Mod NanToNum NotEqual Polar Pow PowScalarTensor PowTensorScalar PReLU RReLU ReLU ReLU6 Reciprocal
+    Mod NanToNum NotEqual Polar Pow PowScalarTensor PowTensorScalar  ReLU ReLU6 Reciprocal
     RemainderScalarTensor RemainderTensorScalar RemainderTensorTensor Round Rsqrt SeLU SeLUExt Select SelectV2 SiLU
     Sigmoid Sign Sin Sinc Sinh SoftShrink Softplus SoftplusExt Softsign Sqrt Square SquaredDifference Tan Tanh
     Threshold Trunc TruncateDiv TruncateMod Xdivy XLogYScalarOther XLogYScalarSelf Xlogy XlogyExt
@@ -35,7 +36,7 @@ _POINTWISE_INPLACE = """
     InplaceFloorDivides InplaceHardtanh InplaceLog InplaceMaskedFillScalar InplaceMaskedFillTensor InplaceReLU
     InplaceRemainderTensorScalar InplaceRemainderTensorTensor InplaceSigmoid InplaceSign InplaceSiLU InplaceTanh
     InplaceThreshold InplacePow InplaceSqrt InplaceFillScalar InplaceFillTensor InplaceAbs InplaceRsqrt
-    InplaceReciprocal InplaceFillDiagonal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
+    InplaceReciprocal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
 """
 
 _LINEAR_UNARY = "Neg Clone Contiguous StopGradient Identity Load Real Conj Positive"
@@ -71,7 +72,7 @@ def _like(value: float | None) -> Callable[[Any, tuple, tuple], Any]:
 
 def _dtype(dtype: Any) -> Any:
     """Overloads pass a dtype, generated code its number."""
-    return ms.common.dtype.type_id_to_type(dtype) if isinstance(dtype, int) else dtype
+    return type_id_to_type(dtype) if isinstance(dtype, int) else dtype
 
 
 def _bind_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -84,28 +85,25 @@ def _bind_full_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (args[0],), (fill, kwargs.get("dtype", args[2] if len(args) > 2 else None))
 
 
-OPS: dict[str, NativeOp] = {name: elementwise("pointwise") for name in _POINTWISE.split()}
-OPS.update({name: elementwise("pointwise_") for name in _POINTWISE_INPLACE.split()})
-OPS.update({name: elementwise("linear_unary", 1) for name in _LINEAR_UNARY.split()})
-OPS.update({name: elementwise("add", 2) for name in "Add AddExt AddScalar Sub SubExt SubScalar AddV2".split()})
-OPS.update({name: elementwise("mul", 2) for name in "Mul Muls MulNoNan".split()})
-OPS.update({name: elementwise("div", 2, _no_rounding) for name in "Div Divs RealDiv DivNoNan".split()})
-OPS.update({name: elementwise("div", 2, _rounding) for name in "DivMod DivMods".split()})
-OPS.update({name: elementwise("div_", 2, _no_rounding) for name in "InplaceDiv InplaceDivs".split()})
-OPS.update({name: elementwise("div_", 2, _rounding) for name in "InplaceDivMod InplaceDivMods".split()})
-OPS.update({name: elementwise("mul_", 2) for name in "InplaceMul InplaceMuls".split()})
-OPS.update({name: elementwise("linear_", 2) for name in "InplaceCopy Assign".split()})
+OPS: dict[str, NativeOp] = rows(_POINTWISE, elementwise("pointwise"))
+OPS.update(rows(_POINTWISE_INPLACE, elementwise("pointwise_")))
+OPS.update(rows(_LINEAR_UNARY, elementwise("linear_unary", 1)))
+OPS.update(rows("Add AddExt AddScalar Sub SubExt SubScalar AddV2", elementwise("add", 2)))
+OPS.update(rows("Mul Muls MulNoNan", elementwise("mul", 2)))
+OPS.update(rows("Div Divs RealDiv DivNoNan", elementwise("div", 2, _no_rounding)))
+OPS.update(rows("DivMod DivMods", elementwise("div", 2, _rounding)))
+OPS.update(rows("InplaceDiv InplaceDivs", elementwise("div_", 2, _no_rounding)))
+OPS.update(rows("InplaceDivMod InplaceDivMods", elementwise("div_", 2, _rounding)))
+OPS.update(rows("InplaceMul InplaceMuls", elementwise("mul_", 2)))
+OPS.update(rows("InplaceCopy Assign", elementwise("linear_", 2)))
 OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.update(
-    {
-        name: elementwise("add_", 2)
-        for name in "InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub".split()
-    }
+    rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 )
 OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, _clone)
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
-OPS.update({name: row("like", _bind_like, _like(0)) for name in ("ZerosLike", "ZerosLikeExt")})
-OPS.update({name: row("like", _bind_like, _like(1)) for name in ("OnesLike", "OnesLikeExt")})
+OPS.update(rows("ZerosLike ZerosLikeExt", row("like", _bind_like, _like(0))))
+OPS.update(rows("OnesLike OnesLikeExt", row("like", _bind_like, _like(1))))
 OPS["FullLike"] = row("like", _bind_full_like, _like(None))
 
 _TO_FLOAT = elementwise("linear_unary", 1)

@@ -18,13 +18,14 @@ from math import prod
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
-from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS, Function
+from hyper_parallel.platform.mindspore.op_bind import Function
+from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
 
-__all__ = ["InterceptedTensor", "NoDispatch", "is_dispatching", "make_dtensor_class", "parameter_class"]
+__all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "is_dispatching"]
 
 _SHAPE = Tensor.shape.__get__
 _plain_getitem = Tensor.__getitem__
@@ -109,7 +110,8 @@ class InterceptedTensor(Tensor):
                 return func(*args, **kwargs)
         variant = VARIANTS.get(name)
         native = OPS.get(name) if variant is None else variant(args, kwargs)
-        return type(self)._dispatch(native, func, args, kwargs)
+        result = type(self)._dispatch(native, func, args, kwargs)
+        return RESULTS[name](result) if native is not None and name in RESULTS else result
 
     @classmethod
     def _call_hole(cls, function: Function, *args: Any) -> Any:

@@ -1,0 +1,114 @@
+"""Autograd: differentiable functions, and views that are kept for as long as one gradient recording lasts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mindspore import Tensor, ops
+from mindspore.common._grad_function import _Function
+from mindspore.common.api import _no_grad, _pynative_executor
+
+from hyper_parallel.platform.mindspore.tensor import NoDispatch
+
+__all__ = ["AutogradVerbs"]
+
+
+class _Recording:
+    """Which gradient recording is going on.
+
+    MindSpore begins one with ``new_graph`` and ends it with ``end_graph``; nothing says which one a tensor belongs to,
+    and ``_version`` does not count most in-place changes. So each call of the two starts a new epoch, and a cached
+    view is valid in its own epoch only.
+    """
+
+    epoch = 0
+
+
+def _count_epochs() -> None:
+    for name in ("new_graph", "end_graph"):
+        plain = getattr(_pynative_executor, name)
+
+        def counted(*args: Any, _plain: Callable = plain, **kwargs: Any) -> Any:
+            _Recording.epoch += 1
+            return _plain(*args, **kwargs)
+
+        setattr(_pynative_executor, name, functools.wraps(plain)(counted))
+
+
+_count_epochs()
+
+_is_recording = _pynative_executor._executor.requires_grad
+
+
+class _Identity(_Function):
+    """The same data as a new tensor, whatever its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+_identity = _Identity.apply
+
+
+class AutogradVerbs:
+    """The group "autograd" of the contract."""
+
+    def requires_grad(self, x: Any) -> bool:
+        return _is_recording() and x._requires_grad
+
+    def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
+            ctx.count = len(static)
+            with NoDispatch():
+                return forward(ctx, x, *static)
+
+        def run_backward(ctx: Any, cotangent: Any) -> Any:
+            with NoDispatch():
+                return (backward(ctx, cotangent), *(None,) * ctx.count) if ctx.count else backward(ctx, cotangent)
+
+        name = getattr(forward, "__qualname__", "function").replace("<locals>.", "")
+        function = type(
+            name, (_Function,), {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+        )
+        return function.apply
+
+    def detach(self, x: Any) -> Any:
+        with NoDispatch():
+            return ops.stop_gradient(x)
+
+    def alias(self, x: Any) -> Any:
+        with NoDispatch():
+            return x.view(tuple(x.shape)) if x.is_contiguous() else _identity(x)
+
+    def no_grad(self) -> AbstractContextManager:
+        return _no_grad()
+
+    # A view is stored on its holder with the epoch; outside a recording nothing is, because nothing tells whether the
+    # holder was written to since.
+    def read_cache(self, holder: Any, key: Any) -> Any:
+        cache = holder.__dict__.get("_hp_cache")
+        if cache is None or not _is_recording():
+            return None
+        if cache[0] != _Recording.epoch:
+            del holder._hp_cache
+            return None
+        return cache[1].get(key)
+
+    def write_cache(self, holder: Any, key: Any, value: Any) -> None:
+        if not _is_recording():
+            return
+        cache = holder.__dict__.get("_hp_cache")
+        if cache is None or cache[0] != _Recording.epoch:
+            holder._hp_cache = cache = (_Recording.epoch, {})
+        cache[1][key] = value
+
+    def clear_cache(self, holder: Any) -> None:
+        holder.__dict__.pop("_hp_cache", None)

@@ -1,0 +1,66 @@
+"""The MindSpore platform: PyNative mode, CPU with mccl and Ascend with hccl."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mindspore import Parameter, Tensor
+
+from hyper_parallel.platform.base import NativeOp, Platform
+from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
+from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
+from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
+from hyper_parallel.platform.mindspore.local_ops import LocalVerbs
+from hyper_parallel.platform.mindspore.modules import ModuleVerbs
+from hyper_parallel.platform.mindspore.op_table import OPS
+from hyper_parallel.platform.mindspore.parameter import make_dtensor_class
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
+
+__all__ = ["MindSporePlatform"]
+
+
+class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs, LocalVerbs, Platform):
+    """MindSpore. The groups of verbs are in the modules of this package; interception is here."""
+
+    name = "mindspore"
+    device_type = "cpu"
+    comm_backend = "mccl"
+    _dtensor: type | None = None
+
+    def __init__(self) -> None:
+        if device_target() == "Ascend":
+            self.device_type = "npu"  # type: ignore[misc]
+            self.comm_backend = "hccl"  # type: ignore[misc]
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        if importlib.util.find_spec("mindspore") is None:
+            return "mindspore is not installed"
+        return None
+
+    def make_dtensor_class(self, mixin: type, dispatch: Callable[[NativeOp | None, Any, tuple, dict], Any]) -> type:
+        self._dtensor = make_dtensor_class(mixin, dispatch)
+        return self._dtensor
+
+    def wrap(self, local: Tensor, layout: Any) -> Any:
+        if isinstance(local, (InterceptedTensor, Parameter)):
+            # An operation gave back what it was given: that object has its own layout.
+            if getattr(local, "_layout", None) is layout:
+                return local
+            local = self.alias(local)
+        local.__class__ = self._dtensor
+        local._layout = layout
+        return local
+
+    def local_of(self, x: Any) -> Tensor:
+        return x
+
+    def no_dispatch(self) -> AbstractContextManager:
+        return NoDispatch()
+
+    @property
+    def op_table(self) -> Mapping[Any, NativeOp]:
+        return OPS

@@ -1,0 +1,90 @@
+"""Collectives on plain local tensors. What the communication library lacks, core emulates: see `supports`.
+
+On CPU (mccl) there are all_reduce, all_gather and broadcast; reduce_scatter, all_to_all and scatter exist on Ascend.
+Non-contiguous tensors give silently wrong results, hence the contract's "contiguous".
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+from mindspore.mint import distributed as dist
+
+from hyper_parallel.platform.mindspore.launch import device_target
+
+__all__ = ["CollectiveVerbs"]
+
+_CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
+_CPU_MOVE = {*_CPU_REDUCE, ms.uint8, ms.float64}
+_CPU_OPS = {"sum", "max"}
+_CPU_FLOAT32_OPS = {"sum", "max", "min"}
+_HCCL_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int16, ms.int32, ms.int64}
+_HCCL_OPS = {"sum", "max", "min"}
+_NAMES = {"sum": "sum", "max": "max", "min": "min"}
+
+
+class CollectiveVerbs:
+    """The group "collectives" of the contract."""
+
+    def supports(self, collective: str, op: str, local: Tensor) -> bool:
+        if 0 in local.shape:
+            return False
+        reduces = collective in ("all_reduce", "reduce_scatter")
+        if device_target() == "CPU":
+            if collective == "all_reduce":
+                ops_of = _CPU_FLOAT32_OPS if local.dtype == ms.float32 else _CPU_OPS
+                return op in ops_of and local.dtype in _CPU_REDUCE
+            return collective in ("all_gather", "broadcast") and local.dtype in _CPU_MOVE
+        if reduces:
+            return op in _HCCL_OPS and local.dtype in _HCCL_REDUCE
+        return collective != "scatter" and local.dtype != ms.bool_
+
+    def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
+        dist.all_reduce(local, _NAMES[op], group)
+        return local
+
+    def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
+        if device_target() == "CPU":
+            parts = [ops.zeros(local.shape, local.dtype) for _ in range(size)]
+            dist.all_gather(parts, local, group)
+            return mint.cat(parts, 0)
+        out = ops.zeros((size * local.shape[0], *local.shape[1:]), local.dtype)
+        dist.all_gather_into_tensor(out, local, group)
+        return out
+
+    def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
+        out = ops.zeros((local.shape[0] // size, *local.shape[1:]), local.dtype)
+        dist.reduce_scatter_tensor(out, local, _NAMES[op], group)
+        return out
+
+    def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
+        out = ops.zeros(local.shape, local.dtype)
+        dist.all_to_all_single(out, local, group=group)
+        return out
+
+    def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
+        dist.broadcast(local, src, group)
+        return local
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
+        raise NotImplementedError("MindSpore has no scatter of tensors on all devices; core uses broadcast")
+
+    def barrier(self, group: Any) -> None:
+        if device_target() == "CPU":
+            dist.all_reduce(ops.ones((1,), ms.float32), "sum", group)  # mccl's barrier serves the world only
+        else:
+            dist.barrier(group)
+
+    def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
+        """Through bytes: sizes first, then the padded contents."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        lengths = self.all_gather(Tensor(np.array([len(data)], np.int32)), group, size).asnumpy()
+        padded = np.zeros(int(lengths.max()), np.uint8)
+        padded[: len(data)] = data
+        everything = self.all_gather(Tensor(padded), group, size).asnumpy().reshape(size, -1)
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(everything, lengths, strict=True)]

@@ -1,0 +1,138 @@
+"""Process groups: the launchers' environments, the default group, subgroups.
+
+Without msrun, ranks meet through a `TCPStore`, for which torchrun's four environment variables are enough.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import mindspore as ms
+from mindspore import communication
+from mindspore.mint import distributed as dist
+from mindspore.mint.distributed import distributed as dist_internals
+
+__all__ = ["GroupVerbs", "World", "device_target"]
+
+_TIMEOUT = timedelta(seconds=int(os.environ.get("HYPER_PARALLEL_TIMEOUT", "300")))
+
+
+def device_target() -> str:
+    """``"CPU"`` or ``"Ascend"``, as the context says."""
+    return str(ms.get_context("device_target"))
+
+
+class World:
+    """One initialised default group; ``store`` must live as long as it, ``group`` is its name, None without peers."""
+
+    def __init__(self, rank: int, size: int, group: str | None, store: Any = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.store = store
+        self.subgroups: dict[tuple[int, ...], str] = {}
+
+
+class GroupVerbs:
+    """The group "process groups" of the contract."""
+
+    comm_backend = "mccl"
+    _world: World | None = None
+
+    def world(self) -> World | None:
+        if self._world is None and communication._comm_helper.GlobalComm.INITED:
+            self._world = _adopt()
+        return self._world
+
+    def init_process_group(self) -> None:
+        if self.world() is not None:
+            return
+        if ms.get_context("mode") == ms.GRAPH_MODE:
+            ms.set_context(mode=ms.PYNATIVE_MODE)
+        if device_target() == "CPU":
+            # Errors come where they arise, and on few cores it is many times faster.
+            ms.runtime.launch_blocking()
+        environment = os.environ
+        if "MS_ROLE" in environment or "MS_WORKER_NUM" in environment:
+            communication.init(self.comm_backend)
+            self._world = _adopt()
+        elif int(environment.get("WORLD_SIZE", "1")) > 1:
+            self._world = _meet(self.comm_backend, environment)
+        else:
+            self._world = World(0, 1, None)
+
+    def destroy_process_group(self) -> None:
+        world, self._world = self._world, None
+        if world is None or world.group is None:
+            return
+        for name in world.subgroups.values():
+            communication.destroy_group(name)
+        dist.destroy_process_group()
+
+    def rank(self) -> int:
+        return self._need_world().rank
+
+    def world_size(self) -> int:
+        return self._need_world().size
+
+    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> str | None:
+        world = self._need_world()
+        mine = next((tuple(ranks) for ranks in rank_lists if world.rank in ranks), None)
+        if mine is None:
+            return None
+        if len(mine) == world.size and list(mine) == sorted(mine):
+            return world.group
+        if len(mine) == 1:
+            return f"hp_self_{mine[0]}"
+        if mine not in world.subgroups:
+            # Only members make a group here: with `new_group` on all ranks several groups deadlock.
+            name = "hp_" + "_".join(map(str, mine))
+            communication.create_group(name, list(mine))
+            world.subgroups[mine] = name
+        return world.subgroups[mine]
+
+    def _need_world(self) -> World:
+        world = self.world()
+        if world is None:
+            raise RuntimeError("the process group is not initialised: make a device mesh, or call init_process_group")
+        return world
+
+
+def _adopt() -> World:
+    """The default group that `mindspore.communication.init` made."""
+    group = communication._comm_helper.GlobalComm.WORLD_COMM_GROUP
+    _name_default_group(group)
+    return World(communication.get_rank(), communication.get_group_size(), group)
+
+
+def _meet(backend: str, environment: Any) -> World:
+    """Initialise from torchrun's variables."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise RuntimeError(
+            f"WORLD_SIZE is {environment['WORLD_SIZE']} but {', '.join(missing)} is not set: start the processes with "
+            "msrun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+        )
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    store = dist.TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        world_size=size,
+        is_master=rank == 0,
+        timeout=_TIMEOUT,
+    )
+    communication.management._init_with_store(
+        backend=backend, timeout=_TIMEOUT, world_size=size, rank=rank, store=store, group_name=""
+    )
+    group = f"{backend}_world_group"
+    _name_default_group(group)
+    return World(rank, size, group, store)
+
+
+def _name_default_group(group: str) -> None:
+    """`mindspore.mint.distributed` looks its ranks up under Ascend's name for the default group unless told."""
+    for function in (dist_internals.get_cache_group_rank, dist_internals.get_cache_group_size):
+        function.__defaults__ = (group,)

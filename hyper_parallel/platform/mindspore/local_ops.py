@@ -1,0 +1,76 @@
+"""Operations on plain local tensors, factories and random state.
+
+Shards may be empty: what MindSpore gets wrong for empty tensors is caught here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+__all__ = ["LocalVerbs"]
+
+
+class LocalVerbs:
+    """The groups "operations on plain local tensors" and "devices and random numbers" of the contract."""
+
+    def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+        return mint.narrow(x, dim, start, length)
+
+    def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
+        return mint.cat(list(xs), dim)
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        return x if x.is_contiguous() else x.contiguous()
+
+    def clone(self, x: Tensor) -> Tensor:
+        return ops.logical_and(x, True) if x.dtype == ms.bool_ else x * 1
+
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return ops.zeros(tuple(shape), like.dtype)
+
+    def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return ops.ones(tuple(shape), like.dtype)
+
+    def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
+        return ops.masked_fill(x, mask, Tensor(value, x.dtype))
+
+    def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
+        return ops.expand_dims(x, dim)
+
+    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+        return x.astype(dtype)
+
+    def to_device(self, x: Tensor) -> Tensor:
+        return x  # tensors move to the device of the context when an operation reads them
+
+    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
+        shape = tuple(shape)
+        if name == "full":
+            if dtype is None:
+                dtype = {bool: ms.bool_, int: ms.int64}.get(type(fill_value), ms.float32)
+            return ops.full(shape, fill_value, dtype=dtype)
+        dtype = ms.float32 if dtype is None else dtype
+        if name == "ones":
+            return ops.ones(shape, dtype)
+        if name in ("rand", "randn"):
+            draw = ops.rand if name == "rand" else ops.randn
+            return ops.zeros(shape, dtype) if 0 in shape else draw(*shape, dtype=dtype)
+        return ops.zeros(shape, dtype)
+
+    def manual_seed(self, seed: int) -> None:
+        ms.set_seed(seed)
+
+    def get_rng_state(self) -> Any:
+        return ms.get_rng_state().asnumpy(), ms.get_seed(), np.random.get_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        generator, seed, host = state
+        if seed is not None:
+            ms.set_seed(seed)
+        ms.set_rng_state(Tensor(generator))
+        np.random.set_state(host)

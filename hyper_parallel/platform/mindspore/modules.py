@@ -1,0 +1,88 @@
+"""Cells and parameters: walking, replacing, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, mint, nn
+
+from hyper_parallel.platform.mindspore.parameter import make_distributed
+
+__all__ = ["ModuleVerbs"]
+
+_LINEAR = (nn.Dense, mint.nn.Linear)
+_EMBEDDING = (nn.Embedding, mint.nn.Embedding, nn.EmbeddingLookup)
+_WEIGHTS = ("weight", "embedding_table", "gamma")
+_BIASES = ("bias", "beta")
+
+
+class ModuleVerbs:
+    """The groups "types and checks" and "modules" of the contract."""
+
+    Tensor = Tensor
+    Parameter = Parameter
+    Module = nn.Cell
+    Size = tuple
+
+    def is_tensor(self, x: Any) -> bool:
+        return isinstance(x, Tensor)
+
+    def is_parameter(self, x: Any) -> bool:
+        return isinstance(x, Parameter)
+
+    def is_linear_module(self, module: Any) -> bool:
+        return isinstance(module, _LINEAR)
+
+    def is_embedding_module(self, module: Any) -> bool:
+        return isinstance(module, _EMBEDDING)
+
+    def weight_name(self, module: Any) -> str:
+        for name in _WEIGHTS:
+            if name in module._params:
+                return name
+        raise AttributeError(f"{type(module).__name__} has none of the parameters {', '.join(_WEIGHTS)}")
+
+    def bias_name(self, module: Any) -> str | None:
+        return next((name for name in _BIASES if module._params.get(name) is not None), None)
+
+    def is_floating_point(self, x: Tensor) -> bool:
+        return x.dtype in _FLOATS
+
+    def is_meta(self, x: Tensor) -> bool:
+        return x.has_init or x.is_meta
+
+    def shape_of(self, local: Tensor) -> tuple[int, ...]:
+        return tuple(local._shape)
+
+    def named_modules(self, root: Any) -> Iterator[tuple[str, Any]]:
+        return root.cells_and_names()
+
+    def named_children(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return iter(module.name_cells().items())
+
+    def named_parameters(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return iter([(name, p) for name, p in module._params.items() if p is not None])
+
+    def named_buffers(self, module: Any) -> Iterator[tuple[str, Any]]:
+        return iter([(name, b) for name, b in module._buffers.items() if b is not None])
+
+    def set_buffer(self, module: Any, name: str, value: Any) -> None:
+        module._buffers[name] = value
+
+    def set_distributed_parameter(self, module: Any, name: str, local: Tensor, layout: Any) -> None:
+        make_distributed(module._params[name], local, layout)
+
+    def register_forward_pre_hook(
+        self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
+        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+    def register_forward_hook(
+        self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
+        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+
+_FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)

@@ -1,0 +1,176 @@
+"""Rows of the op table for reductions and for operations along a dimension (softmax, cumsum, sort, top-k).
+
+MindSpore's sum over all of an empty tensor gives uninitialised memory on CPU; shards may be empty, so `_sum` and the
+others look first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import mint, ops
+
+from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, row, rows
+
+__all__ = ["OPS", "VARIANTS"]
+
+OPS: dict[str, NativeOp] = {}
+VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
+
+
+def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
+    for name in names.split():
+        OPS[name] = row(canonical, bind, call)
+
+
+def _bind_reduction(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    x, dim, keepdim, dtype = arguments(("x", "dim", "keepdim", "dtype"), (None, False, None), args, kwargs)
+    return (x,), (dims_of(dim), bool(keepdim), dtype)
+
+
+def _bind_sum_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``x.sum(axis, dtype, keepdims)``, the signature of NumPy."""
+    x, dim, dtype, keepdim = arguments(("x", "dim", "dtype", "keepdim"), (None, None, False), args, kwargs)
+    return (x,), (dims_of(dim), bool(keepdim), dtype)
+
+
+def _bind_primitive(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``ReduceSum(x, axis, keep_dims, skip_mode)``; no dtype."""
+    x, dim, keepdim = arguments(("x", "dim", "keepdim"), (None, False), args, kwargs)
+    return (x,), (dims_of(dim), bool(keepdim), None)
+
+
+def _is_empty(x: Any) -> bool:
+    return 0 in x.shape
+
+
+def _sum(func: Any, xs: tuple, statics: tuple) -> Any:
+    x, (dims, keepdim, dtype) = xs[0], statics
+    if dims is None and _is_empty(x):
+        total = mint.sum(ops.reshape(x, (0, 1)), 0, True, dtype=dtype)
+        return ops.reshape(total, (1,) * x.ndim if keepdim else ())
+    return mint.sum(x, dims, keepdim, dtype=dtype)
+
+
+def _mean(func: Any, xs: tuple, statics: tuple) -> Any:
+    dims, keepdim, dtype = statics
+    return mint.mean(xs[0], dims, keepdim, dtype=dtype)
+
+
+def _amax(func: Any, xs: tuple, statics: tuple) -> Any:
+    return ops.amax(xs[0], statics[0] if statics[0] is not None else (), statics[1])
+
+
+def _amin(func: Any, xs: tuple, statics: tuple) -> Any:
+    return ops.amin(xs[0], statics[0] if statics[0] is not None else (), statics[1])
+
+
+_add("SumExt", "sum", _bind_reduction, _sum)
+_add("DeprecatedSum", "sum", _bind_sum_old, _sum)
+_add("ReduceSum", "sum", _bind_primitive, _sum)
+_add("MeanExt", "mean", _bind_reduction, _mean)
+_add("ReduceMean DeprecatedMean", "mean", _bind_primitive, _mean)
+_add("ReduceMax", "amax", _bind_primitive, _amax)
+_add("ReduceMin", "amin", _bind_primitive, _amin)
+_MAX_OF_ALL = row("amax", lambda args, kwargs: (args[:1], (None, False, None)), _amax)
+_MIN_OF_ALL = row("amin", lambda args, kwargs: (args[:1], (None, False, None)), _amin)
+for _names, _all in (("Max DeprecatedMax", _MAX_OF_ALL), ("Min DeprecatedMin", _MIN_OF_ALL)):
+    for _name in _names.split():
+        VARIANTS[_name] = lambda args, kwargs, chosen=_all: chosen if len(args) == 1 and not kwargs else None
+
+
+def _bind_whole(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """The native call is repeated as it came: which arguments it takes differs."""
+    x, dim, keepdim = arguments(("x", "dim", "keepdim"), (None, False), args, kwargs)
+    return (x,), (dims_of(dim), bool(keepdim), args[1:], tuple(kwargs.items()))
+
+
+def _whole(func: Any, xs: tuple, statics: tuple) -> Any:
+    return func(xs[0], *statics[2], **dict(statics[3]))
+
+
+_WHOLE = row("reduce_whole", _bind_whole, _whole)
+OPS.update(rows("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny LogSumExp Any AnyExt", _WHOLE))
+
+
+def _bind_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    x, p, dim, keepdim, dtype = arguments(
+        ("x", "ord", "dim", "keepdim", "dtype"), (2.0, None, False, None), args, kwargs
+    )
+    return (x,), (float(p), dims_of(dim), bool(keepdim), dtype)
+
+
+def _norm(func: Any, xs: tuple, statics: tuple) -> Any:
+    """By hand: ``LinalgVectorNorm`` has no kernel on CPU."""
+    p, dims, keepdim, dtype = statics
+    x = xs[0] if dtype is None else xs[0].astype(dtype)
+    if p == 2.0:
+        return mint.sqrt(_sum(func, (mint.square(x),), (dims, keepdim, None)))
+    if p == 1.0:
+        return _sum(func, (mint.abs(x),), (dims, keepdim, None))
+    if p == float("inf"):
+        return _amax(func, (mint.abs(x),), (dims, keepdim))
+    return mint.pow(_sum(func, (mint.pow(mint.abs(x), p),), (dims, keepdim, None)), 1 / p)
+
+
+_add("LinalgVectorNorm", "vector_norm", _bind_norm, _norm)
+
+
+# -------------------------------------------------------------------- along a dimension
+def _along(dim_at: int, results: int, default: int | None = -1) -> NativeOp:
+    """``f(..., dim, ...)`` with the dim as argument ``dim_at``; the native call is repeated as it came."""
+
+    def bind(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+        dim = args[dim_at] if len(args) > dim_at else kwargs.get("dim", kwargs.get("axis", default))
+        dims = dims_of(dim) or tuple(range(len(args[0].shape)))
+        return args[:1], (dims, results, _frozen(args[1:]), tuple(kwargs.items()))
+
+    def call(func: Any, xs: tuple, statics: tuple) -> Any:
+        if results == 1 and _is_empty(xs[0]):
+            return xs[0] * 1
+        return func(xs[0], *statics[2], **dict(statics[3]))
+
+    return row("along_dims", bind, call)
+
+
+def _frozen(args: tuple) -> tuple:
+    return tuple(tuple(a) if isinstance(a, list) else a for a in args)
+
+
+OPS["Softmax"] = OPS["LogSoftmax"] = OPS["LogSoftmaxExt"] = _along(1, 1)
+OPS["CumSum"] = OPS["CumProd"] = OPS["CumsumExt"] = _along(1, 1)
+OPS["ReverseV2"] = OPS["Flip"] = _along(1, 1, None)
+OPS["Roll"] = _along(2, 1, None)
+OPS["SortExt"] = _along(1, 2)
+
+
+def _last_two(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    return args[:1], ((-2, -1), 1, args[1:], tuple(kwargs.items()))
+
+
+_TRIANGLE = row("along_dims", _last_two, _whole)
+OPS.update(rows("Tril TrilExt Triu", _TRIANGLE))
+
+
+def _bind_sort_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``Sort`` keeps its dim in the primitive, where a rule cannot see it: all dims stay whole."""
+    return args[:1], (tuple(range(len(args[0].shape))), 2, args[1:], tuple(kwargs.items()))
+
+
+OPS["Sort"] = row("along_dims", _bind_sort_old, _whole)
+
+
+def _bind_topk(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    x, k, dim = arguments(("x", "k", "dim"), (-1,), args, kwargs)
+    return (x,), (int(k), int(dim), args[1:], tuple(kwargs.items()))
+
+
+def _bind_topk_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``TopK`` works along the last dim."""
+    return args[:1], (int(args[1]), -1, args[1:], tuple(kwargs.items()))
+
+
+_add("TopkExt", "topk", _bind_topk, _whole)
+_add("TopK", "topk", _bind_topk_old, _whole)

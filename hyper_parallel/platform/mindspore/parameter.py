@@ -1,0 +1,124 @@
+"""Distributed parameters, and making the DTensor class.
+
+A parameter becomes distributed by changing its class and its data: the object stays, so ties between cells, parameter
+groups and optimizers that hold it keep seeing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Parameter, Tensor
+from mindspore.common.initializer import initializer
+
+from hyper_parallel.platform.mindspore.holes import fill_holes
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+
+__all__ = ["DistributedParameter", "make_distributed", "make_dtensor_class"]
+
+
+class DistributedParameter:
+    """What a distributed parameter does differently from both `Parameter` and the DTensor class."""
+
+    __slots__ = ()
+
+    def __copy__(self: Any) -> Any:
+        return _new_parameter(_copied(self), self)
+
+    def __deepcopy__(self: Any, memo: dict) -> Any:
+        new = self.__copy__()
+        memo[id(self)] = new
+        return new
+
+    def clone(self: Any, init: Any = "same") -> Any:
+        """A new distributed parameter with the same layout; optimizers make their moments this way."""
+        with NoDispatch():
+            if isinstance(init, Tensor) and not isinstance(init, InterceptedTensor):
+                local = init
+            elif init == "same":
+                local = _copied(self)
+            else:
+                local = initializer(init, self.shape, self.dtype).init_data()
+        return _new_parameter(local, self)
+
+    def set_data(self: Any, data: Any, slice_shape: bool = False) -> Any:
+        """New data: a DTensor of the same layout, this rank's part, or the whole tensor, of which a part is taken."""
+        local = _local_part(self, data)
+        with NoDispatch():
+            return Parameter.set_data(self, local, slice_shape=slice_shape)
+
+    def copy(self: Any) -> Any:
+        return self.clone() if is_dispatching() else Parameter.copy(self)
+
+    def value(self: Any) -> Any:
+        return self
+
+    def init_data(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+def _copied(parameter: Any) -> Tensor:
+    """A plain tensor with a copy of the local data."""
+    with NoDispatch():
+        return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, parameter)), parameter.dtype)
+
+
+def _new_parameter(local: Tensor, like: Any) -> Any:
+    new = Parameter(local, name=like.name, requires_grad=like.requires_grad)
+    new.layerwise_parallel = like.layerwise_parallel
+    return make_distributed(new, None, like._layout)
+
+
+def make_distributed(parameter: Any, local: Tensor | None, layout: Any) -> Any:
+    """Turn a parameter, in place, into a distributed one that holds ``local`` (None: what it holds already)."""
+    parameter.__class__ = _Classes.parameter
+    with NoDispatch():
+        if local is not None:
+            parameter.data = local
+    parameter._layout = layout
+    return parameter
+
+
+def _local_part(parameter: Any, data: Any) -> Any:
+    if not isinstance(data, Tensor):
+        return data
+    layout = parameter._layout
+    if isinstance(data, InterceptedTensor):
+        if data._layout is not layout and data._layout.placements != layout.placements:
+            raise ValueError(
+                f"parameter {parameter.name!r} is placed {list(layout.placements)}, the new data "
+                f"{list(data._layout.placements)}: redistribute it first"
+            )
+        with NoDispatch():
+            return Tensor._make_subclass(Tensor, data)
+    shape = tuple(data.shape)
+    if shape == tuple(layout.local_shape):
+        return data
+    if shape == tuple(layout.shape):
+        return data[layout.local_slices()].contiguous() if layout.shape else data
+    raise ValueError(
+        f"parameter {parameter.name!r} has shape {tuple(layout.shape)}, on this rank {tuple(layout.local_shape)}; "
+        f"the new data has shape {shape}"
+    )
+
+
+class _Classes:
+    """The classes that `make_dtensor_class` made."""
+
+    parameter: type = Parameter
+
+
+def make_dtensor_class(mixin: type, dispatch: Callable[[Any, Any, tuple, dict], Any]) -> type:
+    """The DTensor class: core's ``mixin`` over `InterceptedTensor`; and the parameter class that goes with it."""
+    names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
+    dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), {**names, "_dispatch": staticmethod(dispatch)})
+    # MindSpore would derive it with Tensor before Parameter, which hides Parameter's methods.
+    _Classes.parameter = type(Tensor)(
+        "DTensorParameter",
+        (DistributedParameter, dtensor, Parameter, Tensor),
+        {**names, "__init__": Parameter.__init__},
+    )
+    Parameter._base_type["ParameterDTensor"] = _Classes.parameter
+    fill_holes(dtensor)
+    return dtensor
