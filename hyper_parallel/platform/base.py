@@ -188,6 +188,10 @@ class Platform(ABC):
         """Make one group for each list of ranks and return the one that this rank is in, None if in none. Called with
         the same lists on every rank of the world. A list of all ranks may give the default group."""
 
+    @abstractmethod
+    def native_group(self, group: Group) -> Any:
+        """What the framework's own functions take for ``group``: for users who call them on ``mesh.get_group()``."""
+
     # ---------------------------------------------------------------- collectives on plain local tensors, no autograd
     @abstractmethod
     def supports(self, collective: str, op: str, local: Tensor) -> bool:

@@ -32,9 +32,9 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
     if OBSERVERS:
         _record("all_reduce", mesh, mesh_dim, x)
     if platform.supports("all_reduce", op, x):
-        return platform.all_reduce(x, op, mesh.get_group(mesh_dim))
+        return platform.all_reduce(x, op, mesh.platform_group(mesh_dim))
     if op == "avg" and platform.supports("all_reduce", "sum", x):
-        return platform.all_reduce(x, "sum", mesh.get_group(mesh_dim)) / size
+        return platform.all_reduce(x, "sum", mesh.platform_group(mesh_dim)) / size
     return _reduce_parts(_gather_parts(x, mesh, mesh_dim), op, platform)
 
 
@@ -50,7 +50,7 @@ def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequenc
     if OBSERVERS:
         _record("all_gather", mesh, mesh_dim, x)
     if dim == 0 and platform.supports("all_gather", "", x) and all(n == largest for n in sizes):
-        return platform.all_gather(platform.contiguous(x), mesh.get_group(mesh_dim), size)
+        return platform.all_gather(platform.contiguous(x), mesh.platform_group(mesh_dim), size)
     parts = _gather_parts(x, mesh, mesh_dim)
     return platform.cat(
         [part if n == largest else platform.narrow(part, dim, 0, n) for part, n in zip(parts, sizes, strict=True) if n],
@@ -68,7 +68,7 @@ def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Seq
         return _part(x, dim, sizes, rank, platform)
     if OBSERVERS:
         _record("reduce_scatter", mesh, mesh_dim, x)
-    group, native_op, scale = mesh.get_group(mesh_dim), op, None
+    group, native_op, scale = mesh.platform_group(mesh_dim), op, None
     if op == "avg" and not platform.supports("reduce_scatter", "avg", x):
         native_op, scale = "sum", size
     if platform.supports("reduce_scatter", native_op, x):
@@ -118,7 +118,7 @@ def all_to_all(
             )
             for i in range(size)
         ]
-        received = platform.all_to_all(platform.cat(to_send, 0), mesh.get_group(mesh_dim), size)
+        received = platform.all_to_all(platform.cat(to_send, 0), mesh.platform_group(mesh_dim), size)
         rows = platform.shape_of(received)[0] // size
         mine = [
             platform.narrow(platform.narrow(received, 0, i * rows, rows), dst_dim, 0, dst_sizes[rank])
@@ -136,7 +136,7 @@ def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
         return x
     if OBSERVERS:
         _record("broadcast", mesh, mesh_dim, x)
-    return platform.broadcast(x, mesh.ranks_along(mesh_dim)[src], mesh.get_group(mesh_dim))
+    return platform.broadcast(x, mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim))
 
 
 def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], src: int) -> Any:
@@ -156,13 +156,13 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     parts = None
     if rank == src:
         parts = [platform.clone(_pad(_part(x, dim, sizes, i, platform), dim, largest, platform)) for i in range(size)]
-    out = platform.scatter(platform.zeros(shape, x), parts, mesh.ranks_along(mesh_dim)[src], mesh.get_group(mesh_dim))
+    out = platform.scatter(platform.zeros(shape, x), parts, mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim))
     return out if sizes[rank] == largest else platform.clone(platform.narrow(out, dim, 0, sizes[rank]))
 
 
 def _all_reduce_unobserved(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
     if mesh.platform.supports("all_reduce", op, x):
-        return mesh.platform.all_reduce(x, op, mesh.get_group(mesh_dim))
+        return mesh.platform.all_reduce(x, op, mesh.platform_group(mesh_dim))
     return _reduce_parts(_gather_parts(x, mesh, mesh_dim), op, mesh.platform)
 
 
@@ -172,12 +172,12 @@ def _gather_parts(x: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
     shape = platform.shape_of(x)
     flat = platform.contiguous(x).reshape((math.prod(shape),))
     if platform.supports("all_gather", "", flat):
-        gathered = platform.all_gather(flat, mesh.get_group(mesh_dim), size)
+        gathered = platform.all_gather(flat, mesh.platform_group(mesh_dim), size)
     else:
         # A backend that can add but not gather: each rank's values in its own part of a buffer of zeros.
         empty = platform.zeros(shape, x).reshape((math.prod(shape),))
         mine = [flat if i == mesh.get_local_rank(mesh_dim) else empty for i in range(size)]
-        gathered = platform.all_reduce(platform.cat(mine, 0), "sum", mesh.get_group(mesh_dim))
+        gathered = platform.all_reduce(platform.cat(mine, 0), "sum", mesh.platform_group(mesh_dim))
     count = math.prod(shape)
     return [platform.narrow(gathered, 0, i * count, count).reshape(shape) for i in range(size)]
 

@@ -89,12 +89,16 @@ class DeviceMesh:
         return self.platform.rank()
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The platform's process group of this rank along a dimension, which may be left out on a 1-D mesh."""
-        return self._groups[self._dim(mesh_dim, "get_group")]
+        """The framework's process group of this rank along a dimension, which may be left out on a 1-D mesh."""
+        return self.platform.native_group(self._groups[self._dim(mesh_dim, "get_group")])
 
     def get_all_groups(self) -> list[Any]:
         """`get_group` of every dimension."""
-        return list(self._groups)
+        return [self.platform.native_group(group) for group in self._groups]
+
+    def platform_group(self, mesh_dim: int) -> Any:
+        """The group of this rank along a dimension, as the platform's verbs take it."""
+        return self._groups[mesh_dim]
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks in a dimension, or in the whole mesh."""

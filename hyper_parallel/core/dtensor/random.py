@@ -44,6 +44,6 @@ def synchronize(mesh: DeviceMesh) -> None:
     state: Any = platform.get_rng_state()
     for mesh_dim in range(mesh.ndim):
         if mesh.shape[mesh_dim] > 1:
-            state = platform.all_gather_object(state, mesh.get_group(mesh_dim), mesh.shape[mesh_dim])[0]
+            state = platform.all_gather_object(state, mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])[0]
     platform.set_rng_state(state)
     _SYNCHRONIZED.add(mesh)

@@ -218,7 +218,7 @@ def _checked_over_ranks(local: Any, layout: Layout) -> Any:
         if mesh.shape[mesh_dim] == 1:
             continue
         mine = (tuple(layout.shape), str(local.dtype))
-        everyone = platform.all_gather_object(mine, mesh.get_group(mesh_dim), mesh.shape[mesh_dim])
+        everyone = platform.all_gather_object(mine, mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])
         for rank, theirs in zip(mesh.ranks_along(mesh_dim), everyone, strict=True):
             if theirs != everyone[0]:
                 raise ValueError(

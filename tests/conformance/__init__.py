@@ -1,0 +1,1 @@
+"""The conformance suite: what every backend must do, written once."""

@@ -1,0 +1,257 @@
+"""PyTorch for the conformance suite; see `tests.conformance.lab`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyper_parallel import DTensor, get_platform
+
+Module = nn.Module
+
+
+def device() -> torch.device:
+    return torch.device(get_platform().device_type)
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array)).to(device())
+
+
+def numpy(x: Any) -> np.ndarray:
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    return x.detach().cpu().numpy()
+
+
+def value_and_grads(
+    function: Callable[..., Any], arrays: Sequence[np.ndarray]
+) -> tuple[Any, list[np.ndarray | None]]:
+    """``function`` of plain leaf tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating
+    point argument (None for the others)."""
+    leaves = [tensor(a) for a in arrays]
+    for leaf in leaves:
+        if leaf.is_floating_point():
+            leaf.requires_grad_(True)
+    loss, value = function(*leaves)
+    loss.backward()
+    return value, [
+        None
+        if not x.is_floating_point()
+        else np.zeros(x.shape, np.float32)
+        if x.grad is None
+        else x.grad.cpu().numpy()
+        for x in leaves
+    ]
+
+
+def module_gradients(
+    module: nn.Module, loss_of: Callable[[], Any]
+) -> tuple[float, dict[str, np.ndarray | None]]:
+    """Loss and the whole gradient of every parameter by name, None where there is none."""
+    module.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    value = float(numpy(loss))
+    return value, {
+        name: None if p.grad is None else numpy(p.grad) for name, p in module.named_parameters()
+    }
+
+
+def load(module: nn.Module, rng: np.random.Generator) -> nn.Module:
+    """Give every parameter numbers from ``rng``, in the order of names."""
+    with torch.no_grad():
+        for _, p in sorted(module.named_parameters()):
+            p.copy_(torch.from_numpy(rng.standard_normal(p.shape).astype(np.float32) * 0.3))
+    return module.to(device())
+
+
+def freeze(module: nn.Module, name: str) -> None:
+    dict(module.named_parameters())[name].requires_grad_(False)
+
+
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+# ------------------------------------------------------------------ modules
+def linear_module(n_in: int, n_out: int, bias: bool = True) -> nn.Module:
+    return nn.Linear(n_in, n_out, bias=bias)
+
+
+def embedding_module(count: int, features: int) -> nn.Module:
+    return nn.Embedding(count, features)
+
+
+def norm_module(features: int) -> nn.Module:
+    return nn.LayerNorm(features)
+
+
+class Mlp(nn.Module):
+    def __init__(self, features: int, hidden: int, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(features, hidden, bias=bias)
+        self.down = nn.Linear(hidden, features, bias=bias)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, features: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(features, features, bias=False) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        batch, length = x.shape[0], x.shape[1]
+        q, k, v = (
+            w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        scores = torch.softmax(torch.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5, dim=-1)
+        return self.wo(torch.matmul(scores, v).transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    """Norm, attention, norm, gated feed-forward, as in Llama."""
+
+    def __init__(self, features: int, hidden: int, head_dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(features), nn.LayerNorm(features)
+        self.attention = Attention(features, head_dim)
+        self.feed_forward = Gated(features, hidden)
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Gated(nn.Module):
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(features, hidden, bias=False), nn.Linear(features, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, features, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Probe(nn.Module):
+    """Records what it is called with; returns its positional inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: tuple = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = (args, kwargs)
+        return args if len(args) > 1 else args[0]
+
+
+# ------------------------------------------------------------------ operations
+def weighted_sum(y: Any, weights: Any) -> Any:
+    return (y * weights).sum()
+
+
+linear = F.linear
+matmul = torch.matmul
+relu = torch.relu
+silu = F.silu
+gelu = F.gelu
+sigmoid = torch.sigmoid
+tanh = torch.tanh
+exp = torch.exp
+embedding = F.embedding
+where = torch.where
+
+
+def square(x: Any) -> Any:
+    return x**2
+
+
+def softmax(x: Any, dim: int) -> Any:
+    return F.softmax(x, dim=dim)
+
+
+def log_softmax(x: Any, dim: int) -> Any:
+    return F.log_softmax(x, dim=dim)
+
+
+def sum(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return x.sum() if dim is None else x.sum(dim, keepdim)
+
+
+def mean(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return x.mean() if dim is None else x.mean(dim, keepdim)
+
+
+def amax(x: Any, dim: int) -> Any:
+    return x.amax(dim)
+
+
+def reshape(x: Any, shape: tuple[int, ...]) -> Any:
+    return x.reshape(shape)
+
+
+def transpose(x: Any, a: int, b: int) -> Any:
+    return x.transpose(a, b)
+
+
+def permute(x: Any, dims: tuple[int, ...]) -> Any:
+    return x.permute(dims)
+
+
+def unsqueeze(x: Any, dim: int) -> Any:
+    return x.unsqueeze(dim)
+
+
+def expand(x: Any, shape: tuple[int, ...]) -> Any:
+    return x.expand(shape)
+
+
+def cat(xs: Sequence[Any], dim: int) -> Any:
+    return torch.cat(list(xs), dim)
+
+
+def stack(xs: Sequence[Any], dim: int) -> Any:
+    return torch.stack(list(xs), dim)
+
+
+def split(x: Any, size: int, dim: int) -> Any:
+    return torch.split(x, size, dim)
+
+
+def chunk(x: Any, chunks: int, dim: int) -> Any:
+    return torch.chunk(x, chunks, dim)
+
+
+def masked_fill(x: Any, mask: Any, value: float) -> Any:
+    return x.masked_fill(mask, value)
+
+
+def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
+    return F.layer_norm(x, tuple(weight.shape), weight, bias, 1e-5)
+
+
+def rms_norm(x: Any, weight: Any) -> Any:
+    return F.rms_norm(x, tuple(weight.shape), weight, 1e-5)
+
+
+def cross_entropy(logits: Any, target: Any, reduction: str = "mean") -> Any:
+    return F.cross_entropy(logits, target, reduction=reduction)
+
+
+def dropout(x: Any, p: float) -> Any:
+    return F.dropout(x, p, True)
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)

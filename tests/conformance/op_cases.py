@@ -1,0 +1,126 @@
+"""The operations that every backend must run on distributed operands, as the suite calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["CASES", "Case", "Ints", "Mask"]
+
+
+@dataclass(frozen=True)
+class Ints:
+    """An operand of integers below ``high``."""
+
+    shape: tuple[int, ...]
+    high: int
+
+
+@dataclass(frozen=True)
+class Mask:
+    """An operand of booleans."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: ``run(lab, *operands)`` gives a tensor or a sequence of tensors.
+
+    Attributes:
+        name: for messages.
+        operands: shape of each operand, or `Ints` or `Mask`.
+        run: the call.
+    """
+
+    name: str
+    operands: tuple[Any, ...]
+    run: Callable[..., Any]
+
+    def arrays(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """Values for the operands."""
+        return [_array(operand, rng) for operand in self.operands]
+
+
+def _array(operand: Any, rng: np.random.Generator) -> np.ndarray:
+    if isinstance(operand, Ints):
+        return rng.integers(0, operand.high, operand.shape).astype(np.int64)
+    if isinstance(operand, Mask):
+        return rng.random(operand.shape) < 0.5
+    return rng.standard_normal(operand).astype(np.float32)
+
+
+CASES = [
+    # element-wise
+    Case("add", ((4, 6), (4, 6)), lambda lab, x, y: x + y),
+    Case("sub broadcast", ((4, 6), (6,)), lambda lab, x, y: x - y),
+    Case("add broadcast middle", ((3, 4, 6), (4, 1)), lambda lab, x, y: x + y),
+    Case("mul", ((4, 6), (4, 6)), lambda lab, x, y: x * y),
+    Case("mul broadcast", ((4, 6), (4, 1)), lambda lab, x, y: x * y),
+    Case("div", ((4, 6), (4, 6)), lambda lab, x, y: x / (2.0 + y * y)),
+    Case("scalars", ((5, 6),), lambda lab, x: 2.0 - (x * 3.0 + 1.0) / 4.0),
+    Case("scalar divided", ((5, 6),), lambda lab, x: 1.0 / (x * x + 1.0)),
+    Case("neg", ((5, 6),), lambda lab, x: -x),
+    Case("square", ((5, 6),), lambda lab, x: lab.square(x)),
+    Case("relu", ((5, 6),), lambda lab, x: lab.relu(x)),
+    Case("silu", ((5, 6),), lambda lab, x: lab.silu(x)),
+    Case("gelu", ((5, 6),), lambda lab, x: lab.gelu(x)),
+    Case("sigmoid", ((5, 6),), lambda lab, x: lab.sigmoid(x)),
+    Case("tanh", ((5, 6),), lambda lab, x: lab.tanh(x)),
+    Case("exp", ((5, 6),), lambda lab, x: lab.exp(x)),
+    Case("where", (Mask((4, 6)), (4, 6), (6,)), lambda lab, m, x, y: lab.where(m, x, y)),
+    Case("masked_fill", ((4, 6), Mask((4, 6))), lambda lab, x, m: lab.masked_fill(x, m, -1.0)),
+    # products
+    Case("linear", ((3, 4, 6), (8, 6), (8,)), lambda lab, x, w, b: lab.linear(x, w, b)),
+    Case("linear without bias", ((4, 6), (8, 6)), lambda lab, x, w: lab.linear(x, w)),
+    Case("matmul", ((4, 6), (6, 8)), lambda lab, x, y: lab.matmul(x, y)),
+    Case("matmul batched", ((2, 3, 4, 6), (2, 3, 6, 5)), lambda lab, x, y: lab.matmul(x, y)),
+    Case("matmul broadcast", ((3, 4, 6), (6, 5)), lambda lab, x, y: lab.matmul(x, y)),
+    # reductions
+    Case("sum", ((4, 6),), lambda lab, x: lab.sum(x)),
+    Case("sum dim", ((4, 6, 5),), lambda lab, x: lab.sum(x, 1)),
+    Case("sum keepdim", ((4, 6),), lambda lab, x: lab.sum(x, -1, True)),
+    Case("mean", ((4, 6),), lambda lab, x: lab.mean(x)),
+    Case("mean dim", ((4, 6, 5),), lambda lab, x: lab.mean(x, -1)),
+    Case("mean keepdim", ((5, 7),), lambda lab, x: lab.mean(x, 0, True)),
+    Case("amax", ((4, 6),), lambda lab, x: lab.amax(x, 1)),
+    # shapes
+    Case("reshape split", ((2, 3, 24),), lambda lab, x: lab.reshape(x, (2, 3, 12, 2))),
+    Case("reshape merge", ((2, 3, 12, 2),), lambda lab, x: lab.reshape(x, (2, 3, -1))),
+    Case("reshape batch", ((4, 3, 6),), lambda lab, x: lab.reshape(x, (12, 6))),
+    Case("transpose", ((4, 6, 5),), lambda lab, x: lab.transpose(x, 1, 2)),
+    Case("permute", ((4, 6, 5),), lambda lab, x: lab.permute(x, (2, 0, 1))),
+    Case("unsqueeze", ((4, 6),), lambda lab, x: lab.unsqueeze(x, 1)),
+    Case("expand", ((4, 1, 6),), lambda lab, x: lab.expand(x, (4, 3, 6))),
+    Case("cat", ((4, 6), (4, 6)), lambda lab, x, y: lab.cat([x, y], 1)),
+    Case("stack", ((4, 6), (4, 6)), lambda lab, x, y: lab.stack([x, y], 1)),
+    Case("split", ((4, 6),), lambda lab, x: lab.split(x, 2, 1)),
+    Case("chunk", ((4, 6),), lambda lab, x: lab.chunk(x, 2, 1)),
+    # indexing
+    Case("index int", ((4, 6, 5),), lambda lab, x: x[1]),
+    Case("index slice", ((4, 6, 5),), lambda lab, x: x[:, 1:3]),
+    Case("index ellipsis", ((4, 6, 5),), lambda lab, x: x[..., None, 0]),
+    Case("index tensor", ((6, 5), Ints((3,), 6)), lambda lab, x, i: x[i]),
+    # neural network operations
+    Case("softmax", ((4, 6, 5),), lambda lab, x: lab.softmax(x, -1)),
+    Case("softmax dim 1", ((4, 6, 5),), lambda lab, x: lab.softmax(x, 1)),
+    Case("log_softmax", ((4, 6),), lambda lab, x: lab.log_softmax(x, -1)),
+    Case("embedding", (Ints((3, 4), 10), (10, 6)), lambda lab, i, w: lab.embedding(i, w)),
+    Case("layer_norm", ((4, 5, 6), (6,), (6,)), lambda lab, x, w, b: lab.layer_norm(x, w, b)),
+    Case("rms_norm", ((4, 5, 6), (6,)), lambda lab, x, w: lab.rms_norm(x, w)),
+    Case("cross_entropy", ((6, 5), Ints((6,), 5)), lambda lab, x, t: lab.cross_entropy(x, t)),
+    Case("cross_entropy sum", ((6, 5), Ints((6,), 5)), lambda lab, x, t: lab.cross_entropy(x, t, "sum")),
+    Case(
+        "attention",
+        ((2, 4, 3, 6), (2, 4, 3, 6), (2, 4, 3, 6)),
+        lambda lab, q, k, v: lab.attention(q, k, v),
+    ),
+    Case(
+        "attention with grouped queries",
+        ((2, 4, 3, 6), (2, 2, 3, 6), (2, 2, 3, 6)),
+        lambda lab, q, k, v: lab.attention(q, k, v),
+    ),
+]
