@@ -16,6 +16,7 @@ _HOME_OF = {
     "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
+    "OpSharding": "hyper_parallel.core.dtensor.op_sharding",
     "ParallelStyle": "hyper_parallel.core.tensor_parallel.style",
     "Partial": "hyper_parallel.core.dtensor.placement_types",
     "Placement": "hyper_parallel.core.dtensor.placement_types",
@@ -42,9 +43,8 @@ _HOME_OF = {
     "rand": "hyper_parallel.core.dtensor.factories",
     "randn": "hyper_parallel.core.dtensor.factories",
     "register_platform": "hyper_parallel.platform",
-    "register_sharding": "hyper_parallel.core.dtensor.rules",
+    "register_sharding": "hyper_parallel.core.dtensor.custom_ops",
     "strict": "hyper_parallel.core.dtensor.modes",
-    "value_and_grad": "hyper_parallel.core.dtensor.gradients",
     "zeros": "hyper_parallel.core.dtensor.factories",
 }
 

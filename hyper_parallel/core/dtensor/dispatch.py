@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.gathered import run_gathered
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication
@@ -71,7 +72,9 @@ class _Plan:
 def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a native operation of which some argument is a DTensor. Called by the platform's interception."""
     if op is None:
-        return run_gathered(func, args, kwargs)
+        op = find_custom_op(func)
+        if op is None:
+            return run_gathered(func, args, kwargs)
     operands, statics = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     key = (op, layouts) if op.name in _ELEMENTWISE else (op, layouts, statics)
