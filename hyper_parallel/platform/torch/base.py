@@ -1,0 +1,131 @@
+"""`TorchPlatform`: everything that torch backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.torch import tensor
+from hyper_parallel.platform.torch.autograd import AutogradVerbs
+from hyper_parallel.platform.torch.collectives import CommunicationVerbs
+from hyper_parallel.platform.torch.modules import ModuleVerbs
+from hyper_parallel.platform.torch.op_table import OP_TABLE
+
+__all__ = ["TorchPlatform"]
+
+_local_shape = torch.Tensor.shape.__get__
+_FACTORIES = {"zeros": torch.zeros, "ones": torch.ones, "empty": torch.empty, "rand": torch.rand, "randn": torch.randn}
+
+
+class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
+    """What all torch devices share; `cpu`, `cuda` and `npu` add what differs."""
+
+    Tensor = torch.Tensor
+    Parameter = torch.nn.Parameter
+    Module = torch.nn.Module
+    Size = torch.Size
+
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return torch.device(self.device_type)
+
+    # ------------------------------------------------------------------------------------------------ types
+    def is_tensor(self, x: Any) -> bool:
+        """See `Platform.is_tensor`."""
+        return isinstance(x, torch.Tensor)
+
+    def is_parameter(self, x: Any) -> bool:
+        """See `Platform.is_parameter`."""
+        return isinstance(x, torch.nn.Parameter)
+
+    def is_floating_point(self, x: torch.Tensor) -> bool:
+        """See `Platform.is_floating_point`."""
+        return x.is_floating_point()
+
+    def is_meta(self, x: torch.Tensor) -> bool:
+        """See `Platform.is_meta`."""
+        return x.is_meta
+
+    def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
+        """See `Platform.shape_of`."""
+        with DisableTorchFunctionSubclass():
+            return _local_shape(local)
+
+    # ------------------------------------------------------------------------------------------------ interception
+    def make_dtensor_class(self, mixin: type, dispatch: Callable[[NativeOp | None, Any, tuple, dict], Any]) -> type:
+        """See `Platform.make_dtensor_class`."""
+        return tensor.make_dtensor_class(mixin, dispatch)
+
+    def wrap(self, local: torch.Tensor, layout: Any) -> Any:
+        """See `Platform.wrap`."""
+        return tensor.wrap(local, layout)
+
+    def local_of(self, x: Any) -> torch.Tensor:
+        """See `Platform.local_of`: a DTensor is its local tensor."""
+        return x
+
+    def no_dispatch(self) -> AbstractContextManager:
+        """See `Platform.no_dispatch`."""
+        return DisableTorchFunctionSubclass()
+
+    @property
+    def op_table(self) -> Mapping[Any, NativeOp]:
+        """See `Platform.op_table`."""
+        return OP_TABLE
+
+    # ------------------------------------------------------------------------------------------------ local operations
+    def narrow(self, x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+        """See `Platform.narrow`."""
+        return x.narrow(dim, start, length)
+
+    def cat(self, xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """See `Platform.cat`."""
+        return torch.cat(tuple(xs), dim)
+
+    def contiguous(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Platform.contiguous`."""
+        return x.contiguous()
+
+    def clone(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Platform.clone`."""
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.zeros`."""
+        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def ones(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.ones`."""
+        return torch.ones(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def masked_fill(self, x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
+        """See `Platform.masked_fill`."""
+        return x.masked_fill(mask, value)
+
+    def unsqueeze(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """See `Platform.unsqueeze`."""
+        return x.unsqueeze(dim)
+
+    def cast(self, x: torch.Tensor, dtype: Any) -> torch.Tensor:
+        """See `Platform.cast`."""
+        return x.to(dtype)
+
+    # ------------------------------------------------------------------------------------------------ devices, random
+    def to_device(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Platform.to_device`. A meta tensor stays one."""
+        return x if x.is_meta or x.device.type == self.device_type else x.to(self.device())
+
+    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
+        """See `Platform.factory`."""
+        if name == "full":
+            return torch.full(tuple(shape), fill_value, dtype=dtype, device=self.device())
+        return _FACTORIES[name](tuple(shape), dtype=dtype, device=self.device())
+
+    def manual_seed(self, seed: int) -> None:
+        """See `Platform.manual_seed`."""
+        torch.manual_seed(seed)

@@ -1,0 +1,61 @@
+"""torch on NVIDIA GPUs (and AMD ones, which torch calls cuda too), with nccl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.platform.torch.base import TorchPlatform
+
+__all__ = ["TorchCudaPlatform"]
+
+_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_REDUCED = {
+    "sum": _INTEGERS | _FLOATS | _COMPLEX,
+    "avg": _FLOATS,
+    "max": _INTEGERS | _FLOATS,
+    "min": _INTEGERS | _FLOATS,
+    "product": _INTEGERS | _FLOATS,
+}
+
+
+class TorchCudaPlatform(TorchPlatform):
+    """`torch-cuda`."""
+
+    name = "torch-cuda"
+    device_type = "cuda"
+    comm_backend = "nccl"
+
+    moved_dtypes = _INTEGERS | _FLOATS
+    all_reduce_dtypes = _REDUCED
+    reduce_scatter_dtypes = _REDUCED
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """See `Platform.unavailable_reason`."""
+        if not torch.backends.cuda.is_built():
+            return "the installed torch was built without CUDA"
+        if not torch.cuda.is_available():
+            return "torch was built with CUDA but finds no usable GPU: check the driver and CUDA_VISIBLE_DEVICES"
+        if not dist.is_available() or not dist.is_nccl_available():
+            return "this torch was built without nccl"
+        return None
+
+    def device(self) -> torch.device:
+        """This rank's GPU: the current one."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _select_device(self, local_rank: int) -> None:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+    def get_rng_state(self) -> Any:
+        """See `Platform.get_rng_state`."""
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """See `Platform.set_rng_state`."""
+        torch.cuda.set_rng_state(state)

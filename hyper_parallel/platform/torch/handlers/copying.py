@@ -1,0 +1,73 @@
+"""Copies of distributed tensors: deepcopy and pickle."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
+
+__all__ = ["deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
+
+T = torch.Tensor
+
+#: Attributes that belong to one object only: made by torch, by `wrap` and by core.
+_OWN = ("_layout", "_cached", "_is_param", "_gathered", "_origin")
+
+
+def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
+    """Copy data, gradient and attributes; the layout is shared.
+
+    Raises:
+        RuntimeError: for a tensor that autograd computed, as torch does.
+    """
+    if id(x) in memo:
+        return memo[id(x)]
+    with no_dispatch():
+        if not x.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+            )
+        result = x.detach().clone()
+        result.requires_grad_(x.requires_grad)
+        if x.grad is not None:
+            result.grad = x.grad.detach().clone().as_subclass(T)
+    wrap(result, x._layout)
+    if getattr(x, "_is_param", False):
+        result._is_param = True
+    memo[id(x)] = result
+    for name, value in x.__dict__.items():
+        if name not in _OWN:
+            result.__dict__[name] = copy.deepcopy(value, memo)
+    return result
+
+
+def reduce_dtensor(x: Any, protocol: Any) -> tuple:
+    """Pickle the local tensor and the layout."""
+    with no_dispatch():
+        local = x.detach().as_subclass(T)
+        requires_grad = x.requires_grad
+    return (rebuild_dtensor, (local, x._layout, requires_grad, getattr(x, "_is_param", False)))
+
+
+def rebuild_dtensor(local: torch.Tensor, layout: Any, requires_grad: bool, is_parameter: bool) -> Any:
+    """The inverse of `reduce_dtensor`.
+
+    Raises:
+        RuntimeError: when the tensor was saved by another rank or on another mesh, so that it does not fit.
+    """
+    if tuple(local.shape) != tuple(layout.local_shape):
+        raise RuntimeError(
+            f"a distributed tensor was saved with a local shape of {tuple(local.shape)}, but on this rank its layout "
+            f"has {tuple(layout.local_shape)}: load the file of this rank, on a mesh of the same shape"
+        )
+    with no_dispatch():
+        local = local.detach() if not is_dtensor(local) else local
+        local.requires_grad_(requires_grad)
+    result = wrap(local, layout)
+    if is_parameter:
+        result._is_param = True
+    return result

@@ -1,0 +1,175 @@
+"""Kernels over lists of tensors: what optimizers and gradient clipping call.
+
+They are element-wise, so the local tensors are the right operands when the tensors at one index are laid out alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
+
+__all__: list[str] = []
+
+T = torch.Tensor
+
+#: Not element-wise: each tensor goes through its ordinary operation.
+_ONE_BY_ONE = {"_foreach_max": torch.amax, "_foreach_mm": torch.mm}
+_OWN_HANDLER = ("_foreach_norm", "_foreach_powsum", "_foreach_copy_")
+_NAMES = [
+    n
+    for n in dir(torch)
+    if n.startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad"))
+    and n not in _ONE_BY_ONE
+    and n not in _OWN_HANDLER
+]
+
+
+@handles(*(getattr(torch, name) for name in _NAMES))
+def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run on the local tensors; results are laid out like the first list."""
+    first = next(a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
+    layouts = [layout_of(x) for x in first]
+    args = tuple(_check(func, a, layouts) for a in args)
+    kwargs = {name: _check(func, a, layouts) for name, a in kwargs.items()}
+    with no_dispatch():
+        results = func(*args, **kwargs)
+    if results is None:
+        return None
+    return type(results)(
+        r if layout is None or r is x else wrap(r, layout)
+        for r, x, layout in zip(results, first, layouts, strict=True)
+    )
+
+
+def _check(func: Any, value: Any, layouts: list[Any]) -> Any:
+    """Check one argument: a list with one tensor for each layout, a 0-d tensor, or something that is no tensor."""
+    if isinstance(value, (list, tuple)):
+        others = [layout_of(x) for x in value]
+        if others != layouts:
+            for i, (x, layout, other) in enumerate(zip(value, layouts, others, strict=False)):
+                # Step counters are plain 0-d tensors beside distributed parameters.
+                if other is not layout and isinstance(x, T) and tuple(x.shape):
+                    raise ValueError(
+                        f"{func.__name__}: the tensors at index {i} are laid out differently: {layout or 'plain'} and "
+                        f"{other or 'plain'}"
+                    )
+        for layout in others:
+            if layout is not None and layout.cotangent is not layout:
+                raise ValueError(f"{func.__name__} cannot work on a partial sum: redistribute it first ({layout})")
+        return value
+    if is_dtensor(value):
+        if tuple(value.shape):
+            raise ValueError(f"{func.__name__} takes a 0-d tensor for all, got shape {tuple(value.shape)}")
+        return value.redistribute(placements=list(value._layout.cotangent.placements))
+    return value
+
+
+@handles(*(getattr(torch, name, None) for name in _ONE_BY_ONE))
+def one_by_one(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Run the single-tensor operation on each."""
+    single = _ONE_BY_ONE[func.__name__]
+    lists = [a if isinstance(a, (list, tuple)) else [a] * len(args[0]) for a in args]
+    return [single(*row, **kwargs) for row in zip(*lists, strict=True)]
+
+
+@handles(torch._foreach_copy_)
+def copy_each(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Copy element-wise where the layouts agree, else tensor by tensor, which redistributes."""
+    targets, sources = args[0], args[1]
+    if [layout_of(x) for x in targets] == [layout_of(x) for x in sources]:
+        return on_locals(func, args, kwargs)
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, *args[2:], **kwargs)
+    return targets
+
+
+# ---------------------------------------------------------------------------------------------------- norms
+
+
+@handles(torch._foreach_norm)
+def norm_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Global norms, with one all-reduce for all tensors that are sharded over the same mesh dimensions."""
+    tensors = [_reduced(x) for x in args[0]]
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    with no_dispatch():
+        # An empty shard adds nothing; torch has no maximum of it.
+        locals_ = [x if x.numel() else x.new_zeros(1) for x in tensors]
+        norms = list(func(locals_, order, dtype=dtype))
+        for indices, mesh, mesh_dims in _by_sharding(tensors):
+            stacked = torch.stack([norms[i] for i in indices])
+            for i, norm in zip(indices, _combine(stacked, mesh, mesh_dims, order).unbind(), strict=True):
+                norms[i] = norm
+    return [n if layout_of(x) is None else wrap(n.view_as(n), _scalar(x)) for n, x in zip(norms, tensors, strict=True)]
+
+
+@handles(getattr(torch, "_foreach_powsum", None))
+def power_sum_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Global sums of powers: the norms without the root."""
+    tensors = [_reduced(x) for x in args[0]]
+    with no_dispatch():
+        sums = list(func(tensors, *args[1:], **kwargs))
+        for indices, mesh, mesh_dims in _by_sharding(tensors):
+            stacked = torch.stack([sums[i] for i in indices])
+            for mesh_dim in mesh_dims:
+                stacked = collectives.all_reduce(stacked, mesh, mesh_dim, "sum")
+            for i, value in zip(indices, stacked.unbind(), strict=True):
+                sums[i] = value
+    return [s if layout_of(x) is None else wrap(s.view_as(s), _scalar(x)) for s, x in zip(sums, tensors, strict=True)]
+
+
+def _reduced(x: Any) -> Any:
+    layout = layout_of(x)
+    if layout is None or layout.cotangent is layout:
+        return x
+    return x.redistribute(placements=list(layout.cotangent.placements))
+
+
+def _combine(norms: Any, mesh: Any, mesh_dims: Iterable[int], order: float) -> Any:
+    if abs(order) == float("inf"):
+        for mesh_dim in mesh_dims:
+            norms = collectives.all_reduce(norms, mesh, mesh_dim, "max" if order > 0 else "min")
+        return norms
+    powers = norms if order in (0, 1) else norms.pow(order)
+    for mesh_dim in mesh_dims:
+        powers = collectives.all_reduce(powers, mesh, mesh_dim, "sum")
+    return powers if order in (0, 1) else powers.pow(1.0 / order)
+
+
+def _by_sharding(tensors: Sequence[Any]) -> list[tuple[list[int], Any, tuple[int, ...]]]:
+    """Indices of the sharded tensors, grouped by mesh and the mesh dimensions that shard them."""
+    groups: dict[tuple, list[int]] = {}
+    for i, x in enumerate(tensors):
+        layout = layout_of(x)
+        if layout is not None and not layout.replicated:
+            sharded = tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Shard))
+            groups.setdefault((layout.mesh, sharded), []).append(i)
+    return [(indices, mesh, mesh_dims) for (mesh, mesh_dims), indices in groups.items()]
+
+
+def _scalar(x: Any) -> Any:
+    mesh = x._layout.mesh
+    return get_layout(mesh, (Replicate(),) * mesh.ndim, ())
+
+
+# ---------------------------------------------------------------------------------------------------- loss scaling
+
+
+@handles(torch._amp_foreach_non_finite_check_and_unscale_)
+def unscale_each(func: Any, args: tuple, kwargs: dict) -> None:
+    """Unscale the local gradients; an infinity on one rank counts for all ranks that share a tensor."""
+    gradients, found_inf = args[0], args[1]
+    with no_dispatch():
+        func(*args, **kwargs)
+        pairs = {(mesh, d) for _, mesh, mesh_dims in _by_sharding(gradients) for d in mesh_dims}
+        for mesh, mesh_dim in sorted(pairs, key=lambda p: (p[0].mesh.ravel().tolist(), p[1])):
+            found_inf.copy_(collectives.all_reduce(found_inf, mesh, mesh_dim, "max"))
+

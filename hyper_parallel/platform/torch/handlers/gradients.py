@@ -1,0 +1,240 @@
+"""``.grad``, ``.data``, hooks and backward of distributed tensors.
+
+A gradient is laid out like its tensor, with `Partial` replaced by `Replicate` (``layout.cotangent``). The engine works
+on the local tensors, which the DTensors are; it runs with dispatch on, because hooks, recomputation and autograd
+functions of the user run inside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch.autograd import graph
+
+from hyper_parallel.platform.torch.op_table.binding import signature
+from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
+
+__all__: list[str] = []
+
+T = torch.Tensor
+
+
+# ---------------------------------------------------------------------------------------------------- .grad and .data
+
+
+@handles(T.grad.__get__, T._grad.__get__)
+def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The accumulated gradient, retagged where it lies."""
+    x = args[0]
+    with no_dispatch():
+        gradient = func(x)
+    return gradient if gradient is None or is_dtensor(gradient) else wrap(gradient, x._layout.cotangent)
+
+
+@handles(T.grad.__set__, T._grad.__set__)
+def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
+    """Accept a DTensor, brought to the layout that gradients of the tensor have."""
+    x, gradient = args
+    if gradient is not None:
+        if not is_dtensor(x):
+            raise TypeError("the gradient of a plain tensor must be plain: use gradient.full_tensor() or to_local()")
+        if not isinstance(gradient, T):
+            raise TypeError(f"a gradient must be a tensor or None, got {type(gradient).__name__}")
+        gradient = _as_cotangent(gradient, x._layout, "a gradient")
+    with no_dispatch():
+        func(x, gradient)
+
+
+@handles(T.grad.__delete__, T._grad.__delete__)
+def delete_grad(func: Any, args: tuple, kwargs: dict) -> None:
+    """``del x.grad``."""
+    with no_dispatch():
+        func(args[0])
+
+
+@handles(T.data.__set__)
+def set_data(func: Any, args: tuple, kwargs: dict) -> None:
+    """Exchange the data, and with it the layout."""
+    x, value = args
+    layout = layout_of(value)
+    if layout is None:
+        raise TypeError(
+            "x.data = value needs a distributed value for a distributed x: make it one with distribute_tensor or "
+            "DTensor.from_local"
+        )
+    with no_dispatch():
+        func(x, value)
+    wrap_in_place(x, layout)
+
+
+def wrap_in_place(x: Any, layout: Any) -> None:
+    """Give an object another layout."""
+    if is_dtensor(x):
+        x._layout = layout
+        x.__dict__.pop("_cached", None)
+    else:
+        wrap(x, layout)
+
+
+# ---------------------------------------------------------------------------------------------------- backward
+
+_backward_arguments = signature("tensors", gradient=None, retain_graph=None, create_graph=False, inputs=None)
+
+
+@handles(T.backward)
+def tensor_backward(func: Any, args: tuple, kwargs: dict) -> None:
+    """``x.backward(gradient, ...)``."""
+    x, gradient, retain_graph, create_graph, inputs = _backward_arguments(func, args, kwargs)
+    _accumulate((x,), (gradient,), retain_graph, create_graph, inputs)
+
+
+_autograd_backward_arguments = signature(
+    "tensors", grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None
+)
+
+
+@handles(torch.autograd.backward)
+def autograd_backward(func: Any, args: tuple, kwargs: dict) -> None:
+    """``torch.autograd.backward``."""
+    tensors, gradients, retain_graph, create_graph, _, inputs = _autograd_backward_arguments(func, args, kwargs)
+    tensors = _to_tuple(tensors)
+    _accumulate(tensors, _one_each(gradients, tensors), retain_graph, create_graph, inputs)
+
+
+def _accumulate(tensors: tuple, gradients: tuple, retain_graph: Any, create_graph: bool, inputs: Any) -> None:
+    if inputs is not None and len(_to_tuple(inputs)) == 0:
+        raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    graph._engine_run_backward(
+        tensors,
+        tuple(_root_cotangent(t, g) for t, g in zip(tensors, gradients, strict=True)),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        () if inputs is None else _to_tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+_grad_arguments = signature(
+    "outputs",
+    "inputs",
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    only_inputs=True,
+    allow_unused=None,
+    is_grads_batched=False,
+    materialize_grads=False,
+)
+
+
+@handles(torch.autograd.grad)
+def autograd_grad(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """``torch.autograd.grad``: gradients with respect to distributed inputs are distributed."""
+    outputs, inputs, gradients, retain_graph, create_graph, _, allow_unused, batched, materialize = _grad_arguments(
+        func, args, kwargs
+    )
+    if batched:
+        raise NotImplementedError("autograd.grad(is_grads_batched=True) is not supported with distributed tensors")
+    outputs, inputs = _to_tuple(outputs), _to_tuple(inputs)
+    results = graph._engine_run_backward(
+        outputs,
+        tuple(_root_cotangent(t, g) for t, g in zip(outputs, _one_each(gradients, outputs), strict=True)),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        inputs,
+        materialize if allow_unused is None else allow_unused,
+        accumulate_grad=False,
+    )
+    return tuple(_wrap_result(g, x, materialize, create_graph) for g, x in zip(results, inputs, strict=True))
+
+
+def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -> Any:
+    if gradient is None:
+        return torch.zeros_like(x, requires_grad=create_graph) if materialize else None
+    layout = layout_of(x)
+    if layout is None:
+        return gradient
+    with no_dispatch():
+        gradient = gradient.view_as(gradient)
+    return wrap(gradient, layout.cotangent)
+
+
+def _root_cotangent(x: Any, gradient: Any) -> Any:
+    """The local cotangent with which backward starts at ``x``."""
+    layout = layout_of(x)
+    if layout is None:
+        if is_dtensor(gradient):
+            raise TypeError("the gradient of a plain tensor must be plain: use gradient.full_tensor() or to_local()")
+        return torch.autograd._make_grads((x,), (gradient,), is_grads_batched=False)[0]
+    if gradient is not None:
+        gradient = _as_cotangent(gradient, layout, "the gradient passed to backward")
+        with no_dispatch():
+            return gradient.as_subclass(T)
+    if not x.requires_grad:
+        return None
+    if x.numel() != 1:
+        raise RuntimeError(
+            f"grad can be implicitly created only for scalar outputs, not for a tensor of shape {tuple(x.shape)}"
+        )
+    with no_dispatch():
+        return torch.ones_like(x)
+
+
+def _as_cotangent(gradient: Any, layout: Any, what: str) -> Any:
+    wanted = layout.cotangent
+    if not is_dtensor(gradient):
+        raise TypeError(
+            f"{what} of a distributed tensor must be distributed too, with placements {list(wanted.placements)}: use "
+            "distribute_tensor or DTensor.from_local"
+        )
+    if gradient._layout is wanted:
+        return gradient
+    if tuple(gradient.shape) != tuple(layout.shape):
+        raise ValueError(f"{what} has shape {tuple(gradient.shape)}, the tensor {tuple(layout.shape)}")
+    return gradient.redistribute(placements=list(wanted.placements))
+
+
+def _to_tuple(x: Any) -> tuple:
+    if isinstance(x, Mapping):
+        return tuple(x.values())
+    return tuple(x) if isinstance(x, Sequence) and not isinstance(x, graph.GradientEdge) else (x,)
+
+
+def _one_each(gradients: Any, tensors: tuple) -> tuple:
+    return (None,) * len(tensors) if gradients is None else _to_tuple(gradients)
+
+
+# ---------------------------------------------------------------------------------------------------- hooks
+
+
+@handles(T.register_hook)
+def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The hook sees and returns a DTensor."""
+    x, hook = args
+    layout = x._layout
+
+    def local_hook(gradient: Any) -> Any:
+        if not is_dtensor(gradient):
+            with no_dispatch():
+                gradient = gradient.view_as(gradient)
+            gradient = wrap(gradient, layout.cotangent)
+        result = hook(gradient)
+        if result is None:
+            return None
+        result = _as_cotangent(result, layout, "what a hook returns for the gradient")
+        with no_dispatch():
+            return result.as_subclass(T)
+
+    with no_dispatch():
+        return func(x, local_hook)
+
+
+@handles(T.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The hook sees the parameter, which is the DTensor."""
+    with no_dispatch():
+        return func(*args, **kwargs)

@@ -1,0 +1,127 @@
+"""Properties that are the same for the local and the distributed tensor, and sizes, which are not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of
+
+__all__: list[str] = []
+
+T = torch.Tensor
+
+_PROPERTIES = """
+_backward_hooks _base _grad_fn _post_accumulate_grad_hooks _version device dtype grad_dtype grad_fn is_cpu is_cuda
+is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
+is_vulkan is_xla is_xpu is_npu itemsize layout name names ndim output_nr requires_grad retains_grad
+""".split()
+
+_METHODS = """
+__dir__ _is_all_true _is_view _is_zerotensor _typed_storage data_ptr dim element_size get_device is_complex is_conj
+is_contiguous is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_shared is_signed
+ndimension retain_grad storage storage_offset untyped_storage
+""".split()
+
+_SETTERS = ["requires_grad", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "grad_dtype"]
+
+
+def _functions() -> list[Any]:
+    found: list[Any] = []
+    for name in _PROPERTIES:
+        found.append(getattr(getattr(T, name, None), "__get__", None))
+    for name in _SETTERS:
+        found.append(getattr(getattr(T, name, None), "__set__", None))
+    for name in _METHODS:
+        found.append(getattr(T, name, None))
+        found.append(getattr(torch, name, None) if name.startswith("is_") else None)
+    return [*found, torch._has_compatible_shallow_copy_type, torch.result_type, torch.promote_types, torch.can_cast]
+
+
+@handles(*_functions())
+def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The local tensor's answer is the distributed tensor's."""
+    with no_dispatch():
+        return func(*args, **kwargs)
+
+
+@handles(T.requires_grad_, T.detach_, T.share_memory_)
+def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Change a flag of the local tensor, which is the distributed one."""
+    with no_dispatch():
+        func(*args, **kwargs)
+    return args[0]
+
+
+@handles(T.size)
+def size(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Global size."""
+    shape = layout_of(args[0]).shape
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return shape if dim is None else shape[dim]
+
+
+@handles(T.numel, T.nelement, torch.numel)
+def numel(func: Any, args: tuple, kwargs: dict) -> int:
+    """Global number of elements."""
+    return math.prod(layout_of(args[0] if args else kwargs["input"]).shape)
+
+
+@handles(T.nbytes.__get__)
+def nbytes(func: Any, args: tuple, kwargs: dict) -> int:
+    """Global number of bytes."""
+    return math.prod(layout_of(args[0]).shape) * args[0].element_size()
+
+
+@handles(T.__len__)
+def length(func: Any, args: tuple, kwargs: dict) -> int:
+    """Global size of the first dimension."""
+    shape = layout_of(args[0]).shape
+    if not shape:
+        raise TypeError("len() of a 0-d tensor")
+    return shape[0]
+
+
+@handles(T.stride)
+def stride(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Strides that the global tensor would have with the local one's order of dimensions."""
+    shape = layout_of(args[0]).shape
+    with no_dispatch():
+        local = T.stride(args[0])
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (local[d], -d)):
+        if local[dim]:
+            strides[dim] = step
+            step *= max(shape[dim], 1)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tuple(strides) if dim is None else strides[dim]
+
+
+@handles(T.is_same_size, torch.is_same_size)
+def is_same_size(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the global sizes agree."""
+    return tuple(args[0].shape) == tuple(args[1].shape)
+
+
+@handles(T.__format__)
+def format_tensor(func: Any, args: tuple, kwargs: dict) -> str:
+    """As torch: a tensor of one number as the number, others by their repr."""
+    x, spec = args
+    if is_dtensor(x) and not layout_of(x).shape:
+        return format(x.item(), spec)
+    return object.__format__(x, spec)
+
+
+@handles(T.__contains__)
+def contains(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an element equals."""
+    return bool((args[0] == args[1]).any().item())
+
+
+@handles(T.__reversed__)
+def reversed_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
+    """As `torch.Tensor.__reversed__`."""
+    return args[0].flip(tuple(range(args[0].dim()))) if args[0].dim() else args[0]

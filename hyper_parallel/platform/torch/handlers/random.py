@@ -1,0 +1,68 @@
+"""Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
+
+The global tensor is drawn from the default generator, which is the same on all ranks, and each rank keeps its part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.handlers.unknown import run_unknown
+from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
+
+__all__: list[str] = []
+
+T = torch.Tensor
+
+_INITIALISERS = """
+uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ eye_ dirac_ xavier_uniform_ xavier_normal_ kaiming_uniform_
+kaiming_normal_ orthogonal_ sparse_
+""".split()
+
+
+@handles(*(getattr(nn.init, name, None) for name in _INITIALISERS))
+def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`torch.nn.init`: fans are those of the global shape."""
+    rest = {k: v for k, v in kwargs.items() if k != "tensor"}
+    x = args[0] if args else kwargs["tensor"]
+    with torch.no_grad():
+        return _fill_from_global(x, func, args[1:], rest)
+
+
+@handles(T.uniform_, T.normal_, T.random_, T.bernoulli_, T.exponential_, T.geometric_, T.cauchy_, T.log_normal_)
+def draw_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``x.normal_()`` and its relatives."""
+    if any(isinstance(a, T) for a in (*args[1:], *kwargs.values())):
+        return run_unknown(func, args, kwargs)  # probabilities in a tensor: gathered with x
+    return _fill_from_global(args[0], func, args[1:], kwargs)
+
+
+def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    layout = x._layout
+    if layout.cotangent is not layout:
+        raise TypeError(f"{func.__name__} cannot fill a partial sum ({list(layout.placements)}): redistribute it first")
+    with no_dispatch():
+        if x.is_meta:
+            return x
+        whole = torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device)
+        func(whole, *args, **kwargs)
+        x.copy_(whole[layout.local_slices()])
+    return x
+
+
+@handles(torch.rand_like, torch.randn_like, torch.randint_like)
+def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``torch.randn_like(x)``, laid out like ``x``."""
+    x = args[0] if args else kwargs["input"]
+    rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
+    layout = layout_of(x).cotangent
+    with no_dispatch():
+        whole = func(torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device), *args[1:], **rest)
+        local = whole[layout.local_slices()].clone()
+        local.requires_grad_(kwargs.get("requires_grad", False))
+    assert not is_dtensor(local)
+    return wrap(local, layout)

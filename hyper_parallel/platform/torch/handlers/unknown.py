@@ -1,0 +1,56 @@
+"""Functions that neither have a handler nor a row in the op table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from hyper_parallel.platform.torch.op_table.binding import reject_out
+from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor
+
+__all__ = ["run_unknown"]
+
+
+def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run on gathered operands, through core; in place, put the result back into the first one."""
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return _run_overload(func, args, kwargs)
+    reject_out(func, kwargs)
+    name = getattr(func, "__name__", "")
+    if name in ("__set__", "__delete__"):
+        raise TypeError(f"this attribute of a distributed tensor cannot be changed ({func})")
+    if name.endswith("_") and not name.endswith("__"):
+        return _run_in_place(func, args, kwargs)
+    return dispatch(None, func, args, kwargs)
+
+
+def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Core gives ``func`` the gathered first operand, which is ``x`` itself only when it is replicated."""
+    x = args[0] if args else None
+    if not is_dtensor(x):
+        raise TypeError(
+            f"{func.__name__} would write a distributed result into a plain tensor: distribute the tensor first"
+        )
+    result = dispatch(None, func, args, kwargs)
+    if result is not x:
+        x.copy_(result)
+    return x
+
+
+def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``torch.ops.aten.add.Tensor(x, y)``, which must not silently compute on the local shards.
+
+    Torch itself calls overloads on tensors saved for backward while a `TorchDispatchMode` is active (selective
+    checkpointing, FLOP counters): these are local computations.
+    """
+    if is_in_torch_dispatch_mode() and torch._C._current_graph_task_id() != -1:
+        with no_dispatch():
+            return func(*args, **kwargs)
+    schemas = [getattr(func, o)._schema for o in func.overloads()] if isinstance(func, OpOverloadPacket) else [func._schema]
+    if any(s.is_mutable for s in schemas) or kwargs.get("out") is not None:
+        raise TypeError(f"{func} writes into its operands and cannot be called on distributed tensors: use the method")
+    return dispatch(None, func, args, kwargs)

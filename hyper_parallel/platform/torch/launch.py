@@ -1,0 +1,76 @@
+"""Joining the world that a launcher started: torchrun, msrun, or nobody (a world of one rank)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+__all__ = ["Launch", "init_process_group", "read_environment"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process. ``address`` None: nothing was launched, the world is this rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str | None
+    port: int
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Read the launcher's variables.
+
+    torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; msrun sets
+    ``RANK_ID`` (or ``MS_NODE_ID``), ``MS_WORKER_NUM``, ``DEVICE_ID``, ``MS_SCHED_HOST`` and ``MS_SCHED_PORT``. The
+    latter's port belongs to its own scheduler, so the rendezvous is on the next one.
+
+    Raises:
+        RuntimeError: when only a part of torchrun's variables is set.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in environ]
+        if missing:
+            raise RuntimeError(
+                f"the environment has torchrun's RANK or WORLD_SIZE but not {', '.join(missing)}: start the program "
+                "with torchrun, set them all, or unset them all to run alone"
+            )
+        rank = int(environ["RANK"])
+        return Launch(
+            rank,
+            int(environ["WORLD_SIZE"]),
+            int(environ.get("LOCAL_RANK", rank)),
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+        )
+    if environ.get("MS_ROLE") == "MS_WORKER" and "MS_WORKER_NUM" in environ:
+        rank = int(environ.get("RANK_ID", environ.get("MS_NODE_ID", "0")))
+        return Launch(
+            rank,
+            int(environ["MS_WORKER_NUM"]),
+            int(environ.get("DEVICE_ID", rank)),
+            environ.get("MS_SCHED_HOST", "127.0.0.1"),
+            int(environ.get("MS_SCHED_PORT", "8118")) + 1,
+        )
+    return Launch(0, 1, 0, None, 0)
+
+
+def init_process_group(backend: str, select_device: Callable[[int], None]) -> None:
+    """Initialise the default process group with ``backend`` from the environment; see `read_environment`."""
+    launch = read_environment()
+    select_device(launch.local_rank)
+    if launch.address is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{launch.address}:{launch.port}"
+        if "MASTER_ADDR" not in os.environ
+        else "env://",
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )

@@ -1,0 +1,76 @@
+"""torch on Huawei Ascend NPUs: torch_npu and HCCL.
+
+Only this module imports torch_npu, and only in functions: the package needs the CANN runtime, and refuses to be in one
+process with another accelerator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.base import TorchPlatform
+
+__all__ = ["TorchNpuPlatform"]
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+# HCCL has no average: torch_npu adds and divides, and core does the same.
+_ALL_REDUCED = dict.fromkeys(
+    ("sum", "max", "min", "product"), _FLOATS | _INTEGERS | frozenset({torch.uint8, torch.bool})
+)
+_REDUCE_SCATTERED = dict.fromkeys(("sum", "max", "min", "product"), _FLOATS | _INTEGERS)
+
+
+class TorchNpuPlatform(TorchPlatform):
+    """`torch-npu`. What HCCL supports was read off torch_npu 2.13: no reductions of float64, uint16, uint32 and fp8,
+    reduce_scatter also not of uint8, bool and complex64; moving data takes every dtype."""
+
+    name = "torch-npu"
+    device_type = "npu"
+    comm_backend = "hccl"
+
+    moved_dtypes = _FLOATS | _INTEGERS | frozenset({torch.uint8, torch.bool, torch.float64})
+    all_reduce_dtypes = _ALL_REDUCED
+    reduce_scatter_dtypes = _REDUCE_SCATTERED
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """See `Platform.unavailable_reason`."""
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed"
+        if torch.cuda.is_available():
+            return "torch_npu is installed, but this process has CUDA GPUs too, which torch_npu refuses"
+        try:
+            import torch_npu
+        except Exception as error:  # A missing library is an ImportError, a missing device or driver a RuntimeError.
+            return (
+                "torch_npu is installed, but it cannot be loaded, most likely because CANN is not installed or its "
+                f"set_env.sh was not sourced: {type(error).__name__}: {error}"
+            )
+        if not torch_npu.npu.is_available():
+            return "torch_npu and CANN are installed, but no NPU was found: check the driver with npu-smi info"
+        return None
+
+    def device(self) -> torch.device:
+        """This rank's NPU: the current one."""
+        return torch.device("npu", self._npu().current_device())
+
+    def _select_device(self, local_rank: int) -> None:
+        self._npu().set_device(local_rank % self._npu().device_count())
+
+    def get_rng_state(self) -> Any:
+        """See `Platform.get_rng_state`."""
+        return self._npu().get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """See `Platform.set_rng_state`."""
+        self._npu().set_rng_state(state)
+
+    @staticmethod
+    def _npu() -> Any:
+        import torch_npu
+
+        return torch_npu.npu

@@ -1,0 +1,23 @@
+"""How torch's operations map to the canonical ones of `core.dtensor.rules`, one subject a module.
+
+A row is found by the function object that ``__torch_function__`` receives: ``torch.add``, ``Tensor.add``,
+``Tensor.__radd__`` and ``Tensor.T.__get__`` are different keys.
+"""
+
+from hyper_parallel.platform.torch.op_table import elementwise, matmul, nn, reduction, shape
+from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError
+
+__all__ = ["OP_TABLE", "UnboundCallError"]
+
+
+def _merge(*tables: Table) -> Table:
+    merged: Table = {}
+    for table in tables:
+        for func in table.keys() & merged.keys():
+            raise AssertionError(f"{func} has two rows: {merged[func].name} and {table[func].name}")
+        merged.update(table)
+    merged.pop(None, None)
+    return merged
+
+
+OP_TABLE: Table = _merge(elementwise.table(), matmul.table(), nn.table(), reduction.table(), shape.table())

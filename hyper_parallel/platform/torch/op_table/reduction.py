@@ -1,0 +1,280 @@
+"""Reductions, and operations along dimensions that must be whole: softmax, cumulative sums, sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.torch.op_table.binding import (
+    Table,
+    UnboundCallError,
+    find,
+    global_shape,
+    signature,
+    to_dims,
+)
+
+__all__ = ["table"]
+
+T = torch.Tensor
+
+
+def table() -> Table:
+    """Rows of reductions and of operations along whole dimensions."""
+    return {**_reductions(), **_norms(), **_along_dims(), **_replicated()}
+
+
+# ---------------------------------------------------------------------------------------------------- reductions
+
+
+def _reductions() -> Table:
+    rows: Table = {}
+    for name in ("sum", "mean"):
+        rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_sum, _call_with_dtype(getattr(torch, name)))))
+    for name in ("amax", "amin"):
+        kernel = getattr(torch, name)
+        rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_extremum, _call_extremum(kernel))))
+        rows.update(dict.fromkeys(find([name[1:]], torch, T), NativeOp(name, _bind_whole_extremum, _call_extremum(kernel))))
+    for name in ("argmax", "argmin", "prod", "all", "any", "logsumexp", "std", "var", "count_nonzero", "nansum", "nanmean"):
+        row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    return rows
+
+
+_sum_arguments = signature("input", dim=None, keepdim=False, dtype=None)
+
+
+def _bind_sum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, dim, keepdim, dtype = _sum_arguments(func, args, kwargs)
+    return (x,), (to_dims(dim), bool(keepdim), dtype)
+
+
+def _call_with_dtype(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(func: Any, operands: tuple, statics: tuple) -> Any:
+        dims, keepdim, dtype = statics
+        return kernel(operands[0], dims, keepdim, dtype=dtype)
+
+    return call
+
+
+_extremum_arguments = signature("input", dim=None, keepdim=False)
+
+
+def _bind_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, dim, keepdim = _extremum_arguments(func, args, kwargs)
+    return (x,), (to_dims(dim), bool(keepdim))
+
+
+def _bind_whole_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    # max(x) is amax; max(x, dim) and max(x, other) are handled before the table is consulted.
+    if len(args) + len(kwargs) != 1:
+        raise UnboundCallError
+    return (args[0] if args else kwargs["input"],), (None, False)
+
+
+def _call_extremum(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(func: Any, operands: tuple, statics: tuple) -> Any:
+        dims, keepdim = statics
+        return kernel(operands[0], () if dims is None else dims, keepdim)
+
+    return call
+
+
+def _bind_reduce_whole(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    """Also for std and var, whose ``correction`` (or ``unbiased``) and for prod, whose ``dtype`` come last."""
+    kwargs = dict(kwargs)
+    extra = tuple(sorted((k, kwargs.pop(k)) for k in ("dtype", "correction", "unbiased") if k in kwargs))
+    name = func.__name__
+    if name in ("std", "var") and (len(args) > 2 or (len(args) == 2 and isinstance(args[1], bool))):
+        raise UnboundCallError  # the older overloads with a positional ``unbiased``
+    x, dim, keepdim = _extremum_arguments(func, args, kwargs)
+    return (x,), (to_dims(dim), bool(keepdim), extra)
+
+
+def _call_reduce_whole(func: Any, operands: tuple, statics: tuple) -> Any:
+    dims, keepdim, extra = statics
+    x, kernel = operands[0], getattr(torch, func.__name__)
+    if func.__name__ == "count_nonzero":
+        return kernel(x, dims)
+    if dims is None:
+        if func.__name__ == "logsumexp":
+            dims = tuple(range(x.dim()))
+        elif keepdim:
+            return kernel(x, **dict(extra)).reshape((1,) * x.dim())
+        else:
+            return kernel(x, **dict(extra))
+    if func.__name__ in ("argmax", "argmin", "prod"):
+        (dims,) = dims
+    return kernel(x, dims, keepdim=keepdim, **dict(extra))
+
+
+# ---------------------------------------------------------------------------------------------------- norms
+
+
+def _norms() -> Table:
+    row = NativeOp("vector_norm", _bind_vector_norm, _call_vector_norm)
+    rows: Table = {torch.linalg.vector_norm: row}
+    norm = NativeOp("vector_norm", _bind_norm, _call_vector_norm)
+    rows.update(dict.fromkeys([torch.norm, T.norm], norm))
+    return rows
+
+
+_vector_norm_arguments = signature("input", ord=2, dim=None, keepdim=False, dtype=None)
+_norm_arguments = signature("input", p="fro", dim=None, keepdim=False, dtype=None)
+
+
+def _bind_vector_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, p, dim, keepdim, dtype = _vector_norm_arguments(func, args, kwargs)
+    return (x,), (float(p), to_dims(dim), bool(keepdim), dtype)
+
+
+def _bind_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, p, dim, keepdim, dtype = _norm_arguments(func, args, kwargs)
+    if p in ("fro", None):
+        p = 2.0
+    if not isinstance(p, (int, float)):
+        raise UnboundCallError
+    return (x,), (float(p), to_dims(dim), bool(keepdim), dtype)
+
+
+def _call_vector_norm(func: Any, operands: tuple, statics: tuple) -> Any:
+    p, dims, keepdim, dtype = statics
+    return torch.linalg.vector_norm(operands[0], p, dims, keepdim, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------------- along dims
+
+
+def _along_dims() -> Table:
+    rows: Table = {}
+    for name in ("softmax", "log_softmax"):
+        row = NativeOp("along_dims", _bind_softmax, _call_softmax(getattr(torch, name)))
+        rows.update(dict.fromkeys(find([name], torch, T, F, torch.special), row))
+    for name, results in (("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 2), ("cummin", 2)):
+        row = NativeOp("along_dims", _bind_cumulative(results), _call_cumulative(getattr(torch, name)))
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    rows.update(dict.fromkeys([torch.sort, T.sort], NativeOp("along_dims", _bind_sort(2), _call_sort)))
+    rows.update(dict.fromkeys([torch.argsort, T.argsort], NativeOp("along_dims", _bind_sort(1), _call_argsort)))
+    rows.update(dict.fromkeys([torch.flip, T.flip], NativeOp("along_dims", _bind_flip, _call_flip)))
+    rows.update(dict.fromkeys([torch.roll, T.roll], NativeOp("along_dims", _bind_roll, _call_roll)))
+    for name in ("tril", "triu"):
+        row = NativeOp("along_dims", _bind_triangle, _call_triangle(getattr(torch, name)))
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    rows.update(dict.fromkeys([torch.topk, T.topk], NativeOp("topk", _bind_topk, _call_topk)))
+    return rows
+
+
+_softmax_arguments = signature("input", "dim", dtype=None)
+
+
+def _bind_softmax(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    if "_stacklevel" in kwargs:
+        kwargs = {k: v for k, v in kwargs.items() if k != "_stacklevel"}
+    x, dim, dtype = _softmax_arguments(func, args, kwargs)
+    if not isinstance(dim, int):
+        raise UnboundCallError
+    return (x,), ((dim,), 1, dtype)
+
+
+def _call_softmax(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda func, operands, statics: kernel(operands[0], statics[0][0], dtype=statics[2])
+
+
+def _bind_cumulative(results: int) -> Callable[..., Any]:
+    unpack = signature("input", "dim", dtype=None)
+
+    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+        x, dim, dtype = unpack(func, args, kwargs)
+        return (x,), ((dim,), results, dtype)
+
+    return bind
+
+
+def _call_cumulative(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(func: Any, operands: tuple, statics: tuple) -> Any:
+        dtype = {} if statics[2] is None else {"dtype": statics[2]}
+        return kernel(operands[0], statics[0][0], **dtype)
+
+    return call
+
+
+def _bind_sort(results: int) -> Callable[..., Any]:
+    unpack = signature("input", dim=-1, descending=False, stable=False)
+
+    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+        x, dim, descending, stable = unpack(func, args, kwargs)
+        if isinstance(dim, bool):
+            raise UnboundCallError  # the overload that takes ``stable`` first
+        return (x,), ((dim,), results, bool(descending), bool(stable))
+
+    return bind
+
+
+def _call_sort(func: Any, operands: tuple, statics: tuple) -> Any:
+    return torch.sort(operands[0], dim=statics[0][0], descending=statics[2], stable=statics[3])
+
+
+def _call_argsort(func: Any, operands: tuple, statics: tuple) -> Any:
+    return _call_sort(func, operands, statics)[1]
+
+
+def _bind_flip(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    dims = args[1:] if len(args) > 1 else (kwargs["dims"],)
+    if len(dims) == 1 and not isinstance(dims[0], int):
+        (dims,) = dims
+    return (args[0] if args else kwargs["input"],), (tuple(dims), 1)
+
+
+def _call_flip(func: Any, operands: tuple, statics: tuple) -> Any:
+    return operands[0].flip(statics[0])
+
+
+def _bind_roll(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, shifts, dims = signature("input", "shifts", dims=None)(func, args, kwargs)
+    dims = to_dims(dims)
+    if dims is None:
+        return (x,), (tuple(range(len(global_shape(x)))), 1, shifts, False)
+    return (x,), (dims, 1, shifts if isinstance(shifts, int) else tuple(shifts), True)
+
+
+def _call_roll(func: Any, operands: tuple, statics: tuple) -> Any:
+    return torch.roll(operands[0], statics[2], statics[0]) if statics[3] else torch.roll(operands[0], statics[2])
+
+
+def _bind_triangle(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, diagonal = signature("input", diagonal=0)(func, args, kwargs)
+    return (x,), ((-2, -1), 1, diagonal)
+
+
+def _call_triangle(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda func, operands, statics: kernel(operands[0], statics[2])
+
+
+def _bind_topk(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, k, dim, largest, sorted_ = signature("input", "k", dim=-1, largest=True, sorted=True)(func, args, kwargs)
+    return (x,), (k, dim, bool(largest), bool(sorted_))
+
+
+def _call_topk(func: Any, operands: tuple, statics: tuple) -> Any:
+    return torch.topk(operands[0], *statics)
+
+
+# ---------------------------------------------------------------------------------------------------- to Python
+
+
+def _replicated() -> Table:
+    """What leaves the world of tensors, or whose result has a size that depends on the data."""
+    names = """
+    item tolist numpy equal allclose is_nonzero nonzero argwhere unique unique_consecutive masked_select bincount
+    __bool__ __int__ __float__ __complex__ __index__ __array__
+    """.split()
+    row = NativeOp("replicate", lambda func, args, kwargs: (args, (tuple(kwargs.items()),)), _call_replicated)
+    return dict.fromkeys(find(names, torch, T), row)
+
+
+def _call_replicated(func: Any, operands: tuple, statics: tuple) -> Any:
+    return func(*operands, **dict(statics[0]))
