@@ -90,6 +90,8 @@ class WorkerPool:
         #: How many times workers have been started.
         self.starts = 0
         self._workers: list[Worker] = []
+        #: Why workers could not be started. They would not start for the next test either, at the same cost.
+        self._cannot_start: JobError | None = None
         self._logs = tempfile.TemporaryDirectory(prefix="hyper-parallel-workers-")
 
     def __enter__(self) -> WorkerPool:
@@ -143,20 +145,24 @@ class WorkerPool:
 
     def _start(self) -> None:
         """Start the workers; once more, on another port, if a stranger took the port in between."""
-        try:
-            self._start_once()
-        except JobError as error:
-            if not re.search(r"address already in use|EADDRINUSE", str(error), re.IGNORECASE):
-                raise
-            self._start_once()
+        if self._cannot_start is None:
+            failures = self._start_once()
+            if any(re.search(r"(?i)address already in use|EADDRINUSE", failure.text) for failure in failures.values()):
+                failures = self._start_once()
+            if failures:
+                self._cannot_start = JobError("starting the workers", failures)
+        if self._cannot_start is not None:
+            raise self._cannot_start
 
-    def _start_once(self) -> None:
+    def _start_once(self) -> dict[int, Failure]:
+        """Start the workers and return the failures; if there are any, no worker is left."""
         self.starts += 1
         context = multiprocessing.get_context("forkserver")
         if self.platform is not None:
             # Workers are forked from a process that has imported the framework. Not the library itself: its import
             # belongs into the measured coverage of each worker.
-            context.set_forkserver_preload(["numpy", "mindspore" if self.platform == "mindspore" else "torch"])
+            framework = self.platform.split("-")[0]
+            context.set_forkserver_preload(["numpy", framework])
         port = _free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -170,7 +176,7 @@ class WorkerPool:
         failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
         if failures:
             self.close(grace=GRACE_OF_HUNG)
-            raise JobError("starting the workers", failures)
+        return failures
 
     def _exchange(self, task: memoryview, timeout: float) -> dict[int, Any]:
         """Send a task to every worker and return the outcome of each rank."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import pool_jobs
 from tests.support.pool import JobError, WorkerPool
+from tests.support.worker import Failure
 
 SIZE = 2
 
@@ -99,6 +100,23 @@ def test_what_cannot_be_sent_is_an_error_and_no_hang(bare_pool: WorkerPool) -> N
     with pytest.raises(JobError, match="no_such_job"):
         bare_pool.run(2, "tests.support.pool_jobs:no_such_job")
     assert len(bare_pool.run(2, pool_jobs.describe)) == 2
+
+
+def test_workers_that_cannot_start_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is given to every test, without the cost of finding it out again."""
+    tries = []
+
+    def start_and_fail() -> dict[int, Failure]:
+        tries.append(None)
+        return {1: Failure("died", "no such library")}
+
+    with WorkerPool(None, SIZE) as pool:
+        monkeypatch.setattr(pool, "_start_once", start_and_fail)
+        for _ in range(2):
+            with pytest.raises(JobError, match="starting the workers failed on 1 rank") as caught:
+                pool.run(2, pool_jobs.describe)
+            assert "no such library" in str(caught.value)
+    assert len(tries) == 1
 
 
 def test_close_leaves_no_process() -> None:
