@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,7 +163,7 @@ class _Mesh:
     def get_local_rank(self, mesh_dim: int) -> int:
         return self.coordinate[mesh_dim]
 
-    def get_group(self, mesh_dim: int) -> tuple[int, ...]:
+    def platform_group(self, mesh_dim: int) -> tuple[int, ...]:
         return self.ranks_along(mesh_dim)
 
     def ranks_along(self, mesh_dim: int) -> tuple[int, ...]:
@@ -423,3 +423,55 @@ def fails(case: Case, mutant: Mutant) -> bool:
     except Exception:
         return True
     return False
+
+
+def mutants(case: Case) -> Iterator[Mutant]:
+    """Wrong versions of what the rule says, each with one thing changed."""
+    right = case.sharding()
+    for name in ("call", "localize"):
+        if getattr(right, name) is not None:
+            yield Mutant(name, replace(right, **{name: None}))
+    if right.nonempty:
+        yield Mutant("nonempty", replace(right, nonempty=()))
+    if right.reduce is not None:
+        yield Mutant("reduce", replace(right, reduce="min" if right.reduce == "max" else "max"))
+    if right.unread:
+        yield Mutant("unread", replace(right, unread=(), terms=((0,),)))
+    tensors = tuple(i for i, labels in enumerate(right.operands) if labels is not None)
+    if not right.terms:
+        yield Mutant("terms", replace(right, terms=((tensors[0],),)))
+    if any(len(term) > 1 for term in right.terms):
+        yield Mutant("terms", replace(right, terms=tuple((i,) for term in right.terms for i in term)))
+    if len(right.terms) > 1:
+        yield Mutant("terms", replace(right, terms=right.terms[:1]))
+    for i in tensors:
+        for dim, label in enumerate(right.operands[i]):
+            if label is None:
+                yield from _freed(right, i, dim)
+            elif any(label in (labels or ()) for j, labels in enumerate(right.operands) if j != i):
+                yield Mutant("label lost", replace(right, operands=_relabelled(right.operands, i, dim, None)))
+    for lost in right.results[0]:
+        if lost is not None:
+            results = tuple(tuple(None if label == lost else label for label in labels) for labels in right.results)
+            yield Mutant("contracted", replace(right, results=results, reduce="sum"))
+    for j, (labels, shape) in enumerate(zip(right.results, right.result_shapes, strict=True)):
+        for a, b in itertools.combinations([d for d, label in enumerate(labels) if label is not None], 2):
+            if shape[a] == shape[b] > 1:
+                swapped = _relabelled(_relabelled(right.results, j, a, labels[b]), j, b, labels[a])
+                yield Mutant("results swapped", replace(right, results=swapped))
+
+
+def _freed(right: OpSharding, i: int, dim: int) -> Iterator[Mutant]:
+    """Allow to shard a dimension of operand ``i`` that must be whole: as if contracted, or with one of the results."""
+    operands = _relabelled(right.operands, i, dim, "new")
+    yield Mutant("label added", replace(right, operands=operands, reduce="sum"))
+    whole = [[d for d, label in enumerate(labels) if label is None] for labels in right.results]
+    for dims in itertools.product(*whole):
+        results = tuple(_relabelled((r,), 0, d, "new")[0] for r, d in zip(right.results, dims, strict=True))
+        yield Mutant("label added", replace(right, operands=operands, results=results))
+
+
+def _relabelled(tensors: tuple, i: int, dim: int, label: Any) -> tuple:
+    """``tensors`` with another label at dimension ``dim`` of number ``i``."""
+    changed = (*tensors[i][:dim], label, *tensors[i][dim + 1 :])
+    return (*tensors[:i], changed, *tensors[i + 1 :])

@@ -1,0 +1,23 @@
+"""The brute-force check has teeth: it rejects rules that are wrong in one place."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.rules_cases import CASES
+from tests.unit.rules_harness import fails, mutants
+
+# Linear in the log-probabilities, which are never a partial sum: the rule does not say so, and the mutant is right.
+RIGHT = {("nll_loss", "terms")}
+
+
+@pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
+def test_wrong_rules_are_rejected(op: str) -> None:
+    rejected: dict[str, bool] = {}
+    for case in CASES:
+        if case.op == op:
+            for mutant in mutants(case):
+                if not rejected.get(mutant.kind) and (op, mutant.kind) not in RIGHT:
+                    rejected[mutant.kind] = fails(case, mutant)
+    assert rejected
+    assert all(rejected.values()), f"not noticed: {[kind for kind, noticed in rejected.items() if not noticed]}"

@@ -1,0 +1,131 @@
+"""What rules refuse: it then runs on gathered operands, and the native operation says what is wrong, if anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hyper_parallel.core.dtensor.rules import RULES, rule
+from hyper_parallel.core.dtensor.rules.labels import axes, axis, broadcast
+
+_ALL = ("slice", None, None, None)
+_TENSOR = ("tensor", 0, 1, False)
+
+REFUSED: list[tuple[str, tuple, tuple]] = [
+    ("replicate", ((4,),), ()),
+    ("pointwise", ((4,), (3,)), ()),
+    ("pointwise_", ((1, 4), (3, 4)), ()),
+    ("pointwise_", (None, (3, 4)), ()),
+    ("add_", ((4,), (3,)), ()),
+    ("like", ((4,), (4,)), ()),
+    ("linear", ((5, 4), (6, 3), None), ()),
+    ("linear", ((5, 4), (6, 4), (1,)), ()),
+    ("linear", ((), (6, 4), None), ()),
+    ("linear", ((5, 4), (2, 6, 4), None), ()),
+    ("matmul", ((5, 4), (5, 4)), (False, False)),
+    ("matmul", ((2, 5, 4), (3, 4, 5)), (False, False)),
+    ("matmul", ((), (3,)), (False, False)),
+    ("addmm", ((3,), (5, 4), (4, 6)), ()),
+    ("addmm", ((6,), (5, 4), (3, 6)), ()),
+    ("einsum", ((3, 3),), ("ii->i",)),
+    ("einsum", ((3, 4),), ("...a->a",)),
+    ("einsum", ((3, 4), (5,)), ("ab,b->a",)),
+    ("einsum", ((3, 4), (4,)), ("ab->a",)),
+    ("einsum", ((3, 4),), ("ab->c",)),
+    ("einsum", ((3, 4),), ("abc->c",)),
+    ("reshape", ((4, 3),), ((5, -1),)),
+    ("reshape", ((4, 3),), ((5, 2),)),
+    ("reshape", ((4, 0),), ((0, -1),)),
+    ("permute", ((4, 3),), ((0, 0),)),
+    ("expand", ((4, 3),), ((3,),)),
+    ("expand", ((4, 3),), ((-1, 4, 3),)),
+    ("expand", ((4, 3),), ((5, 3),)),
+    ("repeat", ((4, 3),), ((2,),)),
+    ("repeat_interleave", ((4, 3),), (2, None)),
+    ("repeat_interleave", ((), (4,)), ((2, 3), 0)),
+    ("pad", ((4, 3),), (((1, 1),),)),
+    ("getitem", ((4, 3),), ((True, _ALL),)),
+    ("getitem", ((4, 3), (4,)), ((("tensor", 0, 1, True),),)),
+    ("getitem", ((4, 3),), ((Ellipsis, Ellipsis),)),
+    ("getitem", ((4, 3),), ((0, 0, 0),)),
+    ("getitem", ((4, 3), (2,), (5,)), ((_TENSOR, ("tensor", 1, 1, False)),)),
+    # Where NumPy and torch put the dimensions of an index tensor in different places.
+    ("getitem", ((2, 3, 4), (5,)), ((0, _ALL, _TENSOR),)),
+    ("getitem", ((2, 3, 4), (), (5,)), ((("tensor", 0, 0, False), _ALL, ("tensor", 1, 1, False)),)),
+    ("getitem", ((3, 4), (5,), (5,)), ((_TENSOR, Ellipsis, ("tensor", 1, 1, False)),)),
+    ("setitem_", ((4, 3), (2,)), ((1,),)),
+    ("setitem_", ((4, 3), (2, 3)), ((1,),)),
+    ("setitem_", ((4, 3), None), ((True,),)),
+    ("narrow", ((4, 3),), (0, 2, 3)),
+    ("narrow", ((),), (0, 0, 1)),
+    ("gather", ((4, 3), (4,)), (0,)),
+    ("index_select", ((4, 3), (2, 2)), (0,)),
+    ("one_hot", ((4,),), (-1,)),
+    ("cat", ((4, 3), (3,)), (0,)),
+    ("cat", ((4, 3), (4, 2)), (0,)),
+    ("cat", (), (0,)),
+    ("stack", ((4, 3), (4, 2)), (0,)),
+    ("split", ((4, 3),), ((1, 1), 0)),
+    ("split", ((4, 3),), (0, 0)),
+    ("split", ((),), (1, 0)),
+    ("chunk", ((4, 3),), (0, 0)),
+    ("unbind", ((),), (0,)),
+    ("topk", ((4, 3),), (4, 1)),
+    ("topk", ((),), (1, 0)),
+    ("layer_norm", ((4, 3), (4,), None), (1, 0)),
+    ("rms_norm", ((3,), None), (2, 0)),
+    ("embedding", ((4,), (3,)), (None,)),
+    ("attention", ((2, 4, 5, 3), (2, 3, 5, 3), (2, 3, 5, 3)), (False, 0.0)),
+    ("attention", ((2, 4, 5, 3), (2, 4, 5, 3), (2, 4, 5, 3)), (False, 0.1)),
+    ("attention", ((2, 4, 5, 3), (2, 4, 6, 3), (2, 4, 5, 3)), (False, 0.0)),
+    ("attention", ((2, 4, 5, 3), (2, 4, 6, 3), (2, 4, 6, 3), (5, 5)), (False, 0.0)),
+    ("attention", ((2, 4, 5, 3), (2, 4, 6, 3), (2, 4, 6, 3), (6,)), (False, 0.0)),
+    ("attention", ((2, 4, 5, 3), (3, 4, 6, 3), (3, 4, 6, 3)), (False, 0.0)),
+    ("attention", ((2, 4, 5, 3), None, (3, 4, 6, 3)), (False, 0.0)),
+    ("cross_entropy", ((4, 3), (3,), None), ("mean", -100, 0.0)),
+    ("cross_entropy", ((4, 3), (4, 2), None), ("mean", -100, 0.0)),
+    ("cross_entropy", ((4, 3), (4,), None), ("median", -100, 0.0)),
+    ("nll_loss", ((), (), None), ("mean", -100)),
+]
+
+
+@pytest.mark.parametrize(("op", "shapes", "statics"), REFUSED, ids=str)
+def test_refused(op: str, shapes: tuple, statics: tuple) -> None:
+    assert RULES[op](shapes, statics) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "statics"),
+    [("sum", ((2,), False)), ("permute", ((0, 2),)), ("unsqueeze", (3,)), ("squeeze", ((-3,),)), ("split", (1, 2))],
+)
+def test_a_dimension_that_does_not_exist_is_an_error(op: str, statics: tuple) -> None:
+    with pytest.raises(IndexError, match=r"out of range for a tensor with [23] dimension"):
+        RULES[op](((4, 3),), statics)
+
+
+def test_a_second_rule_of_a_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'linear' already has a rule"):
+        rule("linear")(lambda shapes, statics: None)
+
+
+@pytest.mark.parametrize(("dim", "ndim", "expected"), [(-1, 3, 2), (2, 3, 2), (0, 0, 0), (-1, 0, 0)])
+def test_axis(dim: int, ndim: int, expected: int) -> None:
+    assert axis(dim, ndim) == expected
+
+
+@pytest.mark.parametrize(
+    ("dims", "ndim", "expected"),
+    [(None, 2, {0, 1}), ((), 2, {0, 1}), (-1, 2, {1}), ((0, -1), 3, {0, 2}), ((0,), 0, set())],
+)
+def test_axes(dims: Any, ndim: int, expected: set) -> None:
+    assert axes(dims, ndim) == expected
+
+
+def test_broadcast_stretches_size_1_only() -> None:
+    shape, labels, operands = broadcast(((4, 1), None, (3,), (1, 1)))
+    assert shape == (4, 3)
+    assert operands == ((labels[0], None), None, (labels[1],), (None, None))
+    assert broadcast(((0,), (1,)))[0] == (0,)
+    assert broadcast(((0,), (2,))) is None
+    assert broadcast(()) == ((), (), ())
