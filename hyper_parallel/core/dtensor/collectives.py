@@ -46,7 +46,9 @@ def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequenc
     largest = max(sizes)
     x = _pad(x, dim, largest, platform)
     if 0 in platform.shape_of(x):
-        return x
+        shape = list(platform.shape_of(x))
+        shape[dim] = sum(sizes)
+        return platform.zeros(shape, x)
     if OBSERVERS:
         _record("all_gather", mesh, mesh_dim, x)
     if dim == 0 and platform.supports("all_gather", "", x) and all(n == largest for n in sizes):

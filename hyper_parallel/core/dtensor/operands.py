@@ -42,10 +42,10 @@ def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
     return mesh
 
 
-def mixed_error(func: Any, operands: tuple, layouts: tuple, plain: int) -> TypeError:
+def mixed_error(func: Any, operands: tuple, layouts: tuple, plain: int) -> ValueError:
     """The error for a plain tensor, operand ``plain``, that meets a distributed one."""
     other = next(i for i, layout in enumerate(layouts) if isinstance(layout, Layout))
-    return TypeError(
+    return ValueError(  # no TypeError: frameworks turn one in a dunder into "unsupported operand"
         f"{name_of(func)} got a plain tensor (operand {plain}, shape {layouts[plain]}) and a DTensor (operand {other}, "
         f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}): make the plain "
         "one a DTensor with DTensor.from_local or distribute_tensor, or work on to_local(), or, when it is the same on "

@@ -250,7 +250,7 @@ def dropout(x: Any, p: float) -> Any:
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def seed(value: int) -> None:
