@@ -21,6 +21,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch._C import _is_torch_function_enabled as is_dispatch_on
 
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
+from hyper_parallel.platform.torch.operators import make_operators
 
 __all__ = ["HANDLERS", "Handler", "dispatch", "handles", "is_dtensor", "layout_of", "make_dtensor_class", "wrap"]
 
@@ -115,6 +116,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
         "shape": property(shape),
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
+        **make_operators(table),
     }
     _State.tensor_class = type(mixin)("DTensor", (mixin, torch.Tensor), namespace)
     _State.dispatch = core_dispatch

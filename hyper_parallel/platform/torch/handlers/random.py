@@ -1,6 +1,7 @@
 """Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
 
-The global tensor is drawn from the default generator, which is the same on all ranks, and each rank keeps its part.
+The global tensor is drawn from the default generator, whose state is the same on all ranks, and each rank keeps its
+part. That costs memory of the global size for a moment and keeps the generators in step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.core.dtensor.random import synchronize
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 
@@ -48,6 +50,8 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         if x.is_meta:
             return x
+        if kwargs.get("generator") is None:
+            synchronize(layout.mesh)
         whole = torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device)
         func(whole, *args, **kwargs)
         x.copy_(whole[layout.local_slices()])
@@ -60,6 +64,7 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
     layout = layout_of(x).cotangent
+    synchronize(layout.mesh)
     with no_dispatch():
         whole = func(torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device), *args[1:], **rest)
         local = whole[layout.local_slices()].clone()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,16 +31,24 @@ def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Core gives ``func`` the gathered first operand, which is ``x`` itself only when it is replicated."""
+    """Compute on a gathered copy of the first operand and copy the result back into it."""
     x = args[0] if args else None
     if not is_dtensor(x):
         raise TypeError(
             f"{func.__name__} would write a distributed result into a plain tensor: distribute the tensor first"
         )
-    result = dispatch(None, func, args, kwargs)
-    if result is not x:
-        x.copy_(result)
-    return x
+    return x.copy_(dispatch(None, _out_of_place(func), args, kwargs))
+
+
+@functools.cache
+def _out_of_place(func: Any) -> Callable[..., Any]:
+    """``func`` on a copy. One function for each, because core says once per function that it has no rule."""
+
+    def out_of_place(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return func(x.clone(), *args, **kwargs)
+
+    out_of_place.__name__ = func.__name__.rstrip("_")
+    return out_of_place
 
 
 def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:

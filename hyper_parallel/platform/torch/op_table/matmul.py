@@ -71,3 +71,12 @@ def _bind_addmm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 def _call_addmm(func: Any, operands: tuple, statics: tuple) -> Any:
     return torch.addmm(*operands, beta=statics[0], alpha=statics[1])
+
+
+def _bind_einsum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    if not args or not isinstance(args[0], str):
+        raise UnboundCallError  # the form einsum(a, [0, 1], b, [1, 2])
+    operands = args[1:]
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        (operands,) = operands
+    return tuple(operands), (args[0],)

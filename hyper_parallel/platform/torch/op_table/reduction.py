@@ -18,9 +18,12 @@ from hyper_parallel.platform.torch.op_table.binding import (
     to_dims,
 )
 
-__all__ = ["table"]
+__all__ = ["WHOLE_EXTREMUM", "table"]
 
 T = torch.Tensor
+
+#: Rows of ``max(x)`` and ``min(x)``; the same functions with a dimension have two results and another row.
+WHOLE_EXTREMUM: Table = {}
 
 
 def table() -> Table:
@@ -38,10 +41,18 @@ def _reductions() -> Table:
     for name in ("amax", "amin"):
         kernel = getattr(torch, name)
         rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_extremum, _call_extremum(kernel))))
-        rows.update(dict.fromkeys(find([name[1:]], torch, T), NativeOp(name, _bind_whole_extremum, _call_extremum(kernel))))
+        by_name = {key: NativeOp(name, _bind_whole_extremum, _call_extremum(kernel)) for key in find([name[1:]], torch, T)}
+        WHOLE_EXTREMUM.update(by_name)
     for name in ("argmax", "argmin", "prod", "all", "any", "logsumexp", "std", "var", "count_nonzero", "nansum", "nanmean"):
         row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
         rows.update(dict.fromkeys(find([name], torch, T), row))
+    row = NativeOp("reduce_pair", _bind_extremum_pair, _call_pair)
+    for name in ("max", "min"):
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    for name in ("median", "nanmedian", "mode"):
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    row = NativeOp("reduce_pair", _bind_reduce_whole, _call_reduce_whole)
+    rows.update(dict.fromkeys([torch.var_mean, torch.std_mean], row))
     return rows
 
 
@@ -70,10 +81,23 @@ def _bind_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 
 def _bind_whole_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    # max(x) is amax; max(x, dim) and max(x, other) are handled before the table is consulted.
-    if len(args) + len(kwargs) != 1:
-        raise UnboundCallError
     return (args[0] if args else kwargs["input"],), (None, False)
+
+
+_pair_arguments = signature("input", "dim", keepdim=False)
+
+
+def _bind_extremum_pair(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    """``max(x, dim)``; without a dimension ``median(x)`` has one result and runs on gathered operands."""
+    x, dim, keepdim = _pair_arguments(func, args, kwargs)
+    if not isinstance(dim, int):
+        raise UnboundCallError
+    return (x,), ((dim,), bool(keepdim))
+
+
+def _call_pair(func: Any, operands: tuple, statics: tuple) -> Any:
+    (dim,), keepdim = statics
+    return func(operands[0], dim, keepdim)
 
 
 def _call_extremum(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +113,7 @@ def _bind_reduce_whole(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any
     kwargs = dict(kwargs)
     extra = tuple(sorted((k, kwargs.pop(k)) for k in ("dtype", "correction", "unbiased") if k in kwargs))
     name = func.__name__
-    if name in ("std", "var") and (len(args) > 2 or (len(args) == 2 and isinstance(args[1], bool))):
+    if name in ("std", "var", "std_mean", "var_mean") and (len(args) > 2 or (len(args) == 2 and isinstance(args[1], bool))):
         raise UnboundCallError  # the older overloads with a positional ``unbiased``
     x, dim, keepdim = _extremum_arguments(func, args, kwargs)
     return (x,), (to_dims(dim), bool(keepdim), extra)

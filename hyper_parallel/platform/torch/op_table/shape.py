@@ -198,6 +198,13 @@ def _sizes_one() -> Table:
     rows.update(dict.fromkeys([T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to], expand))
     repeat = NativeOp("repeat", _bind_repeat, lambda func, operands, statics: operands[0].repeat(statics[0]))
     rows.update(dict.fromkeys([T.repeat, torch.tile, T.tile], repeat))
+    interleave = NativeOp(
+        "repeat_interleave",
+        _bind_interleave,
+        lambda func, operands, statics: operands[0].repeat_interleave(statics[0], statics[1]),
+    )
+    rows.update(dict.fromkeys([torch.repeat_interleave, T.repeat_interleave], interleave))
+    rows[F.pad] = rows[torch._C._nn.pad] = NativeOp("pad", _bind_pad, _call_pad)
     return rows
 
 
@@ -228,6 +235,29 @@ def _bind_repeat(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     return (x,), (repeats,)
 
 
+def _bind_interleave(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, repeats, dim, _ = signature("input", "repeats", dim=None, output_size=None)(func, args, kwargs)
+    if not isinstance(repeats, int) or dim is None:
+        raise UnboundCallError
+    return (x,), (repeats, dim)
+
+
+def _bind_pad(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    """torch lists (before, after) from the last dimension backwards; here each dimension has its pair."""
+    x, pad, mode, value = signature("input", "pad", mode="constant", value=None)(func, args, kwargs)
+    ndim, pad = len(global_shape(x)), tuple(pad)
+    if len(pad) % 2 or len(pad) > 2 * ndim:
+        raise UnboundCallError  # torch words the error
+    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
+    return (x,), ((*((0, 0),) * (ndim - len(pairs)), *reversed(pairs)), mode, value, len(pad))
+
+
+def _call_pad(func: Any, operands: tuple, statics: tuple) -> Any:
+    pairs, mode, value, count = statics
+    flat = [n for pair in reversed(pairs) for n in pair]
+    return F.pad(operands[0], flat[:count], mode, value)
+
+
 # ---------------------------------------------------------------------------------------------------- cat and split
 
 
@@ -239,6 +269,8 @@ def _joins_and_splits() -> Table:
     rows.update(dict.fromkeys([torch.chunk, T.chunk], chunk))
     split = NativeOp("split", _bind_split, lambda func, operands, statics: torch.split(operands[0], *statics))
     rows.update(dict.fromkeys(find(["split", "split_with_sizes"], torch, T), split))
+    unbind = NativeOp("unbind", _bind_unbind, lambda func, operands, statics: operands[0].unbind(statics[0]))
+    rows.update(dict.fromkeys([torch.unbind, T.unbind], unbind))
     narrow = NativeOp("narrow", _bind_narrow, lambda func, operands, statics: operands[0].narrow(*statics))
     rows.update(dict.fromkeys([torch.narrow, T.narrow], narrow))
     return rows
@@ -265,6 +297,11 @@ def _bind_split(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     renamed = {"split_size": "size", "split_sizes": "size", "split_size_or_sections": "size", "tensor": "input"}
     x, size, dim = _split_arguments(func, args, {renamed.get(k, k): v for k, v in kwargs.items()})
     return (x,), (size if isinstance(size, int) else tuple(size), dim)
+
+
+def _bind_unbind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    x, dim = signature("input", dim=0)(func, args, kwargs)
+    return (x,), (dim,)
 
 
 def _bind_narrow(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
@@ -342,7 +379,3 @@ def _bind_one_hot(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     if classes == -1:
         raise UnboundCallError  # the number of classes depends on the data
     return (x,), (classes,)
-
-
-def _reject(func: Any, kwargs: dict) -> None:
-    reject_out(func, kwargs)

@@ -1,0 +1,70 @@
+"""Python operators of the DTensor class.
+
+They are defined on the class instead of being left to `torch.Tensor`, because torch turns every TypeError of an operator
+into "unsupported operand type(s)", and the error about mixing plain and distributed tensors says more than that. Skipping
+torch's own entry also saves time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._C import _is_torch_function_enabled as is_dispatch_on
+
+__all__ = ["make_operators"]
+
+T = torch.Tensor
+
+_OPERATORS = """
+__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
+__floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __matmul__ __rmatmul__
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__
+__lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__
+""".split()
+
+#: The method that torch itself would hand to ``__torch_function__``: calling it is faster than calling the operator.
+_METHODS = {
+    "__add__": T.add,
+    "__radd__": T.add,
+    "__iadd__": T.add_,
+    "__sub__": T.sub,
+    "__isub__": T.sub_,
+    "__mul__": T.mul,
+    "__rmul__": T.mul,
+    "__imul__": T.mul_,
+    "__truediv__": T.div,
+    "__itruediv__": T.div_,
+    "__matmul__": T.matmul,
+    "__eq__": T.eq,
+    "__ne__": T.ne,
+    "__lt__": T.lt,
+    "__le__": T.le,
+    "__gt__": T.gt,
+    "__ge__": T.ge,
+}
+_OPERANDS = (T, int, float, complex)
+
+
+def make_operators(handlers: Mapping[Any, Callable[[Any, tuple, dict], Any]]) -> dict[str, Any]:
+    """The operator methods for the class namespace; ``handlers`` is where intercepted functions are looked up."""
+    namespace: dict[str, Any] = {"__hash__": T.__hash__}
+    for name in _OPERATORS:
+        native = getattr(T, name)
+        func = _METHODS.get(name, native)
+        namespace[name] = _make_operator(name, native, func, handlers[func])
+    return namespace
+
+
+def _make_operator(name: str, native: Any, func: Any, handler: Callable[[Any, tuple, dict], Any]) -> Any:
+    no_kwargs: dict[str, Any] = {}
+
+    def operator(self: Any, other: Any) -> Any:
+        if is_dispatch_on() and isinstance(other, _OPERANDS):
+            return handler(func, (self, other), no_kwargs)
+        return native(self, other)
+
+    operator.__name__ = name
+    operator.__qualname__ = f"DTensor.{name}"
+    return operator
