@@ -86,7 +86,7 @@ class GroupVerbs:
         if len(mine) == world.size and list(mine) == sorted(mine):
             return world.group
         if len(mine) == 1:
-            return f"hp_self_{mine[0]}"
+            return _self_group(world.rank)
         if mine not in world.subgroups:
             # Only members make a group here: with `new_group` on all ranks several groups deadlock.
             name = "hp_" + "_".join(map(str, mine))
@@ -94,11 +94,24 @@ class GroupVerbs:
             world.subgroups[mine] = name
         return world.subgroups[mine]
 
+    def native_group(self, group: str | None) -> str | None:
+        """Groups are named; a group of one rank is made when somebody asks for its name."""
+        world = self._need_world()
+        if world.group is not None and group == _self_group(world.rank) and group not in world.subgroups.values():
+            communication.create_group(group, [world.rank])
+            world.subgroups[world.rank,] = group
+        return group
+
     def _need_world(self) -> World:
         world = self.world()
         if world is None:
             raise RuntimeError("the process group is not initialised: make a device mesh, or call init_process_group")
         return world
+
+
+def _self_group(rank: int) -> str:
+    """Name of the group of one rank. It needs no communicator: core does not call collectives on it."""
+    return f"hp_{rank}"
 
 
 def _adopt() -> World:

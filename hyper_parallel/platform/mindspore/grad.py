@@ -1,0 +1,96 @@
+"""Gradients of functions with distributed parameters and inputs, as DTensors.
+
+MindSpore's own `mindspore.value_and_grad` works on such functions too and is what runs here; it gives the gradients as
+plain local tensors. These functions give them back as DTensors placed as the gradient contract says (as the parameter,
+with ``Replicate`` for ``Partial``), which clipping by global norm and checkpoints want.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor
+
+__all__ = ["grad", "value_and_grad", "wrap_gradients"]
+
+
+def value_and_grad(
+    fn: Callable,
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Sequence[Any] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple]:
+    """As `mindspore.value_and_grad`, with DTensor gradients for what is distributed.
+
+    Args:
+        fn: function or cell; its first output is differentiated. A DTensor as output counts as its global value.
+        grad_position: which inputs; None for none.
+        weights: parameters.
+        has_aux: whether ``fn`` has further outputs that are not differentiated.
+
+    Returns:
+        A function of the inputs of ``fn`` that gives (value, gradients), in MindSpore's nesting.
+
+    Example:
+        >>> step = value_and_grad(loss_of, None, network.trainable_params())  # doctest: +SKIP
+        >>> loss, gradients = step(batch)  # doctest: +SKIP
+        >>> optimizer(gradients)  # doctest: +SKIP
+    """
+    plain = ms.value_and_grad(fn, grad_position, weights, has_aux)
+
+    def call(*args: Any, **kwargs: Any) -> tuple:
+        value, gradients = plain(*args, **kwargs)
+        return value, wrap_gradients(gradients, _sources(args, grad_position, weights))
+
+    return call
+
+
+def grad(
+    fn: Callable,
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Sequence[Any] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """As `mindspore.grad`, with DTensor gradients for what is distributed. See `value_and_grad`."""
+    plain = ms.grad(fn, grad_position, weights, has_aux)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        sources = _sources(args, grad_position, weights)
+        if has_aux:
+            return wrap_gradients(result[0], sources), result[1]
+        return wrap_gradients(result, sources)
+
+    return call
+
+
+def wrap_gradients(gradients: Any, sources: Any) -> Any:
+    """Make DTensors of the gradients of distributed tensors.
+
+    Args:
+        gradients: what `mindspore.grad` or `mindspore.value_and_grad` gave: a tensor or nested tuples.
+        sources: what they are gradients of, in the same nesting.
+    """
+    if isinstance(gradients, (tuple, list)):
+        sources = sources if isinstance(sources, (tuple, list)) else (sources,)
+        return type(gradients)([wrap_gradients(g, s) for g, s in zip(gradients, sources, strict=True)])
+    layout = getattr(sources, "_layout", None)
+    if layout is None or not isinstance(gradients, Tensor) or getattr(gradients, "_layout", None) is not None:
+        return gradients
+    platform = layout.mesh.platform
+    return platform.wrap(platform.alias(gradients), layout.cotangent)
+
+
+def _sources(args: tuple, grad_position: Any, weights: Any) -> Any:
+    """The tensors that gradients were asked of, nested as MindSpore nests the gradients."""
+    inputs: Any = None
+    if isinstance(grad_position, int):
+        inputs = args[grad_position]
+    elif grad_position is not None:
+        inputs = tuple(args[i] for i in grad_position)
+    if weights is None:
+        return inputs
+    of_weights = tuple(weights) if isinstance(weights, (tuple, list)) else weights
+    return of_weights if inputs is None else (inputs, of_weights)
