@@ -172,6 +172,11 @@ class _Mesh:
         return tuple(self.ranks[tuple(index)].tolist())
 
 
+def mesh_of_rank(shape: tuple[int, ...], rank: int) -> Any:
+    """A mesh as one simulated rank sees it, for layouts."""
+    return _Mesh(shape, rank, _World(int(np.prod(shape))))
+
+
 # ---------------------------------------------------------------- ways to run
 @dataclass(frozen=True)
 class Choice:
@@ -369,7 +374,7 @@ def _on_all_ranks(on_rank: Callable[[int], None], world: _World, threads: bool) 
 def check(case: Case, sharding: OpSharding | None = None, meshes: Sequence[tuple[int, ...]] = MESHES) -> int:
     """Run ``case`` in all ways, fail where a result differs from the unsharded one, and return the number of ways."""
     sharding = case.sharding() if sharding is None else sharding
-    expected = _expected(case)
+    expected = expected_results(case)
     assert [np.shape(y) for y in expected] == [tuple(s) for s in sharding.result_shapes], "result_shapes are wrong"
     count = 0
     for way in ways(case, sharding, meshes):
@@ -379,7 +384,8 @@ def check(case: Case, sharding: OpSharding | None = None, meshes: Sequence[tuple
     return count
 
 
-def _expected(case: Case) -> list[np.ndarray]:
+def expected_results(case: Case) -> list[np.ndarray]:
+    """The results without sharding."""
     operands = tuple(np.array(x) if isinstance(x, np.ndarray) else x for x in case.operands)
     found = case.native(operands, case.statics)
     return found if isinstance(found, list) else [found]

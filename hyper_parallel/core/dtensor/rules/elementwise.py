@@ -66,8 +66,8 @@ def mul(shapes: tuple, statics: Any) -> OpSharding | None:
 
 @rule("mul_")
 def mul_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """`mul`, in place."""
-    return _in_place(shapes, mul(shapes, statics))
+    """`mul`, in place: partial exactly if operand 0 is, since the result has its placement."""
+    return _in_place(shapes, _elementwise(shapes, ((0,),)))
 
 
 @rule("div")

@@ -1,0 +1,59 @@
+"""The solver reads rules as the brute-force check does: what it chooses gives the right result."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.strategy import Strategy, solve
+from tests.unit.rules_cases import CASES
+from tests.unit.rules_harness import Case, expected_results, mesh_of_rank, run, same
+
+MESHES = ((2,), (3,), (2, 2))
+TRIES = 6
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A strategy as a way to run."""
+
+    mesh: tuple[int, ...]
+    strategy: Strategy
+
+    def placements(self, kind: str, i: int) -> tuple[Placement, ...]:
+        layout = getattr(self.strategy, kind)[i]
+        return (Replicate(),) * len(self.mesh) if layout is None else layout.placements
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_the_solver_chooses_is_right(case: Case) -> None:
+    sharding, expected = case.sharding(), expected_results(case)
+    pinned = 0 if case.op.endswith("_") else None
+    chance = random.Random(str(case))
+    found = 0
+    for mesh_shape in MESHES:
+        mesh = mesh_of_rank(mesh_shape, 0)
+        for _ in range(TRIES):
+            layouts = tuple(_any_layout(x, mesh, chance) if isinstance(x, np.ndarray) else None for x in case.operands)
+            strategy = solve(sharding, layouts, mesh, pinned)
+            if strategy is None:
+                assert pinned is not None
+                continue
+            found += 1
+            if pinned is not None:
+                assert strategy.operands[0] is layouts[0] is strategy.results[0]
+            for y, wanted in zip(run(case, sharding, Solved(mesh_shape, strategy)), expected, strict=True):
+                same(y, wanted, f"{case}: {layouts} -> {strategy}")
+    assert found
+
+
+def _any_layout(x: np.ndarray, mesh: object, chance: random.Random) -> Layout:
+    kinds: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim))]
+    if x.dtype.kind == "f":
+        kinds.append(Partial())
+    return get_layout(mesh, tuple(chance.choice(kinds) for _ in mesh.shape), x.shape)
