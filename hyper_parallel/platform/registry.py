@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, cast
 
 from hyper_parallel.platform.base import Platform
 
@@ -49,10 +49,11 @@ class _Backend:
     instance: Platform | None = None
 
     def load(self) -> type[Platform]:
-        if isinstance(self.target, str):
-            module, _, attribute = self.target.partition(":")
-            self.target = getattr(importlib.import_module(module), attribute)
-        return self.target
+        target = self.target
+        if isinstance(target, str):
+            module, _, attribute = target.partition(":")
+            self.target = target = cast("type[Platform]", getattr(importlib.import_module(module), attribute))
+        return target
 
     def unavailable_reason(self) -> str | None:
         if self.framework is not None and not _is_installed(self.framework):

@@ -18,8 +18,8 @@ from hyper_parallel.platform.torch.op_table import OP_TABLE
 
 __all__ = ["TorchPlatform"]
 
-_local_shape = torch.Tensor.shape.__get__
-_FACTORIES = {"zeros": torch.zeros, "ones": torch.ones, "empty": torch.empty, "rand": torch.rand, "randn": torch.randn}
+T: Any = torch.Tensor
+_local_shape = T.shape.__get__
 
 
 class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
@@ -124,7 +124,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.factory`."""
         if name == "full":
             return torch.full(tuple(shape), fill_value, dtype=dtype, device=self.device())
-        return _FACTORIES[name](tuple(shape), dtype=dtype, device=self.device())
+        if name not in ("zeros", "ones", "empty", "rand", "randn"):
+            raise ValueError(f"no factory {name!r}")
+        return getattr(torch, name)(tuple(shape), dtype=dtype, device=self.device())
 
     def manual_seed(self, seed: int) -> None:
         """See `Platform.manual_seed`."""

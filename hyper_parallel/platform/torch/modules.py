@@ -108,11 +108,11 @@ class ModuleVerbs(Platform):
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
 
-def wrap_parameter(parameter: torch.Tensor, layout: Any) -> None:
+def wrap_parameter(parameter: Any, layout: Any) -> None:
     """Retag a parameter, distributed or not; it stays an instance of `torch.nn.Parameter`."""
     if is_dtensor(parameter):
-        parameter._layout = layout  # type: ignore[attr-defined]
+        parameter._layout = layout
         parameter.__dict__.pop("_cached", None)
     else:
         wrap(parameter, layout)
-    parameter._is_param = True  # type: ignore[attr-defined]
+    parameter._is_param = True

@@ -1,8 +1,7 @@
 """Python operators of the DTensor class.
 
-They are defined on the class instead of being left to `torch.Tensor`, because torch turns every TypeError of an operator
-into "unsupported operand type(s)", and the error about mixing plain and distributed tensors says more than that. Skipping
-torch's own entry also saves time.
+They are defined on the class instead of being left to `torch.Tensor`: torch turns every TypeError inside an operator
+into "unsupported operand type(s)", whatever the error said, and its own entry into ``__torch_function__`` takes longer.
 """
 
 from __future__ import annotations
@@ -13,16 +12,20 @@ from typing import Any
 import torch
 from torch._C import _is_torch_function_enabled as is_dispatch_on
 
+from hyper_parallel.platform.torch.op_table.binding import words
+
 __all__ = ["make_operators"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
-_OPERATORS = """
+_OPERATORS = words(
+    """
 __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
 __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __matmul__ __rmatmul__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__
 __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__
-""".split()
+"""
+)
 
 #: The method that torch itself would hand to ``__torch_function__``: calling it is faster than calling the operator.
 _METHODS = {

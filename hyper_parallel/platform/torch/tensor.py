@@ -25,19 +25,20 @@ from hyper_parallel.platform.torch.operators import make_operators
 
 __all__ = ["HANDLERS", "Handler", "dispatch", "handles", "is_dtensor", "layout_of", "make_dtensor_class", "wrap"]
 
+T: Any = torch.Tensor
 Handler = Callable[[Any, tuple, dict], Any]
 
 #: torch function -> handler(func, args, kwargs). Looked up before the op table.
 HANDLERS: dict[Any, Handler] = {}
 
 _NO_KWARGS: dict[str, Any] = {}
-_local_shape = torch.Tensor.shape.__get__
+_local_shape = T.shape.__get__
 
 
 class _State:
     """What core handed over in `make_dtensor_class`: one DTensor class serves every torch device."""
 
-    tensor_class: type | None = None
+    tensor_class: Any = None
     dispatch: Callable[..., Any] | None = None
 
 
@@ -67,7 +68,7 @@ def layout_of(x: Any) -> Any:
     return x._layout if type(x) is _State.tensor_class else None
 
 
-def wrap(local: torch.Tensor, layout: Any) -> Any:
+def wrap(local: Any, layout: Any) -> Any:
     """Retag ``local``, which nobody else holds, as a DTensor.
 
     An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
@@ -75,12 +76,12 @@ def wrap(local: torch.Tensor, layout: Any) -> Any:
     """
     cls = _State.tensor_class
     if type(local) is cls:
-        if local._layout is layout:  # type: ignore[attr-defined]
+        if local._layout is layout:
             return local
         with no_dispatch():
             local = local.view_as(local)
-    local.__class__ = cls  # type: ignore[assignment]
-    local._layout = layout  # type: ignore[attr-defined]
+    local.__class__ = cls
+    local._layout = layout
     return local
 
 

@@ -16,7 +16,7 @@ from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
 
 __all__: list[str] = []
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 
 @handles(torch.max, T.max, torch.min, T.min)

@@ -12,7 +12,7 @@ from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
 __all__ = ["deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 #: Attributes that belong to one object only: made by torch, by `wrap` and by core.
 _OWN = ("_layout", "_cached", "_is_param", "_gathered", "_origin")

@@ -18,10 +18,10 @@ from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of,
 
 __all__: list[str] = []
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 #: Not element-wise: each tensor goes through its ordinary operation.
-_ONE_BY_ONE = {"_foreach_max": torch.amax, "_foreach_mm": torch.mm}
+_ONE_BY_ONE: dict[str, Any] = {"_foreach_max": torch.amax, "_foreach_mm": torch.mm}
 _OWN_HANDLER = ("_foreach_norm", "_foreach_powsum", "_foreach_copy_")
 _NAMES = [
     n

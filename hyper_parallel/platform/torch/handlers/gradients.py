@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of,
 
 __all__: list[str] = []
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 
 # ---------------------------------------------------------------------------------------------------- .grad and .data

@@ -8,23 +8,28 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of
 
 __all__: list[str] = []
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
-_PROPERTIES = """
+_PROPERTIES = words(
+    """
 _backward_hooks _base _grad_fn _post_accumulate_grad_hooks _version device dtype grad_dtype grad_fn is_cpu is_cuda
 is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
 is_vulkan is_xla is_xpu is_npu itemsize layout name names ndim output_nr requires_grad retains_grad
-""".split()
+"""
+)
 
-_METHODS = """
+_METHODS = words(
+    """
 __dir__ _is_all_true _is_view _is_zerotensor _typed_storage data_ptr dim element_size get_device is_complex is_conj
 is_contiguous is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_shared is_signed
 ndimension retain_grad storage storage_offset untyped_storage
-""".split()
+"""
+)
 
 _SETTERS = ["requires_grad", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "grad_dtype"]
 
@@ -96,8 +101,8 @@ def stride(func: Any, args: tuple, kwargs: dict) -> Any:
         if local[dim]:
             strides[dim] = step
             step *= max(shape[dim], 1)
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return tuple(strides) if dim is None else strides[dim]
+    asked = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tuple(strides) if asked is None else strides[asked]
 
 
 @handles(T.is_same_size, torch.is_same_size)

@@ -14,16 +14,19 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.core.dtensor.random import synchronize
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
+from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 
 __all__: list[str] = []
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
-_INITIALISERS = """
+_INITIALISERS = words(
+    """
 uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ eye_ dirac_ xavier_uniform_ xavier_normal_ kaiming_uniform_
 kaiming_normal_ orthogonal_ sparse_
-""".split()
+"""
+)
 
 
 @handles(*(getattr(nn.init, name, None) for name in _INITIALISERS))

@@ -32,7 +32,7 @@ def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """Compute on a gathered copy of the first operand and copy the result back into it."""
-    x = args[0] if args else None
+    x: Any = args[0] if args else None
     if not is_dtensor(x):
         raise TypeError(
             f"{func.__name__} would write a distributed result into a plain tensor: distribute the tensor first"
@@ -60,7 +60,13 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
     if is_in_torch_dispatch_mode() and torch._C._current_graph_task_id() != -1:
         with no_dispatch():
             return func(*args, **kwargs)
-    schemas = [getattr(func, o)._schema for o in func.overloads()] if isinstance(func, OpOverloadPacket) else [func._schema]
-    if any(s.is_mutable for s in schemas) or kwargs.get("out") is not None:
+    if kwargs.get("out") is not None or any(s.is_mutable for s in _schemas(func)):
         raise TypeError(f"{func} writes into its operands and cannot be called on distributed tensors: use the method")
     return dispatch(None, func, args, kwargs)
+
+
+def _schemas(func: Any) -> list[Any]:
+    """A packet takes the overload that fits: the first one says whether the operation is meant to write."""
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, func.overloads()[0])._schema]
+    return [func._schema]

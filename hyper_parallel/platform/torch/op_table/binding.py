@@ -19,13 +19,22 @@ __all__ = [
     "reject_out",
     "signature",
     "to_dims",
+    "words",
 ]
 
 Table = dict[Any, NativeOp]
 Bind = Callable[[Any, tuple, dict], tuple[tuple, Any]]
 
 #: Other spellings that torch accepts for an argument.
-_SYNONYMS = {"self": "input", "x": "input", "x1": "input", "axis": "dim", "x2": "other", "axes": "dims", "keepdims": "keepdim"}
+_SYNONYMS = {
+    "self": "input",
+    "x": "input",
+    "x1": "input",
+    "x2": "other",
+    "axis": "dim",
+    "axes": "dims",
+    "keepdims": "keepdim",
+}
 _REQUIRED: Any = object()
 
 
@@ -91,6 +100,11 @@ def signature(*required: str, **defaults: Any) -> Callable[[Any, tuple, dict], l
         return values
 
     return unpack
+
+
+def words(text: str) -> list[str]:
+    """The words of a text: long lists of names read better without quotes."""
+    return text.split()
 
 
 def find(names: Iterable[str], *owners: Any) -> list[Any]:

@@ -16,38 +16,47 @@ from hyper_parallel.platform.torch.op_table.binding import (
     find,
     reject_out,
     signature,
+    words,
 )
 
 __all__ = ["table"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
-_UNARY = """
+_UNARY = words(
+    """
 abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil celu
 cos cosh digamma elu erf erfc erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln gelu hardshrink hardsigmoid
 hardswish hardtanh i0 i0e i1 i1e isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
 log_ndtr log_sigmoid logical_not logit logsigmoid mish mvlgamma nan_to_num ndtr ndtri polygamma psi reciprocal relu
 relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
 tanhshrink threshold trunc bool int long short char byte __abs__ __invert__
-""".split()
+"""
+)
 
-_BINARY = """
+_BINARY = words(
+    """
 arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq float_power
 floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot isclose lcm ldexp le less less_equal
 logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal polar pow prelu
 remainder xlog1py xlogy __and__ __eq__ __floordiv__ __ge__ __gt__ __le__ __lshift__ __lt__ __mod__ __ne__ __or__
 __pow__ __rand__ __rfloordiv__ __rlshift__ __rmod__ __ror__ __rpow__ __rrshift__ __rshift__ __rxor__ __xor__
-""".split()
+"""
+)
 
 #: Linear in their only operand, whatever the remaining arguments say.
-_LINEAR = """
+_LINEAR = words(
+    """
 clone contiguous conj conj_physical deg2rad detach detach_copy neg negative positive rad2deg resolve_conj resolve_neg
 pin_memory cpu cuda npu __neg__ __pos__
-""".split()
+"""
+)
 
-_IN_PLACE_BINARY = """
-__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__ __irshift__ __ixor__ masked_fill_
-""".split()
+_IN_PLACE_BINARY = words(
+    """
+__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__ __irshift__ __ixor__
+"""
+)
 
 
 def _second_name(name: str) -> str:
@@ -79,7 +88,8 @@ def table() -> Table:
 def _arithmetic() -> Table:
     rows: Table = {}
     add, mul = elementwise("add", "input", "other"), elementwise("mul", "input", "other")
-    rows.update(dict.fromkeys(find(["add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__"]), add))
+    names = ["add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__"]
+    rows.update(dict.fromkeys(find(names), add))
     rows.update(dict.fromkeys(find(["mul", "multiply", "__mul__", "__rmul__"]), mul))
     names = ["div", "divide", "true_divide", "__truediv__", "__div__"]
     rows.update(dict.fromkeys(find(names), NativeOp("div", _bind_div, _call_div)))
@@ -106,16 +116,19 @@ def _call_div(func: Any, operands: tuple, statics: tuple) -> Any:
     return a.div(b) if statics[0] is None else a.div(b, rounding_mode=statics[0])
 
 
+_SEVERAL_OPERANDS: tuple[tuple[list[str], tuple[str, ...]], ...] = (
+    (["clamp", "clip"], ("input", "min", "max")),
+    (["clamp_min"], ("input", "min")),
+    (["clamp_max"], ("input", "max")),
+    (["lerp"], ("input", "end", "weight")),
+    (["addcmul", "addcdiv"], ("input", "tensor1", "tensor2")),
+    (["masked_fill"], ("input", "mask", "value")),
+)
+
+
 def _three_operands() -> Table:
     rows: Table = {}
-    for names, operands in (
-        (["clamp", "clip"], ("input", "min", "max")),
-        (["clamp_min"], ("input", "min")),
-        (["clamp_max"], ("input", "max")),
-        (["lerp"], ("input", "end", "weight")),
-        (["addcmul", "addcdiv"], ("input", "tensor1", "tensor2")),
-        (["masked_fill"], ("input", "mask", "value")),
-    ):
+    for names, operands in _SEVERAL_OPERANDS:
         rows.update(dict.fromkeys(find(names, torch, T), elementwise("pointwise", *operands)))
         rows.update(dict.fromkeys(find([f"{n}_" for n in names], torch, T), elementwise("pointwise_", *operands)))
     where = elementwise("pointwise", "condition", "input", "other")
@@ -190,9 +203,7 @@ def _activations() -> Table:
 def _bind_activation(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     x, inplace = signature("input", inplace=False)(func, args, kwargs)
     if inplace:
-        raise TypeError(
-            f"{func.__name__}(inplace=True) is not supported on distributed tensors: use inplace=False or {func.__name__}_"
-        )
+        raise TypeError(f"{func.__name__}(inplace=True) is not supported on distributed tensors: use inplace=False")
     return (x,), None
 
 
@@ -206,21 +217,21 @@ def _in_place() -> Table:
     rows.update(dict.fromkeys(_in_place_forms(_UNARY), unary))
     rows.update(dict.fromkeys([*_in_place_forms(_BINARY), *find(_IN_PLACE_BINARY, T)], binary))
     rows[T.pow_] = elementwise("pointwise_", "input", "exponent")
-    rows[T.masked_fill_] = elementwise("pointwise_", "input", "mask", "value")
-    rows[T.lerp_] = elementwise("pointwise_", "input", "end", "weight")
     rows[T.fill_] = elementwise("pointwise_", "input", "value")
     names = ["add_", "sub_", "subtract_", "__iadd__", "__isub__"]
     rows.update(dict.fromkeys(find(names, T), elementwise("add_", "input", "other")))
     rows.update(dict.fromkeys(find(["mul_", "multiply_", "__imul__"], T), elementwise("mul_", "input", "other")))
     names = ["div_", "divide_", "true_divide_", "__idiv__", "__itruediv__"]
     rows.update(dict.fromkeys(find(names, T), NativeOp("div_", _bind_div, _call_div_in_place)))
-    rows.update(dict.fromkeys(find(["neg_", "negative_", "zero_", "conj_physical_"], torch, T), elementwise("linear_", "input")))
+    names = ["neg_", "negative_", "zero_", "conj_physical_"]
+    rows.update(dict.fromkeys(find(names, torch, T), elementwise("linear_", "input")))
     rows[T.copy_] = NativeOp("linear_", _bind_copy, call_elementwise)
     return rows
 
 
 def _call_div_in_place(func: Any, operands: tuple, statics: tuple) -> Any:
-    return operands[0].div_(operands[1]) if statics[0] is None else operands[0].div_(operands[1], rounding_mode=statics[0])
+    x, other = operands
+    return x.div_(other) if statics[0] is None else x.div_(other, rounding_mode=statics[0])
 
 
 def _bind_copy(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:

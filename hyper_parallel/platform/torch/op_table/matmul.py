@@ -12,7 +12,7 @@ from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallErr
 
 __all__ = ["table"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 _linear = torch._C._nn.linear
 _no_statics: tuple = ()
 _plain_product = (False, False)
@@ -24,7 +24,8 @@ def table() -> Table:
     matmul = NativeOp("matmul", _bind_matmul, _call_matmul)
     rows.update(dict.fromkeys(find(["matmul", "mm", "bmm", "mv", "dot", "__matmul__"], torch, T), matmul))
     rows[torch.linalg.matmul] = matmul
-    rows[T.__rmatmul__] = NativeOp("matmul", lambda func, args, kwargs: ((args[1], args[0]), _plain_product), _call_matmul)
+    reflected = NativeOp("matmul", lambda func, args, kwargs: ((args[1], args[0]), _plain_product), _call_matmul)
+    rows[T.__rmatmul__] = reflected
     rows.update(dict.fromkeys([torch.addmm, T.addmm], NativeOp("addmm", _bind_addmm, _call_addmm)))
     return rows
 

@@ -12,7 +12,7 @@ from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallErr
 
 __all__ = ["table"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 
 def table() -> Table:
@@ -42,7 +42,7 @@ _raw_embedding_arguments = signature("weight", "indices", padding_idx=-1, scale_
 def _bind_embedding(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     ids, weight, padding_idx, max_norm, _, by_freq, sparse = _embedding_arguments(func, args, kwargs)
     if max_norm is not None:
-        raise TypeError("embedding(max_norm=...) rewrites the weight in place and cannot be used with a distributed one")
+        raise TypeError("embedding(max_norm=...) rewrites the weight in place: not with distributed tensors")
     _reject_counting(by_freq, sparse)
     return (ids, weight), (padding_idx,)
 

@@ -1,4 +1,4 @@
-"""Reductions, and operations along dimensions that must be whole: softmax, cumulative sums, sorting."""
+"""Reductions: sums, extrema, norms, and those that do not combine from parts."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
     Table,
     UnboundCallError,
     find,
-    global_shape,
     signature,
     to_dims,
+    words,
 )
 
 __all__ = ["WHOLE_EXTREMUM", "table"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 #: Rows of ``max(x)`` and ``min(x)``; the same functions with a dimension have two results and another row.
 WHOLE_EXTREMUM: Table = {}
 
 
 def table() -> Table:
-    """Rows of reductions and of operations along whole dimensions."""
-    return {**_reductions(), **_norms(), **_along_dims(), **_replicated()}
+    """Rows of reductions."""
+    return {**_reductions(), **_norms()}
 
 
 # ---------------------------------------------------------------------------------------------------- reductions
@@ -37,15 +36,16 @@ def table() -> Table:
 def _reductions() -> Table:
     rows: Table = {}
     for name in ("sum", "mean"):
-        rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_sum, _call_with_dtype(getattr(torch, name)))))
-    for name in ("amax", "amin"):
-        kernel = getattr(torch, name)
-        rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_extremum, _call_extremum(kernel))))
-        by_name = {key: NativeOp(name, _bind_whole_extremum, _call_extremum(kernel)) for key in find([name[1:]], torch, T)}
-        WHOLE_EXTREMUM.update(by_name)
-    for name in ("argmax", "argmin", "prod", "all", "any", "logsumexp", "std", "var", "count_nonzero", "nansum", "nanmean"):
-        row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
+        row = NativeOp(name, _bind_sum, _call_with_dtype(getattr(torch, name)))
         rows.update(dict.fromkeys(find([name], torch, T), row))
+    for name in ("amax", "amin"):
+        call = _call_extremum(getattr(torch, name))
+        rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_extremum, call)))
+        row = NativeOp(name, _bind_whole_extremum, call)
+        WHOLE_EXTREMUM.update(dict.fromkeys(find([name[1:]], torch, T), row))
+    names = words("argmax argmin prod all any logsumexp std var count_nonzero nansum nanmean")
+    row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
+    rows.update(dict.fromkeys(find(names, torch, T), row))
     row = NativeOp("reduce_pair", _bind_extremum_pair, _call_pair)
     for name in ("max", "min"):
         rows.update(dict.fromkeys(find([name], torch, T), row))
@@ -113,7 +113,7 @@ def _bind_reduce_whole(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any
     kwargs = dict(kwargs)
     extra = tuple(sorted((k, kwargs.pop(k)) for k in ("dtype", "correction", "unbiased") if k in kwargs))
     name = func.__name__
-    if name in ("std", "var", "std_mean", "var_mean") and (len(args) > 2 or (len(args) == 2 and isinstance(args[1], bool))):
+    if name in ("std", "var", "std_mean", "var_mean") and (len(args) > 2 or isinstance(args[-1], bool)):
         raise UnboundCallError  # the older overloads with a positional ``unbiased``
     x, dim, keepdim = _extremum_arguments(func, args, kwargs)
     return (x,), (to_dims(dim), bool(keepdim), extra)
@@ -168,137 +168,3 @@ def _bind_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 def _call_vector_norm(func: Any, operands: tuple, statics: tuple) -> Any:
     p, dims, keepdim, dtype = statics
     return torch.linalg.vector_norm(operands[0], p, dims, keepdim, dtype=dtype)
-
-
-# ---------------------------------------------------------------------------------------------------- along dims
-
-
-def _along_dims() -> Table:
-    rows: Table = {}
-    for name in ("softmax", "log_softmax"):
-        row = NativeOp("along_dims", _bind_softmax, _call_softmax(getattr(torch, name)))
-        rows.update(dict.fromkeys(find([name], torch, T, F, torch.special), row))
-    for name, results in (("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 2), ("cummin", 2)):
-        row = NativeOp("along_dims", _bind_cumulative(results), _call_cumulative(getattr(torch, name)))
-        rows.update(dict.fromkeys(find([name], torch, T), row))
-    rows.update(dict.fromkeys([torch.sort, T.sort], NativeOp("along_dims", _bind_sort(2), _call_sort)))
-    rows.update(dict.fromkeys([torch.argsort, T.argsort], NativeOp("along_dims", _bind_sort(1), _call_argsort)))
-    rows.update(dict.fromkeys([torch.flip, T.flip], NativeOp("along_dims", _bind_flip, _call_flip)))
-    rows.update(dict.fromkeys([torch.roll, T.roll], NativeOp("along_dims", _bind_roll, _call_roll)))
-    for name in ("tril", "triu"):
-        row = NativeOp("along_dims", _bind_triangle, _call_triangle(getattr(torch, name)))
-        rows.update(dict.fromkeys(find([name], torch, T), row))
-    rows.update(dict.fromkeys([torch.topk, T.topk], NativeOp("topk", _bind_topk, _call_topk)))
-    return rows
-
-
-_softmax_arguments = signature("input", "dim", dtype=None)
-
-
-def _bind_softmax(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    if "_stacklevel" in kwargs:
-        kwargs = {k: v for k, v in kwargs.items() if k != "_stacklevel"}
-    x, dim, dtype = _softmax_arguments(func, args, kwargs)
-    if not isinstance(dim, int):
-        raise UnboundCallError
-    return (x,), ((dim,), 1, dtype)
-
-
-def _call_softmax(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda func, operands, statics: kernel(operands[0], statics[0][0], dtype=statics[2])
-
-
-def _bind_cumulative(results: int) -> Callable[..., Any]:
-    unpack = signature("input", "dim", dtype=None)
-
-    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        x, dim, dtype = unpack(func, args, kwargs)
-        return (x,), ((dim,), results, dtype)
-
-    return bind
-
-
-def _call_cumulative(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(func: Any, operands: tuple, statics: tuple) -> Any:
-        dtype = {} if statics[2] is None else {"dtype": statics[2]}
-        return kernel(operands[0], statics[0][0], **dtype)
-
-    return call
-
-
-def _bind_sort(results: int) -> Callable[..., Any]:
-    unpack = signature("input", dim=-1, descending=False, stable=False)
-
-    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        x, dim, descending, stable = unpack(func, args, kwargs)
-        if isinstance(dim, bool):
-            raise UnboundCallError  # the overload that takes ``stable`` first
-        return (x,), ((dim,), results, bool(descending), bool(stable))
-
-    return bind
-
-
-def _call_sort(func: Any, operands: tuple, statics: tuple) -> Any:
-    return torch.sort(operands[0], dim=statics[0][0], descending=statics[2], stable=statics[3])
-
-
-def _call_argsort(func: Any, operands: tuple, statics: tuple) -> Any:
-    return _call_sort(func, operands, statics)[1]
-
-
-def _bind_flip(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    dims = args[1:] if len(args) > 1 else (kwargs["dims"],)
-    if len(dims) == 1 and not isinstance(dims[0], int):
-        (dims,) = dims
-    return (args[0] if args else kwargs["input"],), (tuple(dims), 1)
-
-
-def _call_flip(func: Any, operands: tuple, statics: tuple) -> Any:
-    return operands[0].flip(statics[0])
-
-
-def _bind_roll(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, shifts, dims = signature("input", "shifts", dims=None)(func, args, kwargs)
-    dims = to_dims(dims)
-    if dims is None:
-        return (x,), (tuple(range(len(global_shape(x)))), 1, shifts, False)
-    return (x,), (dims, 1, shifts if isinstance(shifts, int) else tuple(shifts), True)
-
-
-def _call_roll(func: Any, operands: tuple, statics: tuple) -> Any:
-    return torch.roll(operands[0], statics[2], statics[0]) if statics[3] else torch.roll(operands[0], statics[2])
-
-
-def _bind_triangle(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, diagonal = signature("input", diagonal=0)(func, args, kwargs)
-    return (x,), ((-2, -1), 1, diagonal)
-
-
-def _call_triangle(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda func, operands, statics: kernel(operands[0], statics[2])
-
-
-def _bind_topk(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, k, dim, largest, sorted_ = signature("input", "k", dim=-1, largest=True, sorted=True)(func, args, kwargs)
-    return (x,), (k, dim, bool(largest), bool(sorted_))
-
-
-def _call_topk(func: Any, operands: tuple, statics: tuple) -> Any:
-    return torch.topk(operands[0], *statics)
-
-
-# ---------------------------------------------------------------------------------------------------- to Python
-
-
-def _replicated() -> Table:
-    """What leaves the world of tensors, or whose result has a size that depends on the data."""
-    names = """
-    item tolist numpy equal allclose is_nonzero nonzero argwhere unique unique_consecutive masked_select bincount
-    __bool__ __int__ __float__ __complex__ __index__ __array__
-    """.split()
-    row = NativeOp("replicate", lambda func, args, kwargs: (args, (tuple(kwargs.items()),)), _call_replicated)
-    return dict.fromkeys(find(names, torch, T), row)
-
-
-def _call_replicated(func: Any, operands: tuple, statics: tuple) -> Any:
-    return func(*operands, **dict(statics[0]))

@@ -1,34 +1,31 @@
-"""Views and other changes of shape, concatenation, indexing."""
+"""Views and other changes of shape, concatenation and splitting."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hyper_parallel.platform.base import NativeOp
-from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.torch.op_table.binding import (
     Table,
     UnboundCallError,
     find,
     global_shape,
-    reject_out,
     signature,
     to_dims,
 )
 
 __all__ = ["table"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 
 def table() -> Table:
-    """Rows of all operations on shapes and indices."""
-    return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits(), **_indexing()}
+    """Rows of all operations on shapes."""
+    return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits()}
 
 
 def _int_list(args: tuple, kwargs: dict, *names: str) -> tuple[int, ...]:
@@ -129,11 +126,12 @@ def _permutations() -> Table:
     rows.update(dict.fromkeys(find(["permute"], torch, T), NativeOp("permute", _bind_permute, _call_permute)))
     names = ["transpose", "swapaxes", "swapdims"]
     rows.update(dict.fromkeys(find(names, torch, T), NativeOp("permute", _bind_transpose, _call_permute)))
-    rows.update(dict.fromkeys(find(["movedim", "moveaxis"], torch, T), NativeOp("permute", _bind_movedim, _call_permute)))
+    movedim = NativeOp("permute", _bind_movedim, _call_permute)
+    rows.update(dict.fromkeys(find(["movedim", "moveaxis"], torch, T), movedim))
     two = NativeOp("permute", _bind_last_two, _call_permute)
     rows.update(dict.fromkeys([T.mT.__get__, T.t, torch.t], two))
     rows[T.T.__get__] = NativeOp("permute", _bind_reverse, _call_permute)
-    adjoint = NativeOp("permute", _bind_last_two, lambda func, operands, statics: operands[0].permute(statics[0]).conj())
+    adjoint = NativeOp("permute", _bind_last_two, lambda func, ops, statics: ops[0].permute(statics[0]).conj())
     rows.update(dict.fromkeys([T.mH.__get__, T.H.__get__, torch.adjoint, T.adjoint], adjoint))
     return rows
 
@@ -181,8 +179,8 @@ def _bind_movedim(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     sources = [d % ndim for d in to_dims(source) or ()]
     destinations = [d % ndim for d in to_dims(destination) or ()]
     order = [d for d in range(ndim) if d not in sources]
-    for to, source in sorted(zip(destinations, sources, strict=True)):
-        order.insert(to, source)
+    for to, moved in sorted(zip(destinations, sources, strict=True)):
+        order.insert(to, moved)
     return (x,), (tuple(order),)
 
 
@@ -243,7 +241,7 @@ def _bind_interleave(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 
 def _bind_pad(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    """torch lists (before, after) from the last dimension backwards; here each dimension has its pair."""
+    """Torch lists (before, after) from the last dimension backwards; here each dimension has its pair."""
     x, pad, mode, value = signature("input", "pad", mode="constant", value=None)(func, args, kwargs)
     ndim, pad = len(global_shape(x)), tuple(pad)
     if len(pad) % 2 or len(pad) > 2 * ndim:
@@ -309,73 +307,3 @@ def _bind_narrow(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     if isinstance(start, T):
         raise UnboundCallError
     return (x,), (dim, start, length)
-
-
-# ---------------------------------------------------------------------------------------------------- indices
-
-
-def _indexing() -> Table:
-    rows: Table = {}
-    rows[T.__getitem__] = NativeOp("getitem", _bind_getitem, _call_getitem)
-    rows[T.__setitem__] = NativeOp("setitem_", _bind_setitem, _call_setitem)
-    rows.update(dict.fromkeys([torch.select, T.select], NativeOp("getitem", _bind_select, _call_getitem)))
-    gather = NativeOp("gather", _bind_gather, lambda func, operands, statics: operands[0].gather(statics[0], operands[1]))
-    rows.update(dict.fromkeys([torch.gather, T.gather], gather))
-    select = NativeOp(
-        "index_select", _bind_gather, lambda func, operands, statics: operands[0].index_select(statics[0], operands[1])
-    )
-    rows.update(dict.fromkeys([torch.index_select, T.index_select], select))
-    rows[F.one_hot] = NativeOp("one_hot", _bind_one_hot, lambda func, operands, statics: F.one_hot(operands[0], *statics))
-    return rows
-
-
-def _encode(index: Any) -> tuple[tuple, tuple]:
-    items = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(i, (list, Sequence)) and not isinstance(i, (tuple, str)) or hasattr(i, "__array__") for i in items if not isinstance(i, T)):
-        items = tuple(i if isinstance(i, T) or i is None or isinstance(i, (int, slice)) or i is Ellipsis else torch.as_tensor(i) for i in items)
-    return encode_index(items, lambda x: isinstance(x, T), _is_bool)
-
-
-def _is_bool(x: Any) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.dtype is torch.bool
-
-
-def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    tensors, encoded = _encode(args[1])
-    return (args[0], *tensors), (encoded,)
-
-
-def _call_getitem(func: Any, operands: tuple, statics: tuple) -> Any:
-    return operands[0][decode_index(statics[0], operands[1:])]
-
-
-def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    tensors, encoded = _encode(args[1])
-    return (args[0], args[2], *tensors), (encoded,)
-
-
-def _call_setitem(func: Any, operands: tuple, statics: tuple) -> Any:
-    operands[0][decode_index(statics[0], operands[2:])] = operands[1]
-    return operands[0]
-
-
-def _bind_select(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, dim, index = signature("input", "dim", "index")(func, args, kwargs)
-    if isinstance(index, T):
-        raise UnboundCallError
-    dim %= len(global_shape(x))
-    return (x,), ((*(("slice", None, None, None),) * dim, index),)
-
-
-def _bind_gather(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, dim, index, _sparse = signature("input", "dim", "index", sparse_grad=False)(func, args, kwargs)
-    return (x, index), (dim,)
-
-
-def _bind_one_hot(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    kwargs = {{"tensor": "input"}.get(k, k): v for k, v in kwargs.items()}
-    x, classes = signature("input", num_classes=-1)(func, args, kwargs)
-    if classes == -1:
-        raise UnboundCallError  # the number of classes depends on the data
-    return (x,), (classes,)
