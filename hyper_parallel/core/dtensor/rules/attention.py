@@ -35,4 +35,7 @@ def attention(shapes: tuple, statics: tuple) -> OpSharding | None:
         operands=operands[: len(shapes)],
         results=((*labels, None, None),),
         result_shapes=((*shape, q[-2], v[-1]),),
+        # For an empty batch torch takes another kernel, with another backward graph: the collectives of the gradients
+        # would come in another order than on the other ranks.
+        nonempty=labels,
     )
