@@ -10,10 +10,13 @@ TOLERANCE = 2e-5
 
 
 def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless the arrays agree: norm of the difference against the norm of what is wanted."""
+    """Raise AssertionError unless the arrays agree: norm of the difference against the norm of what is wanted.
+
+    Values are of order one throughout the suite: where a part of a result is zero, rounding is measured against 0.01.
+    """
     got, wanted = np.asarray(got), np.asarray(wanted)
     assert got.shape == wanted.shape, f"{what}: shape {got.shape}, wanted {wanted.shape}"
-    scale = max(float(np.linalg.norm(wanted.astype(np.float64))), 1e-3)
+    scale = max(float(np.linalg.norm(wanted.astype(np.float64))), 0.01 * wanted.size**0.5)
     error = float(np.linalg.norm(got.astype(np.float64) - wanted.astype(np.float64))) / scale
     assert error <= tolerance, f"{what}: relative error {error:.2e}\ngot\n{got}\nwanted\n{wanted}"
 

@@ -1,0 +1,280 @@
+"""MindSpore for the conformance suite; see `tests.conformance.lab`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+
+from hyper_parallel import DTensor
+from hyper_parallel.platform.mindspore.grad import wrap_gradients
+
+Module = nn.Cell
+
+
+def tensor(array: np.ndarray) -> Tensor:
+    return Tensor(np.array(array))
+
+
+def numpy(x: Any) -> np.ndarray:
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    return x.asnumpy()
+
+
+def value_and_grads(
+    function: Callable[..., Any], arrays: Sequence[np.ndarray]
+) -> tuple[Any, list[np.ndarray | None]]:
+    """``function`` of plain tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating point
+    argument (None for the others)."""
+    inputs = [tensor(a) for a in arrays]
+    floating = tuple(i for i, a in enumerate(arrays) if np.issubdtype(a.dtype, np.floating))
+    values: list[Any] = []
+
+    def loss(*xs: Any) -> Any:
+        result, value = function(*xs)
+        values.append(value)
+        return result
+
+    if not floating:
+        loss(*inputs)
+        return values[-1], [None] * len(inputs)
+    _, grads = ms.value_and_grad(loss, floating)(*inputs)
+    grads = grads if isinstance(grads, tuple) else (grads,)
+    by_index = {i: g.asnumpy() for i, g in zip(floating, grads, strict=True)}
+    return values[-1], [by_index.get(i) for i in range(len(inputs))]
+
+
+def module_gradients(
+    module: nn.Cell, loss_of: Callable[[], Any]
+) -> tuple[float, dict[str, np.ndarray | None]]:
+    """Loss and the whole gradient of every parameter by name, None where there is none."""
+    named = dict(module.parameters_and_names())
+    trainable = {name: p for name, p in named.items() if p.requires_grad}
+    value, grads = ms.value_and_grad(loss_of, None, list(trainable.values()))()
+    wrapped = wrap_gradients(tuple(grads), tuple(trainable.values()))
+    gradients = {name: numpy(g) for name, g in zip(trainable, wrapped, strict=True)}
+    return float(numpy(value)), {name: gradients.get(name) for name in named}
+
+
+def load(module: nn.Cell, rng: np.random.Generator) -> nn.Cell:
+    """Give every parameter numbers from ``rng``, in the order of names."""
+    for _, p in sorted(dict(module.parameters_and_names()).items()):
+        p.set_data(Tensor(rng.standard_normal(p.shape).astype(np.float32) * np.float32(0.3)))
+    return module
+
+
+def freeze(module: nn.Cell, name: str) -> None:
+    dict(module.parameters_and_names())[name].requires_grad = False
+
+
+def call(module: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+# ------------------------------------------------------------------ modules
+def linear_module(n_in: int, n_out: int, bias: bool = True) -> nn.Cell:
+    return mint.nn.Linear(n_in, n_out, bias=bias)
+
+
+def embedding_module(count: int, features: int) -> nn.Cell:
+    return nn.Embedding(count, features)
+
+
+def norm_module(features: int) -> nn.Cell:
+    return nn.LayerNorm((features,))
+
+
+class Mlp(nn.Cell):
+    def __init__(self, features: int, hidden: int, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Dense(features, hidden, has_bias=bias)
+        self.down = nn.Dense(hidden, features, has_bias=bias)
+
+    def construct(self, x: Any) -> Any:
+        return self.down(ops.relu(self.up(x)))
+
+
+class Attention(nn.Cell):
+    def __init__(self, features: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = mint.nn.Linear(features, features, bias=False)
+        self.wk = mint.nn.Linear(features, features, bias=False)
+        self.wv = mint.nn.Linear(features, features, bias=False)
+        self.wo = mint.nn.Linear(features, features, bias=False)
+
+    def construct(self, x: Any) -> Any:
+        batch, length = x.shape[0], x.shape[1]
+        q, k, v = (
+            w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        scores = softmax(mint.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5, -1)
+        return self.wo(mint.matmul(scores, v).transpose(1, 2).reshape(batch, length, -1))
+
+
+class Gated(nn.Cell):
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = mint.nn.Linear(features, hidden, bias=False)
+        self.w3 = mint.nn.Linear(features, hidden, bias=False)
+        self.w2 = mint.nn.Linear(hidden, features, bias=False)
+
+    def construct(self, x: Any) -> Any:
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Cell):
+    """Norm, attention, norm, gated feed-forward, as in Llama."""
+
+    def __init__(self, features: int, hidden: int, head_dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm((features,)), nn.LayerNorm((features,))
+        self.attention = Attention(features, head_dim)
+        self.feed_forward = Gated(features, hidden)
+
+    def construct(self, x: Any) -> Any:
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Probe(nn.Cell):
+    """Records what it is called with; returns its positional inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: tuple = ()
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = (args, kwargs)
+        return args if len(args) > 1 else args[0]
+
+
+# ------------------------------------------------------------------ operations
+def weighted_sum(y: Any, weights: Any) -> Any:
+    return (y * weights).sum()
+
+
+linear = mint.nn.functional.linear
+matmul = mint.matmul
+relu = ops.relu
+silu = mint.nn.functional.silu
+sigmoid = ops.sigmoid
+tanh = ops.tanh
+exp = ops.exp
+where = mint.where
+
+
+def gelu(x: Any) -> Any:
+    return ops.gelu(x, approximate="none")
+
+
+def embedding(ids: Any, weight: Any) -> Any:
+    return ops.gather(weight, ids, 0)
+
+
+def square(x: Any) -> Any:
+    return x**2
+
+
+def softmax(x: Any, dim: int) -> Any:
+    return mint.nn.functional.softmax(x, dim=dim)
+
+
+def log_softmax(x: Any, dim: int) -> Any:
+    return ops.log_softmax(x, dim)
+
+
+def sum(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return x.sum() if dim is None else mint.sum(x, dim, keepdim)
+
+
+def mean(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return x.mean() if dim is None else mint.mean(x, dim, keepdim)
+
+
+def amax(x: Any, dim: int) -> Any:
+    return ops.amax(x, dim)
+
+
+def reshape(x: Any, shape: tuple[int, ...]) -> Any:
+    return x.reshape(shape)
+
+
+def transpose(x: Any, a: int, b: int) -> Any:
+    return x.transpose(a, b)
+
+
+def permute(x: Any, dims: tuple[int, ...]) -> Any:
+    return x.permute(dims)
+
+
+def unsqueeze(x: Any, dim: int) -> Any:
+    return x.unsqueeze(dim)
+
+
+def expand(x: Any, shape: tuple[int, ...]) -> Any:
+    return x.expand(shape)
+
+
+def cat(xs: Sequence[Any], dim: int) -> Any:
+    return mint.cat(list(xs), dim)
+
+
+def stack(xs: Sequence[Any], dim: int) -> Any:
+    return ops.stack(list(xs), dim)
+
+
+def split(x: Any, size: int, dim: int) -> Any:
+    return mint.split(x, size, dim)
+
+
+def chunk(x: Any, chunks: int, dim: int) -> Any:
+    return mint.chunk(x, chunks, dim)
+
+
+def masked_fill(x: Any, mask: Any, value: float) -> Any:
+    return x.masked_fill(mask, value)
+
+
+def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
+    return ops.layer_norm(x, tuple(weight.shape), weight, bias, 1e-5)
+
+
+def rms_norm(x: Any, weight: Any) -> Any:
+    return x * mint.rsqrt(mint.mean(x * x, -1, True) + 1e-5) * weight
+
+
+def cross_entropy(logits: Any, target: Any, reduction: str = "mean") -> Any:
+    return ops.cross_entropy(logits, target.astype(ms.int32), reduction=reduction)
+
+
+def dropout(x: Any, p: float) -> Any:
+    return ops.dropout(x, p, True)
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention in elementary operations; k and v may have fewer heads."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = repeat_heads(k, groups), repeat_heads(v, groups)
+    length = q.shape[2]
+    scores = mint.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
+    future = Tensor(np.triu(np.ones((length, length), bool), 1))
+    if isinstance(scores, DTensor):
+        future = DTensor.from_local(future, scores.device_mesh)
+    return mint.matmul(softmax(scores.masked_fill(future, -1e9), -1), v)
+
+
+def repeat_heads(x: Any, groups: int) -> Any:
+    batch, heads, length, features = x.shape
+    wide = x.unsqueeze(2).expand((batch, heads, groups, length, features))
+    return wide.reshape(batch, heads * groups, length, features)
+
+
+def seed(value: int) -> None:
+    ms.set_seed(value)
+
+
