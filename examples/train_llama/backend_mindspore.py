@@ -11,6 +11,7 @@ from mindspore.experimental.optim import AdamW
 
 from config import VOCAB_SIZE, RunConfig
 from hyper_parallel import DeviceMesh, DTensor, parallelize_module
+from hyper_parallel.platform.mindspore.grad import value_and_grad
 from model_mindspore import Llama
 from plan import tensor_parallel_plan
 
@@ -32,7 +33,7 @@ class Trainer:
             eps=run.adam_eps,
             weight_decay=run.weight_decay,
         )
-        self._loss_and_gradients = ms.value_and_grad(self._loss, None, self.optimizer.parameters)
+        self._loss_and_gradients = value_and_grad(self._loss, None, self.optimizer.parameters)
         self._latest_gradients: tuple[Tensor, ...] = ()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class RunConfig:
     """How the model is trained. Every process derives the same weights, batches and sample from it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 120
+    steps: int = 100
     batch_size: int = 4
     learning_rate: float = 3e-3
     final_learning_rate: float = 3e-4
@@ -69,8 +69,8 @@ class RunConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8
     validation_windows: int = 64
-    validate_every: int = 40
-    sample_bytes: int = 256
+    validate_every: int = 50
+    sample_bytes: int = 64
     temperature: float = 0.7
     seed: int = 0
 

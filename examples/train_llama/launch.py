@@ -20,34 +20,32 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
+def _shares(processes: int) -> list[set[int]]:
+    """Cores for each rank: their equal parts, or one each in turn when there are fewer cores than ranks."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [set() for _ in range(processes)]
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // processes)
+    return [{cores[(rank * each + i) % len(cores)] for i in range(each)} for rank in range(processes)]
+
+
 def launch(processes: int) -> int:
-    """Run this very command once per rank; return 0, or the exit status of the rank that failed first."""
-    shared = {
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-    }
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
-        "GLOG_v": "3",  # MindSpore: errors only
-    }
+    """Run this very command once per rank; return 0, or the exit status of the rank that failed first.
+
+    Ranks stay on cores of their own: MindSpore hands every operation from thread to thread, which costs twice as much
+    when the threads are spread over cores that other ranks use as well.
+    """
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(processes):
+        for rank, cores in enumerate(_shares(processes)):
+            # GLOG_v: of MindSpore's messages, errors only.
+            defaults = {"OMP_NUM_THREADS": str(max(1, len(cores))), "GLOG_v": "3"}
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environment = {**defaults, **os.environ, **shared, **own}
-            command = [sys.executable, *sys.argv]
-            ranks.append(subprocess.Popen(command, env=environment))
-        while True:
-            codes = [process.poll() for process in ranks]
-            failed = [(rank, code) for rank, code in enumerate(codes) if code]
-            if failed:
-                rank, code = failed[0]
-                print(f"rank {rank} failed with exit status {code}", file=sys.stderr)
-                return code if code > 0 else 1
-            if all(code == 0 for code in codes):
-                return 0
-            time.sleep(0.1)
+            ranks.append(subprocess.Popen([sys.executable, *sys.argv], env={**defaults, **os.environ, **shared, **own}))
+            if cores:
+                os.sched_setaffinity(ranks[-1].pid, cores)
+        return _wait(ranks)
     finally:
         for process in ranks:
             process.terminate()
@@ -56,3 +54,16 @@ def launch(processes: int) -> int:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended well, or one has failed."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                print(f"rank {rank} failed with exit status {code}", file=sys.stderr)
+                return code if code > 0 else 1
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.1)

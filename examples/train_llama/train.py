@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +30,7 @@ from progress import Progress
 from weights import write_initial_weights
 
 RUNS = Path(__file__).parent / "runs"
-PROMPT = b"def "
+PROMPTS = (b"import ", b"def ", b"class ", b"    return ")
 
 EARLY_STEPS, EARLY_TOLERANCE = 10, 1e-5
 LATE_STEPS, LATE_TOLERANCE = 100, 1e-3
@@ -102,22 +103,25 @@ def bits_per_byte(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, bat
     return float(np.mean(nats)) / math.log(2)
 
 
-def generate(trainer: Trainer, run: RunConfig, prompt: bytes, show: bool) -> bytes:
-    """Continue the prompt. Every process must call it; all draw the same bytes.
+def generate(trainer: Trainer, run: RunConfig, prompts: Sequence[bytes], show: bool) -> list[bytes]:
+    """Continue every prompt. Every process must call it; all draw the same bytes.
 
     The window keeps its full length, so that it divides among the processes; what follows the
     last byte is padding, which causal attention never looks at.
     """
     generator = np.random.Generator(np.random.Philox(run.seed))
-    text, length = list(prompt), run.model.sequence_length
+    texts = [bytearray(prompt) for prompt in prompts]
+    window = np.zeros((len(texts), run.model.sequence_length), np.int32)
     for _ in Progress(run.sample_bytes, "sample", show):
-        context = text[-length:]
-        window = np.zeros((1, length), np.int32)
-        window[0, : len(context)] = context
-        scores = trainer.logits(window)[0, len(context) - 1].astype(np.float64) / run.temperature
-        probabilities = np.exp(scores - scores.max())
-        text.append(int(generator.choice(VOCAB_SIZE, p=probabilities / probabilities.sum())))
-    return bytes(text)
+        for row, text in zip(window, texts, strict=True):
+            context = text[-len(row) :]
+            row[: len(context)] = context
+        logits = trainer.logits(window).astype(np.float64) / run.temperature
+        for scores, text in zip(logits, texts, strict=True):
+            last = scores[min(len(text), len(scores)) - 1]
+            probabilities = np.exp(last - last.max())
+            text.append(int(generator.choice(VOCAB_SIZE, p=probabilities / probabilities.sum())))
+    return [bytes(text) for text in texts]
 
 
 def train(run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer | None, record: Record) -> None:
@@ -177,12 +181,14 @@ def work(run: RunConfig, processes: int, out: Path | None) -> int:
         print(f"{platform.name}: {processes} processes, weights {weights.name}", flush=True)
 
     train(run, load_corpus(), sharded, unsharded, record)
-    sample = generate(sharded, run, PROMPT, show=first)
+    samples = generate(sharded, run, PROMPTS, show=first)
     platform.destroy_process_group()
     if not first:
         return 0
 
-    print(f"sample:\n{sample.decode(errors='replace')}\n")
+    for sample in samples:
+        print(f"--- sample\n{sample.decode(errors='replace')}")
+    print("---")
     print(
         f"{record.tokens_per_second:.0f} tokens/s; relative difference of losses:"
         f" {record.loss_difference(EARLY_STEPS):.1e} over {EARLY_STEPS} steps,"

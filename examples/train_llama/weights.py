@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from config import ModelConfig
 
@@ -30,14 +30,14 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 def write_initial_weights(folder: Path, config: ModelConfig, seed: int) -> Path:
     """Write the initial weights as safetensors, unless that file is there already; return its path.
 
-    The name carries a digest of the configuration, the content is deterministic and the file
-    appears atomically, so any number of processes may call this at the same time.
+    The name is a digest of the content and the file appears atomically, so any number of processes
+    may call this at the same time.
     """
-    digest = hashlib.sha256(f"{config} seed={seed}".encode()).hexdigest()[:12]
-    path = folder / f"initial-{digest}.safetensors"
+    content = save(initial_weights(config, seed))
+    path = folder / f"initial-{hashlib.sha256(content).hexdigest()[:12]}.safetensors"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file(initial_weights(config, seed), partial)
+        partial.write_bytes(content)
         os.replace(partial, path)
     return path
