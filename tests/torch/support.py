@@ -1,0 +1,34 @@
+"""What the torch tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel import DTensor, distribute_tensor, get_platform
+
+
+def device() -> torch.device:
+    """This rank's device of the backend under test."""
+    return get_platform().device()  # type: ignore[attr-defined]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device())
+
+
+def full(x: Any) -> torch.Tensor:
+    """The whole tensor, detached, of a plain or distributed one."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def shard(x: torch.Tensor, mesh: Any, *placements: Any) -> Any:
+    """Distribute a tensor that every rank has."""
+    return distribute_tensor(x, mesh, list(placements))
+
+
+def close(got: Any, wanted: Any, what: str = "", tolerance: float = 1e-5) -> None:
+    """Compare whole tensors."""
+    torch.testing.assert_close(full(got), full(wanted), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")

@@ -1,0 +1,217 @@
+"""The registry of backends: names, aliases, detection, entry points, errors. No framework is needed or imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hyper_parallel.platform import (
+    Platform,
+    PlatformError,
+    available_platforms,
+    get_platform,
+    get_platform_for_device,
+    register_platform,
+    registry,
+)
+
+
+class _Backend:
+    """Stands for a Platform subclass: the registry only asks for these."""
+
+    name = "fake"
+    device_type = "fake"
+    reason: str | None = None
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return cls.reason
+
+
+def backend(name: str, device_type: str, reason: str | None = None) -> Any:
+    return type("Fake", (_Backend,), {"name": name, "device_type": device_type, "reason": reason})
+
+
+@pytest.fixture(autouse=True)
+def empty_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A registry with four fakes in place of the built-in backends, in which nothing is selected."""
+    built_in = (
+        ("torch-cuda", backend("torch-cuda", "cuda", "no GPU"), None),
+        ("torch-npu", backend("torch-npu", "npu", "torch_npu is installed, CANN is not: no libascendcl.so"), None),
+        ("torch-cpu", backend("torch-cpu", "cpu"), None),
+        ("mindspore", backend("mindspore", "cpu"), None),
+    )
+    monkeypatch.setattr(registry, "_BUILT_IN", built_in)
+    monkeypatch.setattr(registry, "_backends", {})
+    monkeypatch.setattr(registry, "_aliases", {})
+    monkeypatch.setattr(registry, "_selected", None)
+    monkeypatch.setattr(registry, "_entry_points_read", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    for framework in ("torch", "mindspore"):
+        monkeypatch.delitem(sys.modules, framework, raising=False)
+    yield
+
+
+def test_importing_the_registry_imports_no_framework() -> None:
+    code = "import sys, hyper_parallel, hyper_parallel.platform; print([m for m in ('torch', 'mindspore', 'torch_npu') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("torch-cpu", "torch-cpu"),
+        ("Torch_CPU", "torch-cpu"),
+        ("cpu", "torch-cpu"),
+        ("torch", "torch-cpu"),
+        ("pytorch", "torch-cpu"),
+        ("mindspore", "mindspore"),
+        ("ms", "mindspore"),
+    ],
+)
+def test_names_and_aliases(name: str, chosen: str) -> None:
+    assert get_platform(name).name == chosen
+    assert get_platform(name) is get_platform(chosen)
+
+
+def test_an_alias_of_a_framework_takes_its_best_device() -> None:
+    registry._read_built_in()
+    registry._backends["torch-npu"].target = backend("torch-npu", "npu")
+    assert get_platform("torch").name == "torch-npu"
+
+
+@pytest.mark.parametrize("name", ["torch-gpu", "cpuu", ""])
+def test_unknown_name(name: str) -> None:
+    with pytest.raises(PlatformError) as error:
+        get_platform(name)
+    message = str(error.value)
+    assert repr(name) in message
+    for line in ("torch-cpu: available", "torch-cuda: not available: no GPU", "CANN is not: no libascendcl.so"):
+        assert line in message
+
+
+@pytest.mark.parametrize("name", ["torch-npu", "npu", "ascend", "torch-cuda", "cuda", "gpu"])
+def test_known_but_unavailable(name: str) -> None:
+    with pytest.raises(PlatformError, match="cannot be used here: (no GPU|torch_npu is installed, CANN is not)") as error:
+        get_platform(name)
+    assert "mindspore: available" in str(error.value)
+
+
+def test_a_name_is_a_string() -> None:
+    with pytest.raises(TypeError, match="'torch-cpu'"):
+        get_platform(3)  # type: ignore[arg-type]
+
+
+def test_environment_variable_selects_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, " MindSpore ")
+    chosen = get_platform()
+    assert chosen.name == "mindspore"
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "torch-cpu")
+    assert get_platform() is chosen
+
+
+def test_environment_variable_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "tensorflow")
+    with pytest.raises(PlatformError, match="HYPER_PARALLEL_PLATFORM='tensorflow' was asked for"):
+        get_platform()
+
+
+def imported(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.Tensor = object  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("in_program", "installed", "chosen", "why"),
+    [
+        (["mindspore"], ["torch", "mindspore"], "mindspore", "the program has imported mindspore"),
+        (["torch"], ["torch", "mindspore"], "torch-cpu", "the program has imported torch"),
+        (["torch", "mindspore"], ["torch", "mindspore"], "torch-cpu", "imported torch and mindspore; set HYPER"),
+        ([], ["mindspore"], "mindspore", "mindspore is the only framework installed"),
+        ([], ["torch"], "torch-cpu", "torch is the only framework installed"),
+        ([], ["torch", "mindspore"], "torch-cpu", "torch and mindspore are installed; set HYPER"),
+    ],
+)
+def test_detection(
+    in_program: list[str],
+    installed: list[str],
+    chosen: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in in_program:
+        monkeypatch.setitem(sys.modules, name, imported(name))
+    monkeypatch.setattr(registry, "_is_installed", lambda module: module in installed)
+    with caplog.at_level("INFO", logger="hyper_parallel"):
+        assert get_platform().name == chosen
+        get_platform()
+    assert [why in message for message in caplog.messages] == [True], caplog.messages
+
+
+def test_a_framework_that_is_not_installed_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BUILT_IN", (("ghost", "no_such_package.platform:Ghost", "no_such_package"),))
+    assert available_platforms() == {"ghost": "no_such_package is not installed"}
+
+
+def test_registering() -> None:
+    register_platform("Mine", backend("mine", "cpu"), aliases=["my"])
+    assert get_platform("my").name == "mine"
+    assert available_platforms()["mine"] is None
+    with pytest.raises(ValueError, match="registered already"):
+        register_platform("mine", backend("mine", "cpu"))
+    with pytest.raises(ValueError, match="'cpu'"):
+        register_platform("other", backend("other", "cpu"), aliases=["cpu"])
+
+
+def test_entry_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    module = ModuleType("someone_elses_package")
+    module.Backend = backend("theirs", "cpu")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = (
+        EntryPoint("theirs", "someone_elses_package:Backend", registry.ENTRY_POINT_GROUP),
+        EntryPoint("broken", "someone_elses_package:Missing", registry.ENTRY_POINT_GROUP),
+        EntryPoint("torch-cpu", "someone_elses_package:Backend", registry.ENTRY_POINT_GROUP),
+    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: found)
+    assert get_platform("theirs").name == "theirs"
+    reasons = available_platforms()
+    assert reasons["theirs"] is None
+    assert "AttributeError" in str(reasons["broken"]) and "Missing" in str(reasons["broken"])
+    assert "torch-cpu" in caplog.text and "ignored" in caplog.text
+
+
+def test_platform_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    built_in = tuple((name, target, name.partition("-")[0]) for name, target, _ in registry._BUILT_IN)
+    monkeypatch.setattr(registry, "_BUILT_IN", built_in)
+    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "torch-cpu")
+    assert get_platform_for_device("cpu") is get_platform()
+    with pytest.raises(PlatformError, match="no GPU"):
+        get_platform_for_device("cuda")
+    registry._backends["torch-npu"].target = backend("torch-npu", "npu")
+    assert get_platform_for_device("npu") is get_platform("torch-npu")
+    with pytest.raises(ValueError, match=r"no device type 'tpu'; use one of 'cpu'.*'npu'"):
+        get_platform_for_device("tpu")
+
+
+def test_platform_of_another_framework_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    built_in = tuple((name, target, name.partition("-")[0]) for name, target, _ in registry._BUILT_IN)
+    monkeypatch.setattr(registry, "_BUILT_IN", built_in)
+    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "mindspore")
+    with pytest.raises(ValueError, match=r"'mindspore' has no device type 'cuda'; use one of 'cpu' \(platform 'mindspore'\), or"):
+        get_platform_for_device("cuda")
+
+
+def test_the_contract_has_no_instances() -> None:
+    with pytest.raises(TypeError):
+        Platform()  # type: ignore[abstract]
