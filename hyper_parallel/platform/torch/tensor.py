@@ -23,7 +23,7 @@ from torch._C import _is_torch_function_enabled as is_dispatch_on
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_operators
 
-__all__ = ["HANDLERS", "Handler", "dispatch", "handles", "is_dtensor", "layout_of", "make_dtensor_class", "wrap"]
+__all__ = ["HANDLERS", "Handler", "dispatch", "handles", "is_dtensor", "layout_of", "make_dtensor_class", "replicated", "wrap"]
 
 T: Any = torch.Tensor
 Handler = Callable[[Any, tuple, dict], Any]
@@ -83,6 +83,15 @@ def wrap(local: Any, layout: Any) -> Any:
     local.__class__ = cls
     local._layout = layout
     return local
+
+
+def replicated(local: torch.Tensor, mesh: Any) -> Any:
+    """Retag a new tensor that is the same on every rank of ``mesh``."""
+    # Core imports this package, so not at the top.
+    from hyper_parallel.core.dtensor.layout import get_layout
+    from hyper_parallel.core.dtensor.placement_types import Replicate
+
+    return wrap(local, get_layout(mesh, (Replicate(),) * mesh.ndim, tuple(_local_shape(local))))
 
 
 def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import elementwise, signature
+from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
-from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
+from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor, replicated
 
 __all__: list[str] = []
 
@@ -27,6 +27,24 @@ def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
     if "other" in kwargs or (len(args) > 1 and isinstance(args[1], T)):
         return (torch.maximum if func.__name__ == "max" else torch.minimum)(*args, **kwargs)
     return dispatch(OP_TABLE[func], func, args, kwargs)
+
+
+@handles(T.to, T.type_as)
+def convert(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``x.to(...)``: linear, except to integers and booleans."""
+    x, rest = args[0], args[1:]
+    other = rest[0] if rest and isinstance(rest[0], T) else kwargs.get("other")
+    if other is not None:
+        rest = (other.device, other.dtype, *rest[1:])
+        kwargs = {name: value for name, value in kwargs.items() if name != "other"}
+    if not is_dtensor(x):
+        return x.to(*rest, **kwargs)
+    dtype = kwargs.get("dtype")
+    for value in rest:
+        if isinstance(value, torch.dtype):
+            dtype = value
+    linear = dtype is None or dtype.is_floating_point or dtype.is_complex
+    return dispatch(CONVERSIONS["linear_unary" if linear else "pointwise"], func, (x, *rest), kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------- losses
@@ -95,13 +113,7 @@ def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _stand_in(x: Any) -> Any:
     """A replicated tensor without elements, with dtype and device of ``x``."""
-    from hyper_parallel.core.dtensor.layout import get_layout
-    from hyper_parallel.platform.torch.tensor import no_dispatch, wrap
-
-    mesh = x._layout.mesh
-    with no_dispatch():
-        empty = torch.empty(0, dtype=x.dtype, device=x.device)
-    return wrap(empty, get_layout(mesh, (Replicate(),) * mesh.ndim, (0,)))
+    return replicated(torch.empty(0, dtype=x.dtype, device=x.device), x._layout.mesh)
 
 
 @handles(T.new_tensor)

@@ -19,9 +19,12 @@ from hyper_parallel.platform.torch.op_table.binding import (
     words,
 )
 
-__all__ = ["table"]
+__all__ = ["CONVERSIONS", "table"]
 
 T: Any = torch.Tensor
+
+#: canonical operation -> row of ``to``.
+CONVERSIONS: dict[str, NativeOp] = {}
 
 _UNARY = words(
     """
@@ -144,30 +147,22 @@ def _three_operands() -> Table:
 
 
 def _conversions() -> Table:
-    """``to`` and its relatives: linear, except that a partial sum must not be rounded to integers piece by piece."""
-
-    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        x, rest = args[0], args[1:]
-        if rest and isinstance(rest[0], T):
-            # to(other), type_as(other): what counts of ``other`` is its dtype and device.
-            with torch._C.DisableTorchFunctionSubclass():
-                rest = (rest[0].device, rest[0].dtype, *rest[1:])
-        elif "other" in kwargs:
-            raise UnboundCallError
-        layout = getattr(x, "_layout", None)
-        if layout is not None and layout.cotangent is not layout:
-            dtype = next((a for a in (*rest, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-            if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-                raise UnboundCallError
-        return (x,), (rest, kwargs)
-
-    def call(func: Any, operands: tuple, statics: Any) -> Any:
-        return (T.to if func is T.type_as else func)(*operands, *statics[0], **statics[1])
-
-    rows = dict.fromkeys([T.to, T.type_as], NativeOp("linear_unary", bind, call))
+    """``to`` and its relatives. A handler chooses between these rows: a conversion to integers is not linear, so a
+    partial sum must not be rounded piece by piece."""
+    CONVERSIONS["linear_unary"] = NativeOp("linear_unary", _bind_to, _call_to)
+    CONVERSIONS["pointwise"] = NativeOp("pointwise", _bind_to, _call_to)
+    rows = dict.fromkeys([T.to, T.type_as], CONVERSIONS["linear_unary"])
     names = ["float", "double", "half", "bfloat16", "cfloat", "cdouble", "chalf"]
     rows.update(dict.fromkeys(find(names, T), elementwise("linear_unary", "input")))
     return rows
+
+
+def _bind_to(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    return args[:1], (args[1:], kwargs)
+
+
+def _call_to(func: Any, operands: tuple, statics: Any) -> Any:
+    return operands[0].to(*statics[0], **statics[1])
 
 
 def _like() -> Table:

@@ -31,11 +31,20 @@ def table() -> Table:
     return rows
 
 
-def _encode(index: Any) -> tuple[tuple, tuple]:
+def _encode(x: Any, index: Any) -> tuple[tuple, tuple]:
     items = index if isinstance(index, tuple) else (index,)
-    # Lists and arrays count as tensors of indices.
-    items = tuple(torch.as_tensor(i) if isinstance(i, list) or _is_array(i) else i for i in items)
+    if any(isinstance(i, list) or _is_array(i) for i in items):
+        items = tuple(_to_tensor(i, x) if isinstance(i, list) or _is_array(i) else i for i in items)
     return encode_index(items, lambda x: isinstance(x, T), _is_bool)
+
+
+def _to_tensor(index: Any, x: Any) -> Any:
+    """A list or an array as a tensor of indices, the same on every rank."""
+    from hyper_parallel.platform.torch.tensor import replicated
+
+    layout = getattr(x, "_layout", None)
+    tensor = torch.tensor(index, device=x.device)
+    return tensor if layout is None else replicated(tensor, layout.mesh)
 
 
 def _is_array(x: Any) -> bool:
@@ -48,7 +57,7 @@ def _is_bool(x: Any) -> bool:
 
 
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    tensors, encoded = _encode(args[1])
+    tensors, encoded = _encode(args[0], args[1])
     return (args[0], *tensors), (encoded,)
 
 
@@ -57,7 +66,7 @@ def _call_getitem(func: Any, operands: tuple, statics: tuple) -> Any:
 
 
 def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    tensors, encoded = _encode(args[1])
+    tensors, encoded = _encode(args[0], args[1])
     return (args[0], args[2], *tensors), (encoded,)
 
 

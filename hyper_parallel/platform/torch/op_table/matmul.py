@@ -27,6 +27,7 @@ def table() -> Table:
     reflected = NativeOp("matmul", lambda func, args, kwargs: ((args[1], args[0]), _plain_product), _call_matmul)
     rows[T.__rmatmul__] = reflected
     rows.update(dict.fromkeys([torch.addmm, T.addmm], NativeOp("addmm", _bind_addmm, _call_addmm)))
+    rows[torch.einsum] = NativeOp("einsum", _bind_einsum, lambda func, ops, statics: torch.einsum(statics[0], *ops))
     return rows
 
 
