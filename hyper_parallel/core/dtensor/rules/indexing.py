@@ -21,14 +21,15 @@ class _Indexing:
         x: labels of x: None where it is cut.
         tensors: labels of the index tensors.
         labels, shape: of the result.
-        local_index: the index for shards: a slice over all elements, which may speak of the global size, as ``:``.
+        local_index: the index for shards, where it is another: a slice over all elements that speaks of the global
+            size is ``:`` there. Otherwise None.
     """
 
     x: Labels
     tensors: tuple[Labels, ...]
     labels: Labels
     shape: Shape
-    local_index: tuple
+    local_index: tuple | None
 
 
 def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
@@ -45,17 +46,18 @@ def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
         return None
     block_shape, block_labels, tensor_labels = together
 
-    full = index if Ellipsis in index else (*index, Ellipsis)
+    with_dots = index if Ellipsis in index else (*index, Ellipsis)
     items: list[Any] = []
-    for item in full:
+    for item in with_dots:
         items += [_FULL_SLICE] * (len(x) - consumed) if item is Ellipsis else [item]
-    place = _place_of_block(full, items)
+    place = _place_of_block(with_dots, items)
     if place is None:
         return None
 
     x_labels: list[str | None] = []
     labels: list[str | None] = []
     shape: list[int] = []
+    local_items = list(items)
     for position, item in enumerate(items):
         if position == place.at:
             labels += block_labels
@@ -68,13 +70,15 @@ def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
         label = None
         if isinstance(item, tuple) and item[0] == "slice":
             picked = range(x[dim])[slice(*item[1:])]
-            label = f"d{dim}" if picked == range(x[dim]) else None
+            if picked == range(x[dim]):
+                label, local_items[position] = f"d{dim}", _FULL_SLICE
             labels.append(label)
             shape.append(len(picked))
         x_labels.append(label)
     if place.first:
         labels[:0], shape[:0] = block_labels, block_shape
-    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), _for_shards(x, full, len(index)))
+    local_index = tuple(local_items) if local_items != items else None
+    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), local_index)
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,10 @@ def _is_tensor(item: Any) -> bool:
     return isinstance(item, tuple) and item[0] == "tensor"
 
 
-def _place_of_block(full: tuple, items: list) -> _Place | None:
-    """As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
+def _place_of_block(with_dots: tuple, items: list) -> _Place | None:
+    """Where the dimensions of the index tensors go, ``with_dots`` being the index and ``items`` the same without dots.
+
+    As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
 
     An int (or a 0-d tensor) among them counts as an index tensor in NumPy and as a selection that happens before in
     torch, and an ``...`` that stands for no dimension separates in NumPy only. Where that makes a difference the answer
@@ -102,31 +108,16 @@ def _place_of_block(full: tuple, items: list) -> _Place | None:
     scalars = [i for i, item in enumerate(items) if isinstance(item, int) or (_is_tensor(item) and item[2] == 0)]
     both = sorted(tensors + scalars)
     adjacent = both[-1] - both[0] + 1 == len(both)
-    advanced = [i for i, item in enumerate(full) if isinstance(item, int) or _is_tensor(item)]
-    dots = full.index(Ellipsis)
+    advanced = [i for i, item in enumerate(with_dots) if isinstance(item, int) or _is_tensor(item)]
+    dots = with_dots.index(Ellipsis)
     if (scalars and not adjacent) or (adjacent and advanced[0] < dots < advanced[-1]):
         return None
     return _Place(at=tensors[0]) if adjacent else _Place(first=True)
 
 
-def _for_shards(x: Shape, full: tuple, length: int) -> tuple:
-    """The index with every slice that takes all elements written as ``:``."""
-    dim, rewritten = 0, []
-    for item in full[:length]:
-        if item is Ellipsis:
-            dim += len(x) - sum(1 for other in full if other is not None and other is not Ellipsis)
-        elif item is not None:
-            is_slice = isinstance(item, tuple) and item[0] == "slice"
-            if is_slice and range(x[dim])[slice(*item[1:])] == range(x[dim]):
-                item = _FULL_SLICE
-            dim += 1
-        rewritten.append(item)
-    return tuple(rewritten)
-
-
-def _localize(local_index: tuple, statics: tuple) -> Any:
+def _localize(local_index: tuple | None) -> Any:
     """`OpSharding.localize` for an index that differs on shards, else None."""
-    if local_index == statics[0]:
+    if local_index is None:
         return None
     return lambda statics, operand_layouts, result_layouts: (local_index, *statics[1:])
 
@@ -142,7 +133,7 @@ def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
         results=(found.labels,),
         result_shapes=(found.shape,),
         terms=_LINEAR,
-        localize=_localize(found.local_index, statics),
+        localize=_localize(found.local_index),
     )
 
 
@@ -173,7 +164,7 @@ def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
         results=(found.x,),
         result_shapes=(tuple(x),),
         terms=() if value is None else ((0,), (1,)),
-        localize=_localize(found.local_index, statics),
+        localize=_localize(found.local_index),
     )
 
 

@@ -52,7 +52,7 @@ def without(values: Sequence[Any], dims: Iterable[int], keepdim: bool = False, k
 
 def broadcast(
     shapes: Sequence[Sequence[int] | None], prefix: str = "d"
-) -> tuple[Shape, Labels, tuple[Labels | None, ...]] | None:
+) -> tuple[Shape, Labels, tuple[Any, ...]] | None:
     """Broadcast as NumPy does.
 
     Args:
