@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel import DTensor, DeviceMesh, Shard, get_platform, init_device_mesh
+from hyper_parallel import DeviceMesh, DTensor, Shard, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.device_mesh import current_mesh
 from tests.conformance.lab import get_lab
 

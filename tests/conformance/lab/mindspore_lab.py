@@ -47,16 +47,30 @@ def value_and_grads(
     return values[-1], [by_index.get(i) for i in range(len(inputs))]
 
 
-def module_gradients(
-    module: nn.Cell, loss_of: Callable[[], Any]
-) -> tuple[float, dict[str, np.ndarray | None]]:
-    """Loss and the whole gradient of every parameter by name, None where there is none."""
+def model_value_and_grads(
+    module: nn.Cell, function: Callable[[Any], Any], array: np.ndarray
+) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
+    """`value_and_grads` of a function of one input, with the gradient of every parameter of ``module`` by name besides,
+    None where there is none."""
     named = dict(module.parameters_and_names())
     trainable = {name: p for name, p in named.items() if p.requires_grad}
-    value, grads = ms.value_and_grad(loss_of, None, list(trainable.values()))()
-    wrapped = wrap_gradients(tuple(grads), tuple(trainable.values()))
-    gradients = {name: numpy(g) for name, g in zip(trainable, wrapped, strict=True)}
-    return float(numpy(value)), {name: gradients.get(name) for name in named}
+    values: list[Any] = []
+
+    def loss(x: Any) -> Any:
+        result, value = function(x)
+        values.append(value)
+        return result
+
+    weights = list(trainable.values())
+    if np.issubdtype(array.dtype, np.floating):
+        _, (grad, grads) = ms.value_and_grad(loss, 0, weights)(tensor(array))
+        grad = grad.asnumpy()
+    else:
+        _, grads = ms.value_and_grad(loss, None, weights)(tensor(array))
+        grad = None
+    wrapped = wrap_gradients(tuple(grads), tuple(weights))
+    by_name = dict(zip(trainable, wrapped, strict=True))
+    return values[-1], grad, {name: by_name.get(name) for name in named}
 
 
 def load(module: nn.Cell, rng: np.random.Generator) -> nn.Cell:

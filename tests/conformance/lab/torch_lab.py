@@ -49,17 +49,14 @@ def value_and_grads(
     ]
 
 
-def module_gradients(
-    module: nn.Module, loss_of: Callable[[], Any]
-) -> tuple[float, dict[str, np.ndarray | None]]:
-    """Loss and the whole gradient of every parameter by name, None where there is none."""
+def model_value_and_grads(
+    module: nn.Module, function: Callable[[Any], Any], array: np.ndarray
+) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
+    """`value_and_grads` of a function of one input, with the gradient of every parameter of ``module`` by name besides,
+    None where there is none."""
     module.zero_grad()
-    loss = loss_of()
-    loss.backward()
-    value = float(numpy(loss))
-    return value, {
-        name: None if p.grad is None else numpy(p.grad) for name, p in module.named_parameters()
-    }
+    value, (grad,) = value_and_grads(function, [array])
+    return value, grad, {name: p.grad for name, p in module.named_parameters()}
 
 
 def load(module: nn.Module, rng: np.random.Generator) -> nn.Module:
