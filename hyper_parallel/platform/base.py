@@ -63,10 +63,10 @@ class Platform(ABC):
 
     # ---------------------------------------------------------------- types and checks
     #: The framework's tensor, parameter, module and shape classes. ``Size`` is a tuple or a subclass of it.
-    Tensor: type
-    Parameter: type
-    Module: type
-    Size: type
+    Tensor: Any
+    Parameter: Any
+    Module: Any
+    Size: Any
 
     @classmethod
     @abstractmethod

@@ -55,7 +55,7 @@ def distribute_tensor(
     if not platform.is_tensor(tensor):
         raise TypeError(f"distribute_tensor takes a tensor of the platform, got {type(tensor).__name__}")
     if isinstance(tensor, DTensor):
-        normal = normalize_placements(placements, mesh, len(tensor.shape))
+        normal = normalize_placements(placements, mesh, tensor._layout.ndim)
         if tensor.device_mesh is not mesh or tensor.placements != normal:
             raise ValueError(
                 f"distribute_tensor got a DTensor placed {list(tensor.placements)} on {tensor.device_mesh}, asked for "
@@ -89,7 +89,7 @@ def distribute_parameter(
     platform = bind_platform(device_mesh.platform)
     parameter = dict(platform.named_parameters(module))[name]
     if isinstance(parameter, DTensor):
-        normal = normalize_placements(placements, device_mesh, len(parameter.shape))
+        normal = normalize_placements(placements, device_mesh, parameter._layout.ndim)
         if parameter.device_mesh is not device_mesh or parameter.placements != normal:
             raise ValueError(
                 f"parameter {name!r} of {type(module).__name__} is placed {list(parameter.placements)} on "
@@ -173,17 +173,17 @@ def _shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
         local = platform.to_device(platform.detach(tensor))
         if mesh.get_coordinate() is None:
             return platform.zeros((0,), local)
-        communicate = src_data_rank is not None and not platform.is_meta(local)
+        source = None if platform.is_meta(local) else src_data_rank
         for mesh_dim, placement in enumerate(layout.placements):
             rank = mesh.get_local_rank(mesh_dim)
             if isinstance(placement, Shard):
                 sizes = chunk_sizes(platform.shape_of(local)[placement.dim], mesh.shape[mesh_dim])
-                if communicate:
-                    local = collectives.scatter(local, mesh, mesh_dim, placement.dim, sizes, src_data_rank)
+                if source is not None:
+                    local = collectives.scatter(local, mesh, mesh_dim, placement.dim, sizes, source)
                 else:
                     local = platform.narrow(local, placement.dim, sum(sizes[:rank]), sizes[rank])
-            elif communicate:
-                local = collectives.broadcast(platform.clone(local), mesh, mesh_dim, src_data_rank)
+            elif source is not None:
+                local = collectives.broadcast(platform.clone(local), mesh, mesh_dim, source)
             if placement is Partial() and rank != 0:
                 local = platform.zeros(platform.shape_of(local), local)
         return platform.clone(local)

@@ -158,7 +158,8 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     parts = None
     if rank == src:
         parts = [platform.clone(_pad(_part(x, dim, sizes, i, platform), dim, largest, platform)) for i in range(size)]
-    out = platform.scatter(platform.zeros(shape, x), parts, mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim))
+    source, group = mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim)
+    out = platform.scatter(platform.zeros(shape, x), parts, source, group)
     return out if sizes[rank] == largest else platform.clone(platform.narrow(out, dim, 0, sizes[rank]))
 
 

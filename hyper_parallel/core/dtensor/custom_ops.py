@@ -14,9 +14,7 @@ __all__ = ["find_custom_op", "register_sharding"]
 _CUSTOM: dict[Any, NativeOp] = {}
 
 
-def register_sharding(
-    function: Any, rule: Rule, bind: Callable[..., tuple[tuple, tuple]] | None = None
-) -> None:
+def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple, tuple]] | None = None) -> None:
     """Tell how an operation that the library does not know may be sharded.
 
     Args:

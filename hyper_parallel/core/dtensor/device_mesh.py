@@ -59,6 +59,9 @@ class DeviceMesh:
     mesh_dim_names: tuple[str, ...] | None
     shape: tuple[int, ...]
     ndim: int
+    _coordinate: tuple[int, ...] | None
+    _groups: tuple[Any, ...]
+    _world: weakref.ref[Any]
 
     def __new__(cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         platform = _platform_for(device_type)

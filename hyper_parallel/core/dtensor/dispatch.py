@@ -58,7 +58,7 @@ class _Plan:
             )
             if target is not None
             and (target is not have or dims)
-            and not (i in sharding.unread and target is have.cotangent)
+            and not (i in sharding.unread and have is not None and target is have.cotangent)
         )
         self.plain = tuple(i for i in plain if any(i == r[0] for r in self.reads))
         self.operand_layouts = strategy.operands
@@ -75,6 +75,8 @@ def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
         op = find_custom_op(func)
         if op is None:
             return run_gathered(func, args, kwargs)
+    if op.name == "replicate":
+        return run_gathered(func, args, kwargs, expected=True)
     operands, statics = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     key = (op, layouts) if op.name in _ELEMENTWISE else (op, layouts, statics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
@@ -18,15 +18,15 @@ _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
 
 
-def run_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operation that has no rule on gathered operands: right by construction, and said once."""
+def run_gathered(func: Any, args: tuple, kwargs: dict, *, expected: bool = False) -> Any:
+    """Run an operation on gathered operands: right by construction, and said once unless it is ``expected``."""
     found = list(_dtensors((args, kwargs)))
     mesh = common_mesh(tuple(x._layout for x in found), func)
     if mesh is None:
         raise TypeError(f"{name_of(func)} was intercepted without a DTensor among its arguments")
     platform: Platform = mesh.platform
     sharded = [x._layout for x in found if not x._layout.replicated]
-    if sharded:
+    if sharded and not expected:
         _report(func, sharded[0])
     for x in _plain_tensors((args, kwargs), platform):
         if platform.shape_of(x) and not is_implicit_replication():

@@ -92,6 +92,8 @@ class Layout:
     def size_within(self, dim: int, mesh_dim: int) -> int:
         """Size of tensor dimension ``dim`` on this rank after the splits by the mesh dimensions before ``mesh_dim``."""
         coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            return 0
         size = self.shape[dim]
         for outer in self.shard_mesh_dims(dim):
             if outer < mesh_dim:

@@ -35,8 +35,8 @@ def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
         if isinstance(layout, Layout):
             if mesh is not None and layout.mesh is not mesh:
                 raise ValueError(
-                    f"{name_of(func)} got tensors on different meshes, {mesh} and {layout.mesh}: bring them to one mesh "
-                    "(full_tensor, then distribute_tensor)"
+                    f"{name_of(func)} got tensors on different meshes, {mesh} and {layout.mesh}: bring them to one "
+                    "mesh (full_tensor, then distribute_tensor)"
                 )
             mesh = layout.mesh
     return mesh

@@ -69,11 +69,12 @@ def solve(
     shards_of_label: dict[Label, int] = {}
     chosen: list[_Choice] = []
     for mesh_dim in range(mesh.ndim):
+        kept = None if pinned is None else layouts[pinned]
         choices = [
             c
             for c in _choices(sharding, layouts, mesh_dim)
             if _can_split(sharding, layouts, c.label, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
-            and (pinned is None or c.operands[pinned] is layouts[pinned].placements[mesh_dim])
+            and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
         ]
         if not choices:
             return None
@@ -82,7 +83,7 @@ def solve(
         if best.label is not None:
             shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
     operands = tuple(
-        None if layout is None else layout.with_placements(tuple(c.operands[i] for c in chosen))
+        None if layout is None else layout.with_placements(tuple(c.operands[i] or Replicate() for c in chosen))
         for i, layout in enumerate(layouts)
     )
     partial = tuple(
@@ -151,7 +152,7 @@ def _sharded(sharding: OpSharding, label: Label) -> _Choice | None:
     if not contracted:
         results = tuple(Shard(labels.index(label)) for labels in sharding.results)
     else:
-        combined = Replicate() if sharding.reduce == "call" else Partial(sharding.reduce)
+        combined = Replicate() if sharding.reduce == "call" else Partial(sharding.reduce or "sum")
         results = (combined,) * len(sharding.results)
     return _Choice(tuple(operands), tuple(partial_grad), results, label)
 
@@ -194,8 +195,8 @@ def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) ->
     for placement, layout in zip(choice.operands, layouts, strict=True):
         if layout is not None and placement is not None and placement is not layout.placements[mesh_dim]:
             # On its own mesh dimension: what the others need does not depend on this choice.
-            alone = [Replicate()] * layout.mesh.ndim
-            before, after = list(alone), list(alone)
+            before: list[Placement] = [Replicate()] * layout.mesh.ndim
+            after = list(before)
             before[mesh_dim], after[mesh_dim] = layout.placements[mesh_dim], placement
             try:
                 moved += redistribution_cost(layout.with_placements(before), layout.with_placements(after))

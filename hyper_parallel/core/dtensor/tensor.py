@@ -123,7 +123,7 @@ class DTensor:
                 if g is Partial() and p is Replicate()
             )
             local = partial_grad_view(self, partial) if partial else platform.local_of(self)
-            rest = layout.with_placements(Replicate() if i in partial else g for i, g in enumerate(given.placements))
+            rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
             if rest is not layout.cotangent:
                 local = _with_cotangent(local, rest, layout.cotangent, platform)
             return platform.alias(local)

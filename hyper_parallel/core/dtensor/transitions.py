@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -45,16 +45,16 @@ class Step:
         source, target: the placements before and after.
         source_sizes, target_sizes: for `Shard`, how many elements of the sharded dimension each rank of the mesh
             dimension holds; empty otherwise.
-        layout: layout after the step.
+        layout: layout after the step, None for a step on a cotangent.
     """
 
     mesh: DeviceMesh
     mesh_dim: int
-    source: Placement
-    target: Placement
+    source: Any  # a Placement; which kind follows from the step
+    target: Any
     source_sizes: tuple[int, ...]
     target_sizes: tuple[int, ...]
-    layout: Layout
+    layout: Layout | None
 
     @staticmethod
     def between(before: Layout, after: Layout, mesh_dim: int) -> Step:
@@ -252,7 +252,7 @@ class Transitions:
 
 def _reverse(step: Step) -> Step:
     """The step of the cotangent: from the placement after to the placement before, a `Partial` being `Replicate`."""
-    return Step(step.mesh, step.mesh_dim, step.target, step.source, step.target_sizes, step.source_sizes, step.layout)
+    return Step(step.mesh, step.mesh_dim, step.target, step.source, step.target_sizes, step.source_sizes, None)
 
 
 _TRANSITIONS: dict[Any, Transitions] = {}

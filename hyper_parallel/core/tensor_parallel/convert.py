@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 
 __all__ = ["as_slots", "check_placement", "check_same_length", "leave", "place"]
@@ -43,10 +43,10 @@ def place(
             raise ValueError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
     elif mesh.platform.is_tensor(x):
         shape = None
-        if size is not None and layout.is_shard():
+        if size is not None and isinstance(layout, Shard):
             shape = list(x.shape)
             shape[layout.dim] = size
-        x = DTensor.from_local(x, mesh, (layout,), shape=shape)
+        x = DTensor.from_local(x, mesh, (layout or Replicate(),), shape=shape)
     else:
         raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
     return x if desired is None else x.redistribute(placements=(desired,))

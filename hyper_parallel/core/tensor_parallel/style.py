@@ -168,7 +168,7 @@ class _WeightParallel(_ModuleStyle):
 
         def convert(x: Any) -> Any:
             size = None
-            if linear and layout.is_shard() and layout.dim in (-1, len(x.shape) - 1):
+            if linear and isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
                 # The weight knows the number of features, so uneven shards of them need no word from the user.
                 size = getattr(module, platform.weight_name(module)).shape[1]
             return place(x, mesh, layout, needed, f"the input of {type(module).__name__}", size)
