@@ -1,7 +1,8 @@
 """Collectives on plain local tensors. What the communication library lacks, core emulates: see `supports`.
 
 On CPU (mccl) there are all_reduce, all_gather and broadcast; reduce_scatter, all_to_all and scatter exist on Ascend.
-Non-contiguous tensors give silently wrong results, hence the contract's "contiguous".
+In-place collectives silently leave alone what is not contiguous, and on CPU also what is part of a larger storage;
+`dense` copies these.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.mindspore.launch import device_target
 
-__all__ = ["CollectiveVerbs"]
+__all__ = ["CollectiveVerbs", "dense"]
 
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
-_CPU_MOVE = {*_CPU_REDUCE, ms.uint8, ms.float64}
+#: what travels as another dtype
+_AS_BYTES = {ms.bool_: ms.int8, ms.int16: ms.int32}
+_CPU_MOVE = {*_CPU_REDUCE, *_AS_BYTES, ms.uint8, ms.float64}
 _CPU_OPS = {"sum", "max"}
 _CPU_FLOAT32_OPS = {"sum", "max", "min"}
 _HCCL_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int16, ms.int32, ms.int64}
@@ -28,12 +31,15 @@ _HCCL_OPS = {"sum", "max", "min"}
 _NAMES = {"sum": "sum", "max": "max", "min": "min"}
 
 
+def dense(x: Tensor) -> Tensor:
+    """``x`` itself if it is contiguous and all of its storage, else a copy."""
+    return x if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes else x.contiguous()
+
+
 class CollectiveVerbs:
     """The group "collectives" of the contract."""
 
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
-        if 0 in local.shape:
-            return False
         reduces = collective in ("all_reduce", "reduce_scatter")
         if device_target() == "CPU":
             if collective == "all_reduce":
@@ -42,13 +48,17 @@ class CollectiveVerbs:
             return collective in ("all_gather", "broadcast") and local.dtype in _CPU_MOVE
         if reduces:
             return op in _HCCL_OPS and local.dtype in _HCCL_REDUCE
-        return collective != "scatter" and local.dtype != ms.bool_
+        return collective in ("all_gather", "broadcast") or (collective == "all_to_all" and local.dtype != ms.bool_)
 
     def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
+        local = dense(local)
         dist.all_reduce(local, _NAMES[op], group)
         return local
 
     def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
+        if local.dtype in _AS_BYTES:
+            return self.all_gather(local.astype(_AS_BYTES[local.dtype]), group, size).astype(local.dtype)
+        local = dense(local)
         if device_target() == "CPU":
             parts = [ops.zeros(local.shape, local.dtype) for _ in range(size)]
             dist.all_gather(parts, local, group)
@@ -68,6 +78,9 @@ class CollectiveVerbs:
         return out
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
+        if local.dtype in _AS_BYTES:
+            return self.broadcast(local.astype(_AS_BYTES[local.dtype]), src, group).astype(local.dtype)
+        local = dense(local)
         dist.broadcast(local, src, group)
         return local
 

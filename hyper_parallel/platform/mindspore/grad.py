@@ -90,6 +90,7 @@ def _sources(args: tuple, grad_position: Any, weights: Any) -> Any:
         inputs = args[grad_position]
     elif grad_position is not None:
         inputs = tuple(args[i] for i in grad_position)
+        inputs = inputs[0] if len(inputs) == 1 else inputs
     if weights is None:
         return inputs
     of_weights = tuple(weights) if isinstance(weights, (tuple, list)) else weights

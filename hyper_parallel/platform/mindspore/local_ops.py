@@ -12,6 +12,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from hyper_parallel.platform.mindspore.collectives import dense
+
 __all__ = ["LocalVerbs"]
 
 
@@ -25,7 +27,7 @@ class LocalVerbs:
         return mint.cat(list(xs), dim)
 
     def contiguous(self, x: Tensor) -> Tensor:
-        return x if x.is_contiguous() else x.contiguous()
+        return dense(x)
 
     def clone(self, x: Tensor) -> Tensor:
         return ops.logical_and(x, True) if x.dtype == ms.bool_ else x * 1

@@ -12,6 +12,7 @@ from typing import Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.mindspore.empty import guarded
 
 __all__ = [
     "Function",
@@ -103,7 +104,7 @@ def row(
     name: str, bind: Callable[[tuple, dict], tuple[tuple, tuple]], call: Callable[[Any, tuple, Any], Any] | None = None
 ) -> NativeOp:
     """A row whose ``bind`` does not look at the function. Without ``call``: operands, then statics, by position."""
-    return NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), call or _call_by_position)
+    return NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), guarded(name, call or _call_by_position))
 
 
 def rows(names: str, native: NativeOp) -> dict[str, NativeOp]:
@@ -165,7 +166,7 @@ def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict
         operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
         return operands, (*head, _Template(args, kwargs, places))
 
-    return NativeOp(name, bind, _call_elementwise)
+    return NativeOp(name, bind, guarded(name, _call_elementwise))
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

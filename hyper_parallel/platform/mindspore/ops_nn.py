@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import mindspore as ms
@@ -103,17 +102,8 @@ _add("RmsNorm", "rms_norm", _bind_rms_norm, lambda func, xs, statics: func(*xs, 
 
 
 # -------------------------------------------------------------------- embeddings
-def _look_up(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of ``weight``. MindSpore's Gather fails on an empty table, and its gradient on empty ids."""
-    shape = (*ids.shape, weight.shape[1])
-    if weight.shape[0] == 0 or 0 in shape:
-        nothing = mint.matmul(ops.zeros((prod(ids.shape), weight.shape[0]), weight.dtype), weight)
-        return ops.reshape(nothing, shape)
-    return ops.gather(weight, ids, 0)
-
-
 def _embedding(func: Any, xs: tuple, statics: tuple) -> Any:
-    return _look_up(*xs)
+    return ops.gather(xs[1], xs[0], 0)
 
 
 _EMBEDDING_OF_GATHER = row("embedding", lambda args, kwargs: ((args[1], args[0]), (None,)), _embedding)
@@ -145,10 +135,10 @@ def _bind_embedding(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 def _embedding_ext(func: Any, xs: tuple, statics: tuple) -> Any:
     """``Embedding`` has no kernel on CPU and no max_norm here; padding only matters to the gradient."""
     if statics[0] is None or ms.get_context("device_target") != "CPU":
-        return _look_up(*xs) if statics[0] is None else func(*xs, statics[0], None, 2.0, False)
-    ids, weight = xs
+        return _embedding(func, xs, statics) if statics[0] is None else func(*xs, statics[0], None, 2.0, False)
+    ids = xs[0]
     keep = ops.expand_dims(ops.not_equal(ids, statics[0]), -1)
-    rows = _look_up(ids, weight)
+    rows = _embedding(func, xs, statics)
     return ops.select(keep.broadcast_to(rows.shape), rows, ops.stop_gradient(rows))
 
 
@@ -228,7 +218,7 @@ def _bind_dropout(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
-    return xs[0] * 1 if 0 in xs[0].shape else ops.dropout(xs[0], statics[0], statics[1])
+    return ops.dropout(xs[0], statics[0], statics[1])
 
 
 _add("Dropout", "dropout", _bind_dropout_old, _dropout)

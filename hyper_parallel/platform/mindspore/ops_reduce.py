@@ -1,7 +1,7 @@
 """Rows of the op table for reductions and for operations along a dimension (softmax, cumsum, sort, top-k).
 
-MindSpore's sum over all of an empty tensor gives uninitialised memory on CPU; shards may be empty, so `_sum` and the
-others look first.
+MindSpore's sum over all of an empty tensor gives uninitialised memory on CPU; shards may be empty, so `_sum` looks
+first.
 """
 
 from __future__ import annotations
@@ -42,13 +42,9 @@ def _bind_primitive(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x,), (dims_of(dim), bool(keepdim), None)
 
 
-def _is_empty(x: Any) -> bool:
-    return 0 in x.shape
-
-
 def _sum(func: Any, xs: tuple, statics: tuple) -> Any:
     x, (dims, keepdim, dtype) = xs[0], statics
-    if dims is None and _is_empty(x):
+    if dims is None and 0 in x.shape:
         total = mint.sum(ops.reshape(x, (0, 1)), 0, True, dtype=dtype)
         return ops.reshape(total, (1,) * x.ndim if keepdim else ())
     return mint.sum(x, dims, keepdim, dtype=dtype)
@@ -128,8 +124,6 @@ def _along(dim_at: int, results: int, default: int | None = -1) -> NativeOp:
         return args[:1], (dims, results, _frozen(args[1:]), tuple(kwargs.items()))
 
     def call(func: Any, xs: tuple, statics: tuple) -> Any:
-        if results == 1 and _is_empty(xs[0]):
-            return xs[0] * 1
         return func(xs[0], *statics[2], **dict(statics[3]))
 
     return row("along_dims", bind, call)

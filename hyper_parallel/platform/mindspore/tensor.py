@@ -61,6 +61,23 @@ def is_dispatching() -> bool:
     return not _STATE.depth
 
 
+class Unknown(Function):
+    """A primitive without a row. Compares by name, so that core reports each once; the name of one that writes in
+    place ends in an underscore, which core refuses for sharded operands."""
+
+    __slots__ = ()
+
+    def __init__(self, func: Any) -> None:
+        inplace = func.name.startswith(("Inplace", "Assign", "Scatter", "Apply"))
+        super().__init__(func.name + "_" if inplace else func.name, func)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unknown) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
 class LegacyFunction:
     """A primitive of the old calling convention as a plain function of its operands."""
 
@@ -110,8 +127,10 @@ class InterceptedTensor(Tensor):
                 return func(*args, **kwargs)
         variant = VARIANTS.get(name)
         native = OPS.get(name) if variant is None else variant(args, kwargs)
+        if native is None:
+            return type(self)._dispatch(None, Unknown(func), args, kwargs)
         result = type(self)._dispatch(native, func, args, kwargs)
-        return RESULTS[name](result) if native is not None and name in RESULTS else result
+        return RESULTS[name](result) if name in RESULTS else result
 
     @classmethod
     def _call_hole(cls, function: Function, *args: Any) -> Any:

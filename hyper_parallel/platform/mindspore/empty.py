@@ -1,0 +1,193 @@
+"""What operations give for empty shards.
+
+With uneven sharding a rank may hold no elements, and MindSpore's CPU kernels then often leave the result, or the
+gradient of another operand, uninitialised: a matrix product that contracts a dim of size 0, the gradient of what is
+broadcast to an empty tensor, the bias of an empty batch. `guarded` wraps the call of a row: with an empty operand it
+takes another way, which stays differentiable by every operand, because the collectives of backward must run on every
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hyper_parallel.platform.indexing import decode_index
+
+__all__ = ["connected_zeros", "guarded", "nothing_of"]
+
+_FLOATS = frozenset((ms.float16, ms.bfloat16, ms.float32, ms.float64))
+
+
+def nothing_of(x: Tensor) -> Tensor:
+    """The first 0 elements of ``x``: shape (0,), gradient zero."""
+    return mint.narrow(ops.reshape(x, (prod(x.shape),)), 0, 0, 0)
+
+
+def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
+    """Zeros of which every operand is an input with gradient zero."""
+    parts = [nothing_of(x).astype(dtype) for x in operands if isinstance(x, Tensor) and x.dtype in _FLOATS]
+    if dtype not in _FLOATS or not parts:
+        return ops.zeros(shape, dtype)
+    nothing = mint.cat(parts, 0)
+    if 0 in shape:
+        return ops.reshape(nothing, shape)
+    return ops.zeros(shape, dtype) + mint.sum(ops.reshape(nothing, (0, 1)), 0)
+
+
+def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any, tuple, Any], Any]:
+    """``call`` of a row of the canonical operation ``name``, made safe for empty operands."""
+    when_empty = _WHEN_EMPTY.get(name)
+    if when_empty is None:
+        return call
+
+    def safe_call(func: Any, operands: tuple, statics: Any) -> Any:
+        for x in operands:
+            if isinstance(x, Tensor) and 0 in x._shape:
+                return when_empty(call, func, operands, statics)
+        return call(func, operands, statics)
+
+    return safe_call
+
+
+def _elementwise(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    stand_ins = tuple(ops.ones((1,) * len(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands)
+    dtype = call(func, stand_ins, statics).dtype
+    return connected_zeros(_broadcast(operands), dtype, operands)
+
+
+def _elementwise_inplace(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    return operands[0] if 0 in operands[0].shape else call(func, operands, statics)
+
+
+def _broadcast(operands: tuple) -> tuple[int, ...]:
+    shapes = [tuple(x.shape) for x in operands if isinstance(x, Tensor)]
+    ndim = max(map(len, shapes))
+    padded = [(1,) * (ndim - len(s)) + s for s in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+
+
+def _linear(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, weight, bias = (*operands, None)[:3]
+    shape = (*x.shape[:-1], weight.shape[0])
+    if 0 in shape or bias is None:
+        return connected_zeros(shape, x.dtype, operands)
+    return connected_zeros(shape, x.dtype, (x, weight)) + bias
+
+
+def _matmul(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    a, b = operands
+    transpose_a, transpose_b = statics
+    rows = () if len(a.shape) == 1 else (a.shape[-1 if transpose_a else -2],)
+    columns = () if len(b.shape) == 1 else (b.shape[-2 if transpose_b else -1],)
+    batch = _batch(tuple(a.shape[:-2]), tuple(b.shape[:-2]))
+    return connected_zeros((*batch, *rows, *columns), a.dtype, operands)
+
+
+def _batch(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    ndim = max(len(a), len(b))
+    pairs = zip((1,) * (ndim - len(a)) + a, (1,) * (ndim - len(b)) + b, strict=True)
+    return tuple(n if m == 1 else m for m, n in pairs)
+
+
+def _addmm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    c, a, b = operands
+    beta = statics[0]
+    product = connected_zeros((a.shape[0], b.shape[1]), a.dtype, (a, b))
+    if 0 in product.shape:
+        return connected_zeros(tuple(product.shape), a.dtype, operands)
+    return product + (c if beta == 1 else c * beta)
+
+
+def _expand(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, shape = operands[0], statics[0]
+    own = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
+    return connected_zeros(tuple(o if n == -1 else n for o, n in zip(own, shape, strict=True)), x.dtype, operands)
+
+
+def _like_first(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    return connected_zeros(tuple(operands[0].shape), operands[0].dtype, operands)
+
+
+def _norm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x = operands[0]
+    dims, statistics = statics[:2]
+    shape = tuple(x.shape)
+    of_statistics = (*shape[: len(shape) - dims], *(1,) * dims)
+    y = connected_zeros(shape, x.dtype, operands)
+    return (y, *(ops.zeros(of_statistics, ms.float32) for _ in range(statistics))) if statistics else y
+
+
+def _along_dims(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, results = operands[0], statics[1]
+    values = connected_zeros(tuple(x.shape), x.dtype, operands)
+    return values if results == 1 else (values, ops.zeros(tuple(x.shape), ms.int64))
+
+
+def _topk(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, (k, dim) = operands[0], statics[:2]
+    shape = list(x.shape)
+    shape[dim] = k
+    return connected_zeros(tuple(shape), x.dtype, operands), ops.zeros(tuple(shape), ms.int64)
+
+
+def _gather(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    return connected_zeros(tuple(operands[1].shape), operands[0].dtype, operands)
+
+
+def _index_select(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, index = operands
+    shape = list(x.shape)
+    shape[statics[0]] = index.shape[0]
+    return connected_zeros(tuple(shape), x.dtype, operands)
+
+
+def _embedding(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    ids, weight = operands
+    return connected_zeros((*ids.shape, weight.shape[1]), weight.dtype, operands)
+
+
+def _one_hot(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    return ops.zeros((*operands[0].shape, statics[0]), statics[3])
+
+
+def _getitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """NumPy knows the shape."""
+    indices = tuple(x.asnumpy() for x in operands[1:])
+    stand_in = np.zeros(tuple(operands[0].shape), np.bool_)[decode_index(statics[0], indices)]
+    return connected_zeros(stand_in.shape, operands[0].dtype, operands)
+
+
+def _setitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    return (
+        operands[0]
+        if any(isinstance(x, Tensor) and 0 in x.shape for x in (operands[0], *operands[2:]))
+        else call(func, operands, statics)
+    )
+
+
+_WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
+    **dict.fromkeys(("pointwise", "add", "mul", "div"), _elementwise),
+    **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _elementwise_inplace),
+    "linear": _linear,
+    "matmul": _matmul,
+    "addmm": _addmm,
+    "expand": _expand,
+    "layer_norm": _norm,
+    "rms_norm": _norm,
+    "along_dims": _along_dims,
+    "topk": _topk,
+    "gather": _gather,
+    "index_select": _index_select,
+    "embedding": _embedding,
+    "one_hot": _one_hot,
+    "getitem": _getitem,
+    "setitem_": _setitem,
+    "dropout": _like_first,
+    "attention": _like_first,
+}
