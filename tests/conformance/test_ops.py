@@ -16,7 +16,7 @@ from tests.conformance.op_cases import CASES, Case
 from tests.support import spmd
 
 #: Combinations of placements tried for a case, drawn at random when there are more.
-MOST = 36
+MOST = 24
 BY_NAME = {case.name: case for case in CASES}
 
 

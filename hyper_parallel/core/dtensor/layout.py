@@ -158,7 +158,14 @@ def normalize_placements(
             f"{what} on a mesh with {mesh.ndim} dimension(s) of shape {mesh.shape} needs {mesh.ndim} placement(s), "
             f"got {len(placements)}: {list(placements)}"
         )
-    return tuple(_normalize(p, mesh_dim, mesh, ndim, what) for mesh_dim, p in enumerate(placements))
+    normal = tuple(_normalize(p, mesh_dim, mesh, ndim, what) for mesh_dim, p in enumerate(placements))
+    kinds = {"sum" if p.is_partial("avg") else p.reduce_op for p in normal if isinstance(p, Partial)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{what} is placed {list(normal)}: a {' and a '.join(sorted(kinds))} do not commute, so the value would "
+            "depend on which is taken first; reduce one of them before"
+        )
+    return normal
 
 
 def _normalize(placement: Any, mesh_dim: int, mesh: DeviceMesh, ndim: int, what: str) -> Placement:

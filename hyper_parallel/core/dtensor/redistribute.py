@@ -149,8 +149,12 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
     else:
         # Slicing is free now and costs an all-gather in backward: cheap, but not for nothing.
         moves += [(s, 0.25 * local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
-        if target.placements[mesh_dim].is_partial():
-            moves.append((target.placements[mesh_dim], 0.0))
+        wanted = target.placements[mesh_dim]
+        # Last of all: a value on one rank and zeros on the others would spoil a maximum still to be taken.
+        if wanted.is_partial() and all(
+            p.is_partial() or p is q for p, q in zip(target.placements, layout.placements, strict=True)
+        ):
+            moves.append((wanted, 0.0))
     return moves
 
 
