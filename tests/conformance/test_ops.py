@@ -15,8 +15,6 @@ from tests.conformance.lab import get_lab
 from tests.conformance.op_cases import CASES, Case
 from tests.support import spmd
 
-#: Combinations of placements tried for a case, drawn at random when there are more.
-MOST = 24
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -38,8 +36,8 @@ def run_case(mesh_shape: tuple[int, ...], name: str) -> int:
     arrays = case.arrays(rng)
     reference = reference_of(lab, case, arrays)
     combinations = list(itertools.product(*(placements_of(a, mesh.ndim) for a in arrays)))
-    if len(combinations) > MOST:
-        combinations = [combinations[i] for i in sorted(rng.choice(len(combinations), MOST, replace=False))]
+    if len(combinations) > lab.COMBINATIONS:
+        combinations = [combinations[i] for i in sorted(rng.choice(len(combinations), lab.COMBINATIONS, replace=False))]
     for combination in combinations:
         try:
             check(lab, case, mesh, arrays, combination, reference)

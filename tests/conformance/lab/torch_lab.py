@@ -13,6 +13,8 @@ from torch import nn
 from hyper_parallel import DTensor, get_platform
 
 Module = nn.Module
+#: Combinations of placements that are tried for an operation, drawn at random when there are more.
+COMBINATIONS = 36
 
 
 def device() -> torch.device:
