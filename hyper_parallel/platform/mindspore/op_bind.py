@@ -142,6 +142,14 @@ def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
+    """On CPU most primitives that should write in place return a new tensor and write nothing."""
+    target, result = operands[0], _call_elementwise(func, operands, statics)
+    if result._data_ptr() != target._data_ptr():
+        target.copy_(result)
+    return target
+
+
 def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict], Any] | None = None) -> NativeOp:
     """A row for an element-wise primitive.
 
@@ -166,7 +174,7 @@ def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict
         operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
         return operands, (*head, _Template(args, kwargs, places))
 
-    return NativeOp(name, bind, guarded(name, _call_elementwise))
+    return NativeOp(name, bind, guarded(name, _call_inplace if name.endswith("_") else _call_elementwise))
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

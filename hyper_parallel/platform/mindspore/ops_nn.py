@@ -160,12 +160,12 @@ _CAUSAL_MODES = (2, 3)
 
 
 def _bind_flash_attention(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, *args[_HEADS + 1 :])
+    return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, 1.0 - args[_HEADS + 1], *args[_HEADS + 1 :])
 
 
 def _flash_attention(func: Any, xs: tuple, statics: tuple) -> Any:
     q, k, v, mask = xs
-    return func(q, k, v, None, None, None, mask, None, None, None, q.shape[1], *statics[1:])[3]
+    return func(q, k, v, None, None, None, mask, None, None, None, q.shape[1], *statics[2:])[3]
 
 
 _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)

@@ -12,7 +12,8 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.base import NativeOp
-from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, row, rows
+from hyper_parallel.platform.mindspore.empty import guarded
+from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, hashable, row, rows
 
 __all__ = ["OPS", "VARIANTS"]
 
@@ -72,23 +73,43 @@ _add("ReduceMax", "amax", _bind_primitive, _amax)
 _add("ReduceMin", "amin", _bind_primitive, _amin)
 _MAX_OF_ALL = row("amax", lambda args, kwargs: (args[:1], (None, False, None)), _amax)
 _MIN_OF_ALL = row("amin", lambda args, kwargs: (args[:1], (None, False, None)), _amin)
-for _names, _all in (("Max DeprecatedMax", _MAX_OF_ALL), ("Min DeprecatedMin", _MIN_OF_ALL)):
-    for _name in _names.split():
-        VARIANTS[_name] = lambda args, kwargs, chosen=_all: chosen if len(args) == 1 and not kwargs else None
 
 
-def _bind_whole(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """The native call is repeated as it came: which arguments it takes differs."""
-    x, dim, keepdim = arguments(("x", "dim", "keepdim"), (None, False), args, kwargs)
-    return (x,), (dims_of(dim), bool(keepdim), args[1:], tuple(kwargs.items()))
+def _repeated(name: str, dim_at: int = 1, keepdim_at: int = 2) -> NativeOp:
+    """A row whose native call is repeated as it came: which arguments it takes differs too much."""
+
+    def bind(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+        dim = _argument(args, kwargs, dim_at, ("dim", "axis"), None)
+        keepdim = _argument(args, kwargs, keepdim_at, ("keepdim", "keepdims", "keep_dims"), False)
+        return args[:1], (dims_of(dim), bool(keepdim), hashable(args[1:]), tuple(kwargs.items()))
+
+    return row(name, bind, _repeat)
 
 
-def _whole(func: Any, xs: tuple, statics: tuple) -> Any:
+def _argument(args: tuple, kwargs: dict, place: int, names: tuple[str, ...], default: Any) -> Any:
+    if 0 < place < len(args):
+        return args[place]
+    return next((kwargs[name] for name in names if name in kwargs), default)
+
+
+def _repeat(func: Any, xs: tuple, statics: tuple) -> Any:
     return func(xs[0], *statics[2], **dict(statics[3]))
 
 
-_WHOLE = row("reduce_whole", _bind_whole, _whole)
-OPS.update(rows("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny LogSumExp Any AnyExt", _WHOLE))
+OPS.update(rows("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny LogSumExp Any AnyExt", _repeated("reduce_whole")))
+OPS.update(rows("Argmax Argmin DeprecatedArgmax DeprecatedArgmin", _repeated("reduce_whole", keepdim_at=0)))
+OPS.update(rows("Var Std DeprecatedVar DeprecatedStd", _repeated("reduce_whole", keepdim_at=3)))
+OPS.update(rows("MaxDim MinDim ArgMaxWithValue ArgMinWithValue", _repeated("reduce_pair")))
+OPS["ReduceStd"] = _repeated("reduce_pair", keepdim_at=3)
+_EXTREME = _repeated("reduce_whole")
+
+
+def _choose_extreme(of_all: NativeOp) -> Callable[[tuple, dict], NativeOp]:
+    return lambda args, kwargs: of_all if len(args) == 1 and not kwargs else _EXTREME
+
+
+VARIANTS["Max"] = VARIANTS["DeprecatedMax"] = _choose_extreme(_MAX_OF_ALL)
+VARIANTS["Min"] = VARIANTS["DeprecatedMin"] = _choose_extreme(_MIN_OF_ALL)
 
 
 def _bind_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -121,16 +142,12 @@ def _along(dim_at: int, results: int, default: int | None = -1) -> NativeOp:
     def bind(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
         dim = args[dim_at] if len(args) > dim_at else kwargs.get("dim", kwargs.get("axis", default))
         dims = dims_of(dim) or tuple(range(len(args[0].shape)))
-        return args[:1], (dims, results, _frozen(args[1:]), tuple(kwargs.items()))
+        return args[:1], (dims, results, hashable(args[1:]), tuple(kwargs.items()))
 
     def call(func: Any, xs: tuple, statics: tuple) -> Any:
         return func(xs[0], *statics[2], **dict(statics[3]))
 
     return row("along_dims", bind, call)
-
-
-def _frozen(args: tuple) -> tuple:
-    return tuple(tuple(a) if isinstance(a, list) else a for a in args)
 
 
 OPS["Softmax"] = OPS["LogSoftmax"] = OPS["LogSoftmaxExt"] = _along(1, 1)
@@ -144,16 +161,16 @@ def _last_two(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return args[:1], ((-2, -1), 1, args[1:], tuple(kwargs.items()))
 
 
-_TRIANGLE = row("along_dims", _last_two, _whole)
+_TRIANGLE = row("along_dims", _last_two, _repeat)
 OPS.update(rows("Tril TrilExt Triu", _TRIANGLE))
 
 
-def _bind_sort_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """``Sort`` keeps its dim in the primitive, where a rule cannot see it: all dims stay whole."""
-    return args[:1], (tuple(range(len(args[0].shape))), 2, args[1:], tuple(kwargs.items()))
+def _bind_sort_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``Sort`` keeps its dim in the primitive."""
+    return args[:1], ((func.prim.axis,), 2, (), ())
 
 
-OPS["Sort"] = row("along_dims", _bind_sort_old, _whole)
+OPS["Sort"] = NativeOp("along_dims", _bind_sort_old, guarded("along_dims", _repeat))
 
 
 def _bind_topk(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -166,5 +183,15 @@ def _bind_topk_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return args[:1], (int(args[1]), -1, args[1:], tuple(kwargs.items()))
 
 
-_add("TopkExt", "topk", _bind_topk, _whole)
-_add("TopK", "topk", _bind_topk_old, _whole)
+def _topk(func: Any, xs: tuple, statics: tuple) -> Any:
+    return func(xs[0], *statics[2], **dict(statics[3]))
+
+
+_add("TopkExt", "topk", _bind_topk, _topk)
+_add("TopK", "topk", _bind_topk_old, _topk)
+
+
+# -------------------------------------------------------------------- results that depend on all values
+OPS.update(
+    rows("NonZero MaskedSelect EqualExt Unique UniqueDim Unique2 ArgWhere", row("replicate", lambda a, k: (a, ())))
+)

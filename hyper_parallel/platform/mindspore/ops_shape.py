@@ -131,6 +131,28 @@ _add(
 )
 
 
+def _bind_repeat_interleave(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    x, repeats, dim = arguments(("x", "repeats", "dim"), (None,), args, kwargs)
+    return (x,), (repeats, dim)
+
+
+_REPEAT_INTERLEAVE = row(
+    "repeat_interleave",
+    _bind_repeat_interleave,
+    lambda func, xs, statics: ops.repeat_interleave(xs[0], statics[0], statics[1]),
+)
+
+
+def _choose_repeat_interleave(args: tuple, kwargs: dict) -> NativeOp | None:
+    """Only the same number of repeats along a dim."""
+    _, (repeats, dim) = _bind_repeat_interleave(args, kwargs)
+    return _REPEAT_INTERLEAVE if isinstance(repeats, int) and dim is not None else None
+
+
+for _name in ("RepeatInterleaveInt", "DeprecatedRepeatInterleave", "RepeatInterleave"):
+    VARIANTS[_name] = _choose_repeat_interleave
+
+
 # -------------------------------------------------------------------- cut and join
 def _bind_split(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     x, size, dim = arguments(("x", "split_size", "dim"), (0,), args, kwargs)
@@ -157,6 +179,22 @@ def _bind_chunk(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x,), (int(chunks), int(dim))
 
 
+def _bind_unbind_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``Unstack`` keeps its dim in the primitive."""
+    return args[:1], (func.prim.axis,)
+
+
+def _unbind(func: Any, xs: tuple, statics: tuple) -> Any:
+    return mint.unbind(xs[0], statics[0])
+
+
+OPS["Unstack"] = NativeOp("unbind", _bind_unbind_old, _unbind)
+_add(
+    "UnstackExt UnstackExtView",
+    "unbind",
+    lambda args, kwargs: (args[:1], (int(args[1] if len(args) > 1 else kwargs.get("dim", 0)),)),
+    _unbind,
+)
 _add("Chunk ChunkView", "chunk", _bind_chunk, lambda func, xs, statics: mint.chunk(xs[0], *statics[:2]))
 
 

@@ -61,6 +61,11 @@ def is_dispatching() -> bool:
     return not _STATE.depth
 
 
+_WRITE_FIRST_OPERAND = frozenset(
+    f"Scatter{nd}{what}" for nd in ("", "Nd") for what in ("Add", "Sub", "Mul", "Div", "Max", "Min", "Update")
+)
+
+
 class Unknown(Function):
     """A primitive without a row. Compares by name, so that core reports each once; the name of one that writes in
     place ends in an underscore, which core refuses for sharded operands."""
@@ -68,7 +73,7 @@ class Unknown(Function):
     __slots__ = ()
 
     def __init__(self, func: Any) -> None:
-        inplace = func.name.startswith(("Inplace", "Assign", "Scatter", "Apply"))
+        inplace = func.name.startswith(("Inplace", "Assign", "Apply")) or func.name in _WRITE_FIRST_OPERAND
         super().__init__(func.name + "_" if inplace else func.name, func)
 
     def __eq__(self, other: object) -> bool:
@@ -81,15 +86,15 @@ class Unknown(Function):
 class LegacyFunction:
     """A primitive of the old calling convention as a plain function of its operands."""
 
-    __slots__ = ("_call", "_prim", "name")
+    __slots__ = ("_call", "name", "prim")
 
     def __init__(self, call: Callable, prim: Primitive, name: str) -> None:
         self._call = call
-        self._prim = prim
+        self.prim = prim
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._prim, self.name, args, **kwargs)
+        return self._call(self.prim, self.name, args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<primitive {self.name}>"
