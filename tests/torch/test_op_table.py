@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -347,6 +346,7 @@ IN_PLACE: dict[str, list[Callable[..., Any]]] = {
     "setitem_": [
         lambda x, **_: x.__setitem__((slice(None), 0), 1.0) or x,
         lambda x, y, **_: x.__setitem__((slice(None), slice(1, 3)), y[:, 1:3]) or x,
+        lambda x, i, **_: x.__setitem__((slice(None), i[0, :2]), 2.0) or x,
     ],
 }
 
@@ -403,9 +403,9 @@ def run(call: Callable[..., Any], change: Callable[[torch.Tensor], Any]) -> Any:
 def test_call(name: str, call: Callable[..., Any], placement: Any, rows_used: list[str]) -> None:
     """On a mesh of one rank a shard is the whole tensor, so any row that fits gives torch's result."""
     mesh = init_device_mesh(None, (1,))
-    with strict() if name != "replicate" else nullcontext():
+    with strict():
         got = run(call, lambda x: DTensor.from_local(x, mesh, [placement]))
-    assert name in rows_used
+    assert name in rows_used or name == "replicate"
     wanted = run(call, lambda x: x)
     torch.testing.assert_close(plain(got), plain(wanted), equal_nan=True)
     if isinstance(wanted, (torch.Tensor, tuple, list)) and name not in ("replicate",):
@@ -417,17 +417,37 @@ def test_every_canonical_operation_has_a_call() -> None:
     assert {row.name for row in OP_TABLE.values()} <= RULES.keys()
 
 
-def test_out_is_refused() -> None:
+def test_out() -> None:
     mesh = init_device_mesh(None, (1,))
-    x = DTensor.from_local(randn(4, 6), mesh, [Replicate()])
+    x = DTensor.from_local(randn(4, 6), mesh, [Shard(0)])
+    out = torch.empty_like(x)
+    assert torch.add(x, x, out=out) is out and out.placements == (Shard(0),)
+    torch.testing.assert_close(out.full_tensor(), 2 * randn(4, 6))
     for call in (
         lambda: torch.add(x, x, out=torch.empty(4, 6)),
-        lambda: torch.sum(x, 0, out=torch.empty(6)),
-        lambda: torch.matmul(x, x.T, out=torch.empty(4, 4)),
+        lambda: torch.sort(x, out=(torch.empty(4, 6), torch.empty(4, 6, dtype=torch.int64))),
         lambda: torch.linalg.svdvals(x, out=torch.empty(4)),
     ):
-        with pytest.raises(TypeError, match=r"out=...\) is not supported"):
+        with pytest.raises(TypeError, match=r"out=...\) with distributed operands needs"):
             call()
+    with pytest.raises(ValueError, match="the result \\(6,\\)"):
+        torch.sum(x, 0, out=out)
+
+
+@pytest.mark.parametrize("value", [2.0, torch.tensor(2.0)])
+def test_writing_through_a_mask(value: Any) -> None:
+    x, mask = randn(4, 6), randn(4, 6, seed=1) > 0
+    mesh = init_device_mesh(None, (1,))
+    distributed, rows = (DTensor.from_local(t, mesh, [Shard(0)]) for t in (x.clone(), mask[:, 0]))
+    distributed[rows] = value
+    distributed[DTensor.from_local(mask, mesh, [Shard(0)])] = 3.0
+    distributed[rows, 2] = 4.0
+    x[mask[:, 0]] = value
+    x[mask] = 3.0
+    x[mask[:, 0], 2] = 4.0
+    torch.testing.assert_close(distributed.full_tensor(), x)
+    with pytest.raises(TypeError, match="plain tensor"):
+        x[rows] = 1.0
 
 
 def test_torchs_own_errors_come_through() -> None:

@@ -60,8 +60,9 @@ def empty_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_importing_the_registry_imports_no_framework() -> None:
-    code = "import sys, hyper_parallel, hyper_parallel.platform; print([m for m in ('torch', 'mindspore', 'torch_npu') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = "import sys, hyper_parallel, hyper_parallel.platform; print({'torch', 'mindspore'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_unknown_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch-npu", "npu", "ascend", "torch-cuda", "cuda", "gpu"])
 def test_known_but_unavailable(name: str) -> None:
-    with pytest.raises(PlatformError, match="cannot be used here: (no GPU|torch_npu is installed, CANN is not)") as error:
+    with pytest.raises(PlatformError, match=r"cannot be used here: (no GPU|torch_npu is installed, CANN)") as error:
         get_platform(name)
     assert "mindspore: available" in str(error.value)
 
@@ -208,7 +209,7 @@ def test_platform_of_another_framework_is_not_offered(monkeypatch: pytest.Monkey
     monkeypatch.setattr(registry, "_BUILT_IN", built_in)
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
     monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "mindspore")
-    with pytest.raises(ValueError, match=r"'mindspore' has no device type 'cuda'; use one of 'cpu' \(platform 'mindspore'\), or"):
+    with pytest.raises(ValueError, match=r"'mindspore' has no .* 'cuda'; use one of 'cpu' \(platform 'mindspore'\), or"):
         get_platform_for_device("cuda")
 
 

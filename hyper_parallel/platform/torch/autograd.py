@@ -60,7 +60,9 @@ class AutogradVerbs(Platform):
                 return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
 
         Function.__name__ = Function.__qualname__ = getattr(forward, "__name__", "Function").strip("_")
-        return Function.apply
+        # `Function.apply` without torch's Python wrapper, which is there for functorch and takes half of the time.
+        wrapper: Any = torch.autograd.Function
+        return super(wrapper, Function).apply
 
     def requires_grad(self, x: torch.Tensor) -> bool:
         """See `Platform.requires_grad`."""

@@ -130,4 +130,5 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
     }
     _State.tensor_class = type(mixin)("DTensor", (mixin, torch.Tensor), namespace)
     _State.dispatch = core_dispatch
+    handlers.hook_autograd_functions()
     return _State.tensor_class

@@ -2,6 +2,7 @@
 
 from hyper_parallel.platform.torch.handlers import composite, foreach, gradients, metadata, random
 from hyper_parallel.platform.torch.handlers.copying import deepcopy_dtensor, rebuild_dtensor, reduce_dtensor
+from hyper_parallel.platform.torch.handlers.functions import hook_autograd_functions
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "deepcopy_dtensor",
     "foreach",
     "gradients",
+    "hook_autograd_functions",
     "metadata",
     "random",
     "rebuild_dtensor",

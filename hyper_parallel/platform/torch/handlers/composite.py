@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
@@ -126,6 +127,46 @@ def new_plain_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- in place
 
+_IN_PLACE_VIEWS = ("unsqueeze", "squeeze", "transpose", "t", "swapaxes", "swapdims")
+
+
+@handles(*(getattr(T, f"{name}_") for name in _IN_PLACE_VIEWS))
+def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``x.unsqueeze_(0)``: the same object gets another shape."""
+    x = args[0]
+    view = getattr(T, func.__name__[:-1])(*args, **kwargs)
+    with no_dispatch():
+        func(*args, **kwargs)
+        if x.stride() != view.stride() or x.storage_offset() != view.storage_offset():
+            raise ValueError(f"{func.__name__} cannot be done in place on a tensor placed {list(x.placements)}")
+    x._layout = view._layout
+    return x
+
+
+@handles(T.__setitem__)
+def set_item(func: Any, args: tuple, kwargs: dict) -> None:
+    """``x[index] = value``. How many elements a mask selects depends on the data, so masks go other ways."""
+    x, index, value = args
+    if not is_dtensor(x):
+        raise TypeError("a distributed value or index cannot be written into a plain tensor: distribute the tensor first")
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(i, T) and i.dtype is torch.bool for i in items):
+        dispatch(OP_TABLE[func], func, args, kwargs)
+        return
+    mask = items[0]
+    if len(items) == 1 and tuple(mask.shape) == tuple(x.shape[: mask.dim()]) and (
+        not isinstance(value, T) or not value.dim()
+    ):
+        x.masked_fill_(mask.reshape((*mask.shape, *(1,) * (x.dim() - mask.dim()))), value)
+    else:
+        x.copy_(dispatch(None, _with_item, args, {}))
+
+
+def _with_item(x: Any, index: Any, value: Any) -> Any:
+    x = x.clone()
+    x[index] = value
+    return x
+
 
 @handles(T.copy_)
 def copy_into(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -134,7 +175,7 @@ def copy_into(func: Any, args: tuple, kwargs: dict) -> Any:
     if is_dtensor(x) and type(source) in (T, torch.nn.Parameter) and source.dim():
         layout = x._layout
         if tuple(source.shape) == tuple(layout.shape) and layout.cotangent is layout and not source.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_dispatch():
                 x.copy_(source[layout.local_slices()])
             return x
     return dispatch(OP_TABLE[func], func, args, kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
 __all__ = ["deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
@@ -59,6 +60,8 @@ def rebuild_dtensor(local: torch.Tensor, layout: Any, requires_grad: bool, is_pa
     Raises:
         RuntimeError: when the tensor was saved by another rank or on another mesh, so that it does not fit.
     """
+    # In a new process the class may not have been made yet.
+    bind_platform(layout.mesh.platform)
     if tuple(local.shape) != tuple(layout.local_shape):
         raise RuntimeError(
             f"a distributed tensor was saved with a local shape of {tuple(local.shape)}, but on this rank its layout "

@@ -1,6 +1,7 @@
 """Kernels over lists of tensors: what optimizers and gradient clipping call.
 
-They are element-wise, so the local tensors are the right operands when the tensors at one index are laid out alike.
+They are element-wise, so the local tensors are the right operands when the tensors at one index are laid out alike; the
+first list, which is the one that is written, says how.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__: list[str] = []
 T: Any = torch.Tensor
 
 #: Not element-wise: each tensor goes through its ordinary operation.
-_ONE_BY_ONE: dict[str, Any] = {"_foreach_max": torch.amax, "_foreach_mm": torch.mm}
+_ONE_BY_ONE = ("_foreach_max", "_foreach_mm")
 _OWN_HANDLER = ("_foreach_norm", "_foreach_powsum", "_foreach_copy_")
 _NAMES = [
     n
@@ -37,8 +38,9 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run on the local tensors; results are laid out like the first list."""
     first = next(a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
     layouts = [layout_of(x) for x in first]
-    args = tuple(_check(func, a, layouts) for a in args)
-    kwargs = {name: _check(func, a, layouts) for name, a in kwargs.items()}
+    args = tuple(_reduced(a) if is_dtensor(a) else a for a in args)
+    if not all(_fits(a, layouts) for a in (*args, *kwargs.values())):
+        return one_by_one(func, args, kwargs)
     with no_dispatch():
         results = func(*args, **kwargs)
     if results is None:
@@ -49,35 +51,44 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
     )
 
 
-def _check(func: Any, value: Any, layouts: list[Any]) -> Any:
-    """Check one argument: a list with one tensor for each layout, a 0-d tensor, or something that is no tensor."""
-    if isinstance(value, (list, tuple)):
-        others = [layout_of(x) for x in value]
-        if others != layouts:
-            for i, (x, layout, other) in enumerate(zip(value, layouts, others, strict=False)):
-                # Step counters are plain 0-d tensors beside distributed parameters.
-                if other is not layout and isinstance(x, T) and tuple(x.shape):
-                    raise ValueError(
-                        f"{func.__name__}: the tensors at index {i} are laid out differently: {layout or 'plain'} and "
-                        f"{other or 'plain'}"
-                    )
-        for layout in others:
-            if layout is not None and layout.cotangent is not layout:
-                raise ValueError(f"{func.__name__} cannot work on a partial sum: redistribute it first ({layout})")
-        return value
+def _fits(value: Any, layouts: list[Any]) -> bool:
+    """Whether a list has tensors laid out as ``layouts``, of which none is a partial sum."""
     if is_dtensor(value):
-        if tuple(value.shape):
-            raise ValueError(f"{func.__name__} takes a 0-d tensor for all, got shape {tuple(value.shape)}")
-        return value.redistribute(placements=list(value._layout.cotangent.placements))
-    return value
+        return not value.dim()
+    if not isinstance(value, (list, tuple)) or not value:
+        return True
+    others = [layout_of(x) for x in value]
+    if others != layouts:
+        for x, layout, other in zip(value, layouts, others, strict=True):
+            # Step counters are plain 0-d tensors beside distributed parameters.
+            if other is not layout and not (other is None and (not isinstance(x, T) or not x.dim())):
+                return False
+    return all(layout is None or layout.cotangent is layout for layout in others)
+
+
+#: Functions over lists whose name in torch differs from the one for a single tensor.
+_SINGLE: dict[str, Any] = {"_foreach_max": torch.amax}
+#: Their third operand beside the list is a keyword of the function for a single tensor.
+_WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 
 
 @handles(*(getattr(torch, name, None) for name in _ONE_BY_ONE))
-def one_by_one(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """Run the single-tensor operation on each."""
-    single = _ONE_BY_ONE[func.__name__]
-    lists = [a if isinstance(a, (list, tuple)) else [a] * len(args[0]) for a in args]
-    return [single(*row, **kwargs) for row in zip(*lists, strict=True)]
+def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run the function for a single tensor on each: layouts may differ, shapes may broadcast."""
+    name = func.__name__.removeprefix("_foreach_")
+    single = _SINGLE.get(func.__name__) or getattr(T, name, None)
+    if single is None:  # fused optimizers
+        raise ValueError(f"{func.__name__} needs tensors that are laid out alike and are no partial sums")
+    count = len(args[0])
+    columns = [a if isinstance(a, (list, tuple)) else [a] * count for a in args]
+    rows = list(zip(*columns, strict=True))
+    if name in _WITH_VALUE:
+        rows, kwargs = [row[:3] for row in rows], dict(kwargs)
+        values = columns[3] if len(columns) > 3 else [kwargs.pop("value", kwargs.pop("scalars", 1))] * count
+        results = [single(*row, value=value, **kwargs) for row, value in zip(rows, values, strict=True)]
+    else:
+        results = [single(*row, **kwargs) for row in rows]
+    return None if name.endswith("_") else results
 
 
 @handles(torch._foreach_copy_)

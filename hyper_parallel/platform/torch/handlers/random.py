@@ -21,12 +21,8 @@ __all__: list[str] = []
 
 T: Any = torch.Tensor
 
-_INITIALISERS = words(
-    """
-uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ eye_ dirac_ xavier_uniform_ xavier_normal_ kaiming_uniform_
-kaiming_normal_ orthogonal_ sparse_
-"""
-)
+#: The initialisers that torch lets a tensor override; the others are written with methods, which are handled below.
+_INITIALISERS = words("uniform_ normal_ constant_ kaiming_uniform_ kaiming_normal_")
 
 
 @handles(*(getattr(nn.init, name, None) for name in _INITIALISERS))
@@ -36,6 +32,13 @@ def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0] if args else kwargs["tensor"]
     with torch.no_grad():
         return _fill_from_global(x, func, args[1:], rest)
+
+
+@handles(torch.eye)
+def fill_with_identity(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``torch.eye(n, m, out=x)``, as `torch.nn.init.eye_` calls it."""
+    x = kwargs["out"]
+    return x.copy_(torch.eye(*args, dtype=x.dtype, device=x.device))
 
 
 @handles(T.uniform_, T.normal_, T.random_, T.bernoulli_, T.exponential_, T.geometric_, T.cauchy_, T.log_normal_)

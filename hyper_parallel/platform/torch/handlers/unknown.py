@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hyper_parallel.platform.torch.op_table.binding import reject_out
+from hyper_parallel.core.dtensor.operands import name_of
 from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor
 
 __all__ = ["run_unknown"]
@@ -21,13 +21,28 @@ def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run on gathered operands, through core; in place, put the result back into the first one."""
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         return _run_overload(func, args, kwargs)
-    reject_out(func, kwargs)
+    if kwargs.get("out") is not None:
+        return _run_into(func, args, kwargs)
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__delete__"):
         raise TypeError(f"this attribute of a distributed tensor cannot be changed ({func})")
     if name.endswith("_") and not name.endswith("__"):
         return _run_in_place(func, args, kwargs)
     return dispatch(None, func, args, kwargs)
+
+
+def _run_into(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``func(..., out=x)``: the result is copied into ``x``, which keeps its layout. Optimizers do this."""
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    out, result = kwargs["out"], func(*args, **rest)
+    if not is_dtensor(out) or not is_dtensor(result):
+        raise TypeError(
+            f"{name_of(func)}(out=...) with distributed operands needs one distributed tensor for the result: use the "
+            "value that the function returns"
+        )
+    if out.shape != result.shape:
+        raise ValueError(f"{name_of(func)}(out=...): out has shape {tuple(out.shape)}, the result {tuple(result.shape)}")
+    return out.copy_(result)
 
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -16,7 +16,7 @@ __all__ = [
     "elementwise",
     "find",
     "global_shape",
-    "reject_out",
+    "leave_out",
     "signature",
     "to_dims",
     "words",
@@ -57,15 +57,14 @@ def to_dims(dim: Any) -> tuple[int, ...] | None:
     return tuple(dim) or None
 
 
-def reject_out(func: Any, kwargs: dict) -> None:
-    """``out=`` cannot be honoured: the result is another distributed tensor.
+def leave_out(kwargs: dict) -> None:
+    """Leave a call with ``out=`` to `handlers.unknown`, which copies the result there.
 
     Raises:
-        TypeError: when ``out`` is given.
+        UnboundCallError: when ``out`` is given.
     """
     if kwargs.get("out") is not None:
-        name = getattr(func, "__name__", str(func))
-        raise TypeError(f"{name}(out=...) is not supported on distributed tensors: use the value it returns")
+        raise UnboundCallError
 
 
 def signature(*required: str, **defaults: Any) -> Callable[[Any, tuple, dict], list[Any]]:
@@ -73,7 +72,6 @@ def signature(*required: str, **defaults: Any) -> Callable[[Any, tuple, dict], l
 
     Raises (from ``unpack``):
         UnboundCallError: for arguments that are missing or not named here.
-        TypeError: for ``out=``.
     """
     names = (*required, *defaults)
     values_by_default = [_REQUIRED] * len(required) + list(defaults.values())
@@ -92,7 +90,6 @@ def signature(*required: str, **defaults: Any) -> Callable[[Any, tuple, dict], l
             if i is None:
                 if value is None:
                     continue
-                reject_out(func, kwargs)
                 raise UnboundCallError
             values[i] = value
         if given < needed and any(v is _REQUIRED for v in values[given:needed]):
@@ -131,7 +128,7 @@ def elementwise(name: str, *operands: str, call: Callable[..., Any] = call_eleme
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
         if not kwargs:
             return (args, None) if len(args) <= count else (args[:count], (args[count:], {}))
-        reject_out(func, kwargs)
+        leave_out(kwargs)
         values, rest = list(args[:count]), dict(kwargs)
         for key in kwargs:
             i = positions.get(_SYNONYMS.get(key, key))

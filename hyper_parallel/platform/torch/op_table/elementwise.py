@@ -14,7 +14,6 @@ from hyper_parallel.platform.torch.op_table.binding import (
     call_elementwise,
     elementwise,
     find,
-    reject_out,
     signature,
     words,
 )
@@ -230,6 +229,5 @@ def _call_div_in_place(func: Any, operands: tuple, statics: tuple) -> Any:
 
 
 def _bind_copy(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    reject_out(func, kwargs)
     x, source, non_blocking = signature("input", "src", non_blocking=False)(func, args, kwargs)
     return (x, source), ((non_blocking,), {})

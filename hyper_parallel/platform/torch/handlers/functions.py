@@ -1,0 +1,74 @@
+"""Autograd functions of the user on distributed tensors.
+
+Torch has no interception point there: ``forward`` gets the DTensors, but since the engine works on local tensors,
+``backward`` would get plain local gradients beside distributed saved tensors. So `torch.autograd.Function.apply` is
+wrapped once, when the DTensor class is made: on calls with DTensors it hooks the node, so that ``backward`` sees the
+gradients of distributed outputs as DTensors, and what it returns is brought to the layouts of the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of, wrap
+
+__all__ = ["hook_autograd_functions"]
+
+T: Any = torch.Tensor
+
+
+def hook_autograd_functions() -> None:
+    """Wrap `torch.autograd.Function.apply`."""
+    function: Any = torch.autograd.Function
+    original = function.__dict__["apply"].__func__
+
+    @functools.wraps(original)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(cls, *args, **kwargs)
+        for arg in args:
+            if is_dtensor(arg):
+                _hook_node(args, result if isinstance(result, tuple) else (result,))
+                break
+        return result
+
+    function.apply = classmethod(apply)
+
+
+def _hook_node(args: tuple, results: tuple) -> None:
+    outputs = [layout_of(y) for y in results]
+    node = next((y.grad_fn for y in results if isinstance(y, T) and y.grad_fn is not None), None)
+    if node is None or not any(layout is not None for layout in outputs):
+        return
+    inputs = [layout_of(x) for x in args if isinstance(x, T)]
+
+    def distribute(cotangents: tuple) -> tuple:
+        return tuple(
+            g if g is None or layout is None or is_dtensor(g) else _tagged(g, layout.cotangent)
+            for g, layout in zip(cotangents, outputs, strict=True)
+        )
+
+    def localize(cotangents: tuple, _: tuple) -> tuple:
+        return tuple(_local(g, layout) for g, layout in zip(cotangents, inputs, strict=True))
+
+    node.register_prehook(distribute)
+    node.register_hook(localize)
+
+
+def _tagged(cotangent: Any, layout: Any) -> Any:
+    with no_dispatch():
+        cotangent = cotangent.view_as(cotangent)
+    return wrap(cotangent, layout)
+
+
+def _local(cotangent: Any, layout: Any) -> Any:
+    """A plain tensor: the object may become the gradient of a plain tensor further down."""
+    if not is_dtensor(cotangent):
+        return cotangent
+    if layout is not None:
+        cotangent = cotangent.redistribute(placements=list(layout.cotangent.placements))
+    with no_dispatch():
+        return cotangent.as_subclass(T)

@@ -1,0 +1,205 @@
+"""Optimizers, gradient clipping and loss scaling on distributed parameters equal those on plain ones."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import _muon as muon
+
+from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, parallelize_module
+from tests.support.spmd import on_mesh
+from tests.torch.support import close, device, full, randn, shard
+
+#: name of the optimizer -> options to try besides the defaults.
+OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{"momentum": 0.9, "nesterov": True}, {"foreach": True}, {"foreach": False}, {"fused": True}],
+    "Adam": [{"amsgrad": True}, {"foreach": True, "weight_decay": 0.1}, {"foreach": False}, {"fused": True}],
+    "AdamW": [{"foreach": True, "amsgrad": True}, {"foreach": False}, {"fused": True}, {"maximize": True}],
+    "Adagrad": [{"foreach": True}, {"fused": True}],
+    "Adadelta": [{"foreach": True}, {"foreach": False}],
+    "Adamax": [{"foreach": True}, {"foreach": False}],
+    "NAdam": [{"foreach": True}, {"foreach": False}],
+    "RAdam": [{"foreach": True}, {"foreach": False}],
+    "RMSprop": [{"foreach": True, "centered": True, "momentum": 0.5}, {"foreach": False}],
+    "Rprop": [{"foreach": True}, {"foreach": False}],
+    "ASGD": [{"foreach": True}, {"foreach": False}],
+    "Adafactor": [{"foreach": True}, {"foreach": False}],
+    "LBFGS": [{"max_iter": 3}],
+    "Muon": [],
+}
+
+
+def models(mesh: Any, bias: bool = True) -> tuple[nn.Module, nn.Module]:
+    """A plain model and the same one sharded unevenly over two or three ranks."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 7, bias=bias), nn.Tanh(), nn.Linear(7, 3, bias=bias)).to(device())
+    sharded = copy.deepcopy(plain)
+    parallelize_module(sharded, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return plain, sharded
+
+
+def loss_of(model: nn.Module, step: int) -> Any:
+    return model(randn(5, 4, seed=step)).pow(2).mean()
+
+
+@on_mesh()
+def optimizer_steps(mesh: Any, name: str, options: dict[str, Any]) -> None:
+    with in_full_precision():
+        compare_steps(mesh, name, options)
+
+
+@contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Muon iterates in bfloat16, which rounds differently on shards; here the algorithm is compared."""
+    original = muon._zeropower_via_newtonschulz
+    exec(inspect.getsource(original).replace(".bfloat16()", ".float()"), vars(muon))
+    try:
+        yield
+    finally:
+        muon._zeropower_via_newtonschulz = original
+
+
+def compare_steps(mesh: Any, name: str, options: dict[str, Any]) -> None:
+    plain, sharded = models(mesh, bias=name != "Muon")
+    cls = getattr(torch.optim, name)
+    optimizers = [cls(m.parameters(), **{"lr": 1e-2, **options}) for m in (plain, sharded)]
+    for step in range(3):
+        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+
+            def closure(model: nn.Module = model, optimizer: Any = optimizer, step: int = step) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            closure()
+            optimizer.step(closure if name == "LBFGS" else None)
+        # In the middle the state goes through a state dict into a new optimizer.
+        if step == 1:
+            state = copy.deepcopy(optimizers[1].state_dict())
+            optimizers[1] = cls(sharded.parameters(), **{"lr": 1e-2, **options})
+            optimizers[1].load_state_dict(state)
+    for (path, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert isinstance(q, DTensor)
+        close(q, p, f"{name} {options} {path}", tolerance=2e-5)
+    if name not in ("LBFGS", "Adafactor"):
+        for p, state in optimizers[1].state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    assert value._layout is p._layout, f"{name} keeps {key} as {value.placements}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(pool: Any, name: str) -> None:
+    for options in [{}, *OPTIMIZERS[name]]:
+        pool.run(2, optimizer_steps, name, options)
+    pool.run(3, optimizer_steps, name, {})
+
+
+@on_mesh(2, 2, names=("dp", "tp"))
+def clip_by_norm(mesh: Any) -> None:
+    for foreach in (None, True, False):
+        for order in (2.0, 1.0, 3.0, float("inf")):
+            plain, sharded = models(mesh["tp"])
+            for model in (plain, sharded):
+                loss_of(model, 0).backward()
+            clipped = [
+                nn.utils.clip_grad_norm_(m.parameters(), 0.05, norm_type=order, foreach=foreach)
+                for m in (plain, sharded)
+            ]
+            close(clipped[1], clipped[0], f"norm {order}, foreach={foreach}")
+            for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+                close(q.grad, p.grad, f"gradient clipped by norm {order}, foreach={foreach}")
+    total = nn.utils.get_total_norm([p.grad for p in sharded.parameters()])
+    nn.utils.clip_grads_with_norm_(sharded.parameters(), 0.01, total)
+    nn.utils.clip_grad_value_(sharded.parameters(), 0.001)
+    assert all(full(p.grad).abs().max() <= 0.001 for p in sharded.parameters())
+
+
+@on_mesh()
+def loss_scaling(mesh: Any) -> None:
+    plain, sharded = models(mesh)
+    for bad in (False, True):
+        found = []
+        for model in (plain, sharded):
+            model.zero_grad()
+            scaler = torch.amp.GradScaler(device().type, init_scale=8.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler.scale(loss_of(model, 0)).backward()
+            if bad:
+                # One element of the first weight, which one rank holds.
+                g = model[0].weight.grad
+                spoiled = full(g).clone()
+                spoiled[-1, -1] = float("inf")
+                model[0].weight.grad = shard(spoiled, mesh, Shard(0)) if isinstance(g, DTensor) else spoiled
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(scaler.get_scale())
+        assert found == [4.0, 4.0] if bad else found == [8.0, 8.0]
+        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+            close(q, p)
+
+
+def b_like(a: Any) -> Any:
+    return torch.zeros_like(a)
+
+
+@on_mesh()
+def kernels_over_lists(mesh: Any) -> None:
+    a, b = shard(randn(5, 3), mesh, Shard(0)), shard(randn(4), mesh, Shard(0))
+    sums = torch._foreach_add([a, b], [a, b])
+    assert [s._layout for s in sums] == [a._layout, b._layout]
+    close(sums[0], 2 * full(a))
+    close(torch._foreach_mul([a], torch.tensor(2.0))[0], 2 * full(a))
+    close(torch._foreach_mul([a], (a.sum() * 0 + 2.0))[0], 2 * full(a))
+    close(torch._foreach_norm([a, b])[1], full(b).norm())
+    close(torch._foreach_max([a])[0], full(a).max())
+    whole = shard(randn(5, 3, seed=1), mesh, Shard(1))
+    torch._foreach_copy_([a], [whole])
+    close(a, full(whole))
+    # Layouts that differ, and shapes that broadcast, go tensor by tensor.
+    close(torch._foreach_sub([a, a], [torch.zeros_like(a), whole])[1], torch.zeros(5, 3))
+    column, row = shard(randn(5, 1), mesh, Shard(0)), shard(randn(1, 3), mesh, Shard(1))
+    close(torch._foreach_mul([column], [row])[0], randn(5, 1) * randn(1, 3))
+    close(torch._foreach_addcmul([a], [whole], [whole], 2.0)[0], full(a) + 2 * full(a) ** 2)
+    torch._foreach_addcdiv_([a], [whole], [whole.abs() + 1], value=2.0)
+    close(a, full(whole) + 2 * full(whole) / (full(whole).abs() + 1))
+    partial = column.sum(0)
+    close(torch._foreach_mul([partial], 2.0)[0], 2 * randn(5, 1).sum(0))
+    with pytest.raises(ValueError, match="plain tensor"):
+        torch._foreach_add_([a], [full(a)])
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match="_fused_sgd_ needs tensors that are laid out alike"):
+            options = dict(weight_decay=0, momentum=0, lr=1, dampening=0, nesterov=False, maximize=False)
+            torch._fused_sgd_([a], [whole], [], is_first_step=True, **options)
+
+
+@on_mesh()
+def training_loop_with_hooks_on_the_optimizer(mesh: Any) -> None:
+    plain, sharded = models(mesh)
+    for model in (plain, sharded):
+        optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p, own=optimizers: (own[p].step(), own[p].zero_grad()) and None)
+        for step in range(2):
+            loss_of(model, step).backward()
+    for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+        close(q, p)
+
+
+def test_clip_by_norm(pool: Any) -> None:
+    pool.run(4, clip_by_norm)
+
+
+@pytest.mark.parametrize("job", [loss_scaling, kernels_over_lists, training_loop_with_hooks_on_the_optimizer])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_jobs(pool: Any, job: Any, world_size: int) -> None:
+    pool.run(world_size, job)
