@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.gathered import run_gathered
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication
+from hyper_parallel.core.dtensor.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, operand_key
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.rules import RULES
-from hyper_parallel.core.dtensor.strategy import solve
-from hyper_parallel.platform.base import NativeOp, Platform
+from hyper_parallel.core.dtensor.strategy import Strategy, solve
+from hyper_parallel.platform.base import NativeOp
 
 __all__ = ["dispatch"]
 
@@ -26,31 +28,51 @@ _MAX_PLANS = 1 << 16
 
 
 class _Plan:
-    """How an operation with given layouts runs.
+    """How an operation with given layouts runs; calling it runs it.
 
     Attributes:
+        mesh: the mesh of the operands.
+        call: the native operation as its row of the op table calls it.
+        replacement: what a rule calls in its place, or None.
         reads: (index of operand, layout to read it with, mesh dims of its partial gradient) for the operands that are
             not simply their local tensor.
-        plain: indices of plain tensors that are promoted first.
+        plain: indices of plain tensors that are promoted for that.
+        mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
         statics: static arguments of the local call, None to use the call's own.
-        call: replacement of the native call, or None.
         operand_layouts, results: layouts after the reads.
         inplace: whether operand 0 is written.
     """
 
-    __slots__ = ("call", "inplace", "mesh", "operand_layouts", "plain", "reads", "results", "statics")
+    __slots__ = (
+        "call",
+        "inplace",
+        "mesh",
+        "mixes",
+        "no_dispatch",
+        "operand_layouts",
+        "plain",
+        "reads",
+        "replacement",
+        "result",
+        "results",
+        "simple",
+        "statics",
+        "wrap",
+    )
 
     def __init__(
         self,
+        op: NativeOp,
         layouts: tuple[Layout | None, ...],
         plain: tuple[int, ...],
-        sharding: Any,
-        strategy: Any,
-        statics: tuple,
-        mesh: Any,
-        inplace: bool,
+        sharding: OpSharding,
+        strategy: Strategy,
+        statics: Any,
+        mesh: DeviceMesh,
     ) -> None:
         self.mesh = mesh
+        self.call = op.call
+        self.replacement = sharding.call
         self.reads = tuple(
             (i, target, dims)
             for i, (have, target, dims) in enumerate(
@@ -61,12 +83,68 @@ class _Plan:
             and not (i in sharding.unread and have is not None and target is have.cotangent)
         )
         self.plain = tuple(i for i in plain if any(i == r[0] for r in self.reads))
+        self.mixes = next((i for i in plain if (layout := layouts[i]) is not None and layout.ndim), None)
         self.operand_layouts = strategy.operands
         self.results = strategy.results
-        self.call = sharding.call
-        self.inplace = inplace
+        self.inplace = op.name.endswith("_")
         localized = sharding.localize
         self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
+        # The common case, decided once: operands are their locals, the native operation runs, its result is wrapped.
+        self.simple = not (self.reads or self.inplace or self.replacement or self.mixes is not None)
+        self.result = self.results[0] if self.results else None
+        self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
+
+    def __call__(self, func: Any, operands: tuple, statics: Any) -> Any:
+        if self.statics is not None:
+            statics = self.statics
+        with self.no_dispatch():
+            if self.simple:
+                result = self.call(func, operands, statics)
+            else:
+                if self.mixes is not None and not is_implicit_replication():
+                    raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+                local_operands = self._read(operands) if self.reads else operands
+                if self.replacement is None:
+                    result = self.call(func, local_operands, statics)
+                else:
+                    result = self.replacement(
+                        self.mesh.platform,
+                        lambda operands, statics: self.call(func, operands, statics),
+                        local_operands,
+                        statics,
+                        self.operand_layouts,
+                        self.results,
+                    )
+                if self.inplace:
+                    return self._written(operands[0])
+            if isinstance(result, (tuple, list)):
+                wrap = self.wrap
+                return type(result)([wrap(r, layout) for r, layout in zip(result, self.results, strict=True)])
+            return self.wrap(result, self.result)
+
+    def _read(self, operands: tuple) -> tuple:
+        """The operands as the plan wants them."""
+        new = list(operands)
+        for i in self.plain:
+            new[i] = self._promote(new[i])
+        for i, layout, partial_dims in self.reads:
+            x = redistribute(new[i], layout)
+            new[i] = partial_grad_view(x, partial_dims) if partial_dims else x
+        return tuple(new)
+
+    def _promote(self, x: Any) -> Any:
+        """A plain tensor, the same on every rank, as a DTensor."""
+        platform = self.mesh.platform
+        layout = get_layout(self.mesh, all_replicated(self.mesh), platform.shape_of(x))
+        promoted = platform.wrap(platform.alias(x), layout)
+        promoted._origin = x
+        return promoted
+
+    def _written(self, x: Any) -> Any:
+        """Operand 0 after an operation in place: what was computed from its old value is void."""
+        self.mesh.platform.clear_cache(x)
+        x._gathered = None
+        return x
 
 
 def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -75,62 +153,18 @@ def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
         op = find_custom_op(func)
         if op is None:
             return run_gathered(func, args, kwargs)
-    if op.name == "replicate":
-        return run_gathered(func, args, kwargs, expected=True)
     operands, statics = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     key = (op, layouts) if op.name in _ELEMENTWISE else (op, layouts, statics)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _make_plan(op, func, operands, layouts, statics)
+        plan = None if op.name == "replicate" else _make_plan(op, func, operands, layouts, statics)
         if plan is None:
-            return run_gathered(func, args, kwargs)
+            return run_gathered(func, args, kwargs, expected=op.name == "replicate")
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         _PLANS[key] = plan
-    return _run(plan, op, func, operands, statics)
-
-
-def _run(plan: _Plan, op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
-    platform: Platform = plan.mesh.platform
-    local_of = platform.local_of
-    with platform.no_dispatch():
-        locals_: list[Any] = list(operands)
-        for i in plan.plain:
-            shape = platform.shape_of(locals_[i])
-            origin = locals_[i]
-            locals_[i] = platform.wrap(platform.alias(origin), get_layout(plan.mesh, all_replicated(plan.mesh), shape))
-            locals_[i]._origin = origin
-        for i, layout, partial_dims in plan.reads:
-            x = redistribute(locals_[i], layout)
-            locals_[i] = partial_grad_view(x, partial_dims) if partial_dims else local_of(x)
-        locals_ = [local_of(x) if hasattr(x, "_layout") else x for x in locals_]
-        if plan.statics is not None:
-            statics = plan.statics
-        if plan.call is None:
-            result = op.call(func, tuple(locals_), statics)
-        else:
-            result = plan.call(
-                platform,
-                lambda operands, statics: op.call(func, operands, statics),
-                tuple(locals_),
-                statics,
-                plan.operand_layouts,
-                plan.results,
-            )
-        if plan.inplace:
-            target = operands[0]
-            platform.clear_cache(target)
-            target._gathered = None
-            return target
-        return _wrap_results(platform, result, plan.results)
-
-
-def _wrap_results(platform: Platform, result: Any, layouts: tuple[Layout, ...]) -> Any:
-    if isinstance(result, (tuple, list)):
-        wrapped = [platform.wrap(r, layout) for r, layout in zip(result, layouts, strict=True)]
-        return type(result)(wrapped)
-    return platform.wrap(result, layouts[0])
+    return plan(func, operands, statics)
 
 
 def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics: Any) -> _Plan | None:
@@ -140,7 +174,7 @@ def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics
     plain = tuple(i for i, key in enumerate(layouts) if isinstance(key, tuple))
     for i in plain:
         if layouts[i] and not is_implicit_replication():
-            raise mixed_error(func, operands, layouts, i)
+            raise mixed_error(func, layouts, i)
     known = tuple(get_layout(mesh, all_replicated(mesh), key) if isinstance(key, tuple) else key for key in layouts)
     rule = RULES.get(op.name)
     if rule is None:
@@ -149,11 +183,10 @@ def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics
     sharding = rule(shapes, statics)
     if sharding is None:
         return None
-    inplace = op.name.endswith("_")
-    strategy = solve(sharding, known, mesh, pinned=0 if inplace else None)
+    strategy = solve(sharding, known, mesh, pinned=0 if op.name.endswith("_") else None)
     if strategy is None:
         raise ValueError(
             f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the other "
             "operands do not fit that placement. Redistribute it first, or use the operation that returns a new tensor"
         )
-    return _Plan(known, plain, sharding, strategy, statics, mesh, inplace)
+    return _Plan(op, known, plain, sharding, strategy, statics, mesh)

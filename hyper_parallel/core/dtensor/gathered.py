@@ -31,12 +31,12 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, *, expected: bool = False
     for x in _plain_tensors((args, kwargs), platform):
         if platform.shape_of(x) and not is_implicit_replication():
             shapes = (tuple(platform.shape_of(x)), found[0]._layout)
-            raise mixed_error(func, (x, found[0]), shapes, 0)
+            raise mixed_error(func, shapes, 0)
     with platform.no_dispatch():
         replicated = all_replicated(mesh)
 
         def gather(x: Any) -> Any:
-            return platform.local_of(redistribute(x, x._layout.with_placements(replicated)))
+            return redistribute(x, x._layout.with_placements(replicated))
 
         result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
         return _wrap_replicated(result, mesh, replicated)

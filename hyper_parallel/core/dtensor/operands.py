@@ -17,9 +17,10 @@ def operand_key(x: Any) -> Any:
     """What of an operand a plan depends on: the layout of a DTensor, the shape of a plain tensor, else nothing."""
     if type(x) in _SCALARS:
         return None
-    layout = getattr(x, "_layout", None)
-    if layout is not None:
-        return layout
+    try:
+        return x._layout
+    except AttributeError:
+        pass
     shape = getattr(x, "shape", None)
     return None if shape is None else tuple(shape)
 
@@ -42,7 +43,7 @@ def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
     return mesh
 
 
-def mixed_error(func: Any, operands: tuple, layouts: tuple, plain: int) -> ValueError:
+def mixed_error(func: Any, layouts: tuple, plain: int) -> ValueError:
     """The error for a plain tensor, operand ``plain``, that meets a distributed one."""
     other = next(i for i, layout in enumerate(layouts) if isinstance(layout, Layout))
     return ValueError(  # no TypeError: frameworks turn one in a dunder into "unsupported operand"

@@ -27,14 +27,13 @@ def redistribute(x: Any, layout: Layout) -> Any:
     platform = layout.mesh.platform
     transitions = transitions_of(platform)
     for step in plan_redistribution(source, layout):
-        local = platform.local_of(x)
         if isinstance(step.source, Shard) and isinstance(step.target, Replicate):
-            data = transitions.gather_data(local, step)
-            y = platform.wrap(transitions.share(local, step, data), step.layout)
-            if platform.requires_grad(local):
+            data = transitions.gather_data(x, step)
+            y = platform.wrap(transitions.share(x, step, data), step.layout)
+            if platform.requires_grad(x):
                 y._gathered = (x, step, data)
         else:
-            y = platform.wrap(transitions.run(local, step), step.layout)
+            y = platform.wrap(transitions.run(x, step), step.layout)
         x = y
     return x
 
@@ -57,10 +56,9 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     """
     layout = x._layout
     platform = layout.mesh.platform
-    local = platform.local_of(x)
     mesh_dims = tuple(d for d in mesh_dims if layout.mesh.shape[d] > 1)
-    if not mesh_dims or not platform.requires_grad(local):
-        return local
+    if not mesh_dims or not platform.requires_grad(x):
+        return x
     holder = x if x._origin is None else x._origin
     key = (layout.mesh, mesh_dims)
     view = platform.read_cache(holder, key)
@@ -68,7 +66,7 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         return view
     transitions = transitions_of(platform)
     if x._gathered is None:
-        view = transitions.copy(local, layout.mesh, mesh_dims)
+        view = transitions.copy(x, layout.mesh, mesh_dims)
     else:
         source, step, data = x._gathered
         others = tuple(d for d in mesh_dims if d != step.mesh_dim)

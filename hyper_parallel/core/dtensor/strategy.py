@@ -87,7 +87,9 @@ def solve(
         for i, layout in enumerate(layouts)
     )
     partial = tuple(
-        () if i in sharding.unread else tuple(d for d, c in enumerate(chosen) if c.partial_grad[i])
+        ()
+        if i in sharding.unread
+        else tuple(d for d, c in enumerate(chosen) if c.partial_grad[i] and mesh.shape[d] > 1)
         for i in range(len(layouts))
     )
     results = tuple(

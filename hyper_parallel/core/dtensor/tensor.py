@@ -113,7 +113,7 @@ class DTensor:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             if grad_placements is None:
-                return platform.alias(platform.local_of(self))
+                return platform.alias(self)
             given = layout.with_placements(
                 normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
             )
@@ -122,7 +122,7 @@ class DTensor:
                 for i, (g, p) in enumerate(zip(given.placements, layout.placements, strict=True))
                 if g is Partial() and p is Replicate()
             )
-            local = partial_grad_view(self, partial) if partial else platform.local_of(self)
+            local = partial_grad_view(self, partial) if partial else self
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
             if rest is not layout.cotangent:
                 local = _with_cotangent(local, rest, layout.cotangent, platform)
@@ -180,7 +180,7 @@ class DTensor:
         layout: Layout = self._layout
         platform = layout.mesh.platform
         with platform.no_dispatch():
-            local = platform.detach(platform.local_of(self))
+            local = platform.detach(self)
             return (
                 f"DTensor(local_tensor={local}, shape={tuple(layout.shape)}, placements={list(layout.placements)}, "
                 f"device_mesh={layout.mesh})"
