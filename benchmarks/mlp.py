@@ -211,8 +211,8 @@ def markdown(record: dict[str, Any]) -> str:
     where = record["environment"]
     lines = [
         f"MLP {BATCH}x{FEATURES}x{HIDDEN}, {RANKS} ranks, float32; fake process group, one thread on one core.",
-        f"Median over {record['rounds']} rounds of the median of {record['iterations']} calls; in brackets the quartiles "
-        "over rounds.",
+        f"Median over {record['rounds']} rounds of the median of {record['iterations']} calls; in brackets the "
+        "quartiles over rounds.",
         f"Ratios are to the {HAND_WRITTEN} version in the same round.",
         "",
     ]
