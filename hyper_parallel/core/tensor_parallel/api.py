@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.modes import is_strict
 from hyper_parallel.core.dtensor.tensor import bind_platform
-from hyper_parallel.core.tensor_parallel.style import ParallelStyle
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 
 __all__ = ["parallelize_module"]
 

@@ -1,0 +1,99 @@
+"""What a style is: the base classes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from hyper_parallel.core.dtensor.api import replicate_rest
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.tensor import bind_platform
+
+__all__ = ["ModuleStyle", "ParallelStyle", "mark_applied"]
+
+_APPLIED = "_hyper_parallel_styles"
+
+
+class ParallelStyle(ABC):
+    """How one module is parallelised. A style of your own defines `_apply`.
+
+    Attributes:
+        src_data_rank: rank of the mesh whose parameters count; None communicates nothing.
+    """
+
+    src_data_rank: int | None = 0
+
+    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        """Parallelise ``module`` in place over a 1-D mesh and return it.
+
+        Raises:
+            ValueError: for a mesh that is not 1-D, or when `check` finds the style unfit.
+        """
+        bind_platform(device_mesh.platform)
+        self.check(module, device_mesh, type(module).__name__)
+        return self._apply(module, device_mesh)
+
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        """Raise ValueError when the style cannot be applied to ``module``; ``where`` names it. Changes nothing."""
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{type(self).__name__} on {where!r} needs a 1-D mesh, got one of shape {device_mesh.shape}: pass one "
+                "dimension of it, as in mesh['tp']"
+            )
+        for earlier in getattr(module, _APPLIED, ()):
+            if self.excludes(earlier):
+                raise ValueError(f"{where!r} has the style {earlier!r} already and cannot get {self!r} as well")
+
+    def excludes(self, other: ParallelStyle) -> bool:
+        """Whether one module cannot have this style and ``other``."""
+        return type(self) is type(other)
+
+    @abstractmethod
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        """Parallelise ``module`` in place and return it."""
+
+
+class ModuleStyle(ParallelStyle):
+    """A style that owns the parameters of its module: one such style a module."""
+
+    def excludes(self, other: ParallelStyle) -> bool:
+        return isinstance(other, ModuleStyle)
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        platform = device_mesh.platform
+        self._partition(module, device_mesh)
+        platform.register_forward_pre_hook(
+            module,
+            lambda module, args, kwargs: self._before(module, args, kwargs, device_mesh),
+            with_kwargs=True,
+        )
+        platform.register_forward_hook(module, lambda module, args, output: self._after(module, output, device_mesh))
+        mark_applied(module, self)
+        return module
+
+    def _partition(self, module: Any, mesh: DeviceMesh) -> None:
+        """Distribute the parameters; by default they are replicated."""
+        for _, submodule in list(mesh.platform.named_modules(module)):
+            replicate_rest(submodule, mesh, self.src_data_rank)
+
+    @abstractmethod
+    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        """The inputs with which the module runs."""
+
+    @abstractmethod
+    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+        """The output that the caller gets."""
+
+    def _on_first_input(self, args: tuple, kwargs: dict, convert: Any, where: str) -> tuple[tuple, dict]:
+        """Convert the first input, positional or by keyword; all others pass through untouched."""
+        if args:
+            return (convert(args[0]), *args[1:]), kwargs
+        if kwargs:
+            first = next(iter(kwargs))
+            return args, {**kwargs, first: convert(kwargs[first])}
+        raise ValueError(f"{where} was called without inputs")
+
+
+def mark_applied(module: Any, style: ParallelStyle) -> None:
+    """Remember on ``module`` that ``style`` was applied to it."""
+    object.__setattr__(module, _APPLIED, (*getattr(module, _APPLIED, ()), style))

@@ -1,0 +1,250 @@
+"""Styles that only bring inputs and outputs to other layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle, mark_applied
+from hyper_parallel.core.tensor_parallel.convert import as_slots, check_placement, check_same_length, leave, place
+
+__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Bring the inputs of a module to the layouts it needs, by one collective for all that consume them inside.
+
+    Args:
+        input_layouts: placement of each plain positional input, None for one that stays as it is.
+        desired_input_layouts: placement wanted for each.
+        input_kwarg_layouts: the same for inputs given by keyword; only those named are converted.
+        desired_input_kwarg_layouts: placement wanted for each.
+        use_local_output: give the module plain local tensors.
+
+    Raises:
+        TypeError: when a layout is no placement.
+        ValueError: when layouts and desired layouts do not match, here; when the module is called with fewer
+            positional inputs than there are layouts, then.
+
+    Example:
+        >>> style = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+        >>> style.desired_input_layouts
+        (Replicate(), None)
+
+    Source: ``torch.distributed.tensor.parallel.PrepareModuleInput``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        self.input_layouts = None if input_layouts is None else as_slots(input_layouts, "input_layouts", name)
+        self.desired_input_layouts = (
+            None if desired_input_layouts is None else as_slots(desired_input_layouts, "desired_input_layouts", name)
+        )
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        check_same_length(
+            self.input_layouts or (),
+            self.desired_input_layouts or (),
+            ("input_layouts", "desired_input_layouts"),
+            name,
+        )
+        if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
+            raise ValueError(
+                f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
+                f"{sorted(self.desired_input_kwarg_layouts)}; they must name the same inputs"
+            )
+        for keyword in ("input_kwarg_layouts", "desired_input_kwarg_layouts"):
+            for slot in getattr(self, keyword).values():
+                if slot is not None:
+                    check_placement(slot, keyword, name)
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        device_mesh.platform.register_forward_pre_hook(
+            module,
+            lambda module, args, kwargs: self._before(module, args, kwargs, device_mesh),
+            with_kwargs=True,
+        )
+        mark_applied(module, self)
+        return module
+
+    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        layouts, desired = self.input_layouts or (), self.desired_input_layouts or ()
+        if len(args) < len(layouts):
+            raise ValueError(
+                f"{type(module).__name__} was called with {len(args)} positional input(s), {type(self).__name__} has "
+                f"{len(layouts)} input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by "
+                "keyword"
+            )
+        new_args = tuple(
+            self._prepare(x, mesh, layouts[i], desired[i], f"input {i} of {type(module).__name__}")
+            if i < len(layouts)
+            else x
+            for i, x in enumerate(args)
+        )
+        new_kwargs = {
+            key: self._prepare(
+                x,
+                mesh,
+                self.input_kwarg_layouts[key],
+                self.desired_input_kwarg_layouts[key],
+                f"input {key!r} of {type(module).__name__}",
+            )
+            if key in self.input_kwarg_layouts
+            else x
+            for key, x in kwargs.items()
+        }
+        return new_args, new_kwargs
+
+    def _prepare(self, x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, what: str) -> Any:
+        if layout is None or x is None:
+            return x
+        placed = place(x, mesh, layout, desired, what)
+        return placed.to_local() if self.use_local_output else placed
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"desired_input_layouts={self.desired_input_layouts}, input_kwarg_layouts={self.input_kwarg_layouts}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Bring the outputs of a module to the layouts that what follows needs.
+
+    Args:
+        output_layouts: placement of each plain output, None for one that stays as it is.
+        desired_output_layouts: placement wanted for each.
+        use_local_output: give plain local tensors.
+
+    Raises:
+        TypeError: when a layout is no placement. ValueError: when layouts and desired layouts do not match, here; when
+            the module returns another number of outputs, then.
+
+    Example:
+        >>> PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate()).output_layouts
+        (Shard(dim=-1),)
+
+    Source: ``torch.distributed.tensor.parallel.PrepareModuleOutput``.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement | None, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        name = type(self).__name__
+        self.output_layouts = as_slots(output_layouts, "output_layouts", name)
+        self.desired_output_layouts = as_slots(desired_output_layouts, "desired_output_layouts", name)
+        self.use_local_output = use_local_output
+        check_same_length(
+            self.output_layouts,
+            self.desired_output_layouts,
+            ("output_layouts", "desired_output_layouts"),
+            name,
+        )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        device_mesh.platform.register_forward_hook(
+            module, lambda module, args, output: self._after(module, output, device_mesh)
+        )
+        mark_applied(module, self)
+        return module
+
+    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        if len(outputs) != len(self.output_layouts):
+            raise ValueError(
+                f"{type(module).__name__} returned {len(outputs)} output(s), {type(self).__name__} has "
+                f"{len(self.output_layouts)} output_layouts: give one for each output, None for one that stays as it is"
+            )
+        new = [
+            y if layout is None or y is None else self._prepare(y, mesh, layout, desired, i, module)
+            for i, (y, layout, desired) in enumerate(
+                zip(outputs, self.output_layouts, self.desired_output_layouts, strict=True)
+            )
+        ]
+        return type(output)(new) if isinstance(output, (tuple, list)) else new[0]
+
+    def _prepare(self, y: Any, mesh: DeviceMesh, layout: Placement, desired: Any, i: int, module: Any) -> Any:
+        what = f"output {i} of {type(module).__name__}"
+        return leave(place(y, mesh, layout, desired, what), mesh, None, self.use_local_output, what)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(output_layouts={self.output_layouts}, "
+            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as there.
+        use_local_input: give the module plain local tensors.
+        output_layouts, desired_output_layouts, use_local_output: as there.
+
+    Raises:
+        TypeError, ValueError: as there.
+
+    Example:
+        >>> style = PrepareModuleInputOutput(
+        ...     input_layouts=Shard(1), desired_input_layouts=Replicate(),
+        ...     output_layouts=Replicate(), desired_output_layouts=Shard(1),
+        ... )
+        >>> style.prepare_module_input.use_local_output
+        False
+
+    Source: ``torch.distributed.tensor.parallel.PrepareModuleInputOutput``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement | None, ...],
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        self.prepare_module_input.check(module, device_mesh, where)
+        self.prepare_module_output.check(module, device_mesh, where)
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        self.prepare_module_input._apply(module, device_mesh)
+        self.prepare_module_output._apply(module, device_mesh)
+        return module
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"

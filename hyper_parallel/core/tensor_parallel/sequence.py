@@ -1,0 +1,46 @@
+"""`SequenceParallel`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.convert import leave, place
+
+__all__ = ["SequenceParallel"]
+
+
+class SequenceParallel(ModuleStyle):
+    """Run a module whose parameters are replicated on an input that is sharded along the sequence.
+
+    For norms and dropout. The gradients of the parameters are reduced over the mesh without any user code.
+
+    Args:
+        sequence_dim: tensor dimension that is sharded.
+        use_local_output: give the output as a plain local tensor.
+
+    Example:
+        >>> SequenceParallel()
+        SequenceParallel(sequence_dim=1, use_local_output=False)
+
+    Source: ``torch.distributed.tensor.parallel.SequenceParallel``; Korthikanti et al. 2022.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+
+    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        (shard,) = self.sequence_sharding
+        what = f"the input of {type(module).__name__}"
+        return self._on_first_input(args, kwargs, lambda x: place(x, mesh, shard, shard, what), type(module).__name__)
+
+    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+        return leave(output, mesh, None, self.use_local_output, f"the output of {type(module).__name__}")
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, use_local_output={self.use_local_output})"
+        )
