@@ -178,8 +178,8 @@ def kernels_over_lists(mesh: Any) -> None:
         torch._foreach_add_([a], [full(a)])
     if mesh.size() > 1:
         with pytest.raises(ValueError, match="_fused_sgd_ needs tensors that are laid out alike"):
-            options = dict(weight_decay=0, momentum=0, lr=1, dampening=0, nesterov=False, maximize=False)
-            torch._fused_sgd_([a], [whole], [], is_first_step=True, **options)
+            zeros = dict.fromkeys(["weight_decay", "momentum", "lr", "dampening"], 0.0)
+            torch._fused_sgd_([a], [whole], [], is_first_step=True, nesterov=False, maximize=False, **zeros)
 
 
 @on_mesh()
@@ -187,8 +187,13 @@ def training_loop_with_hooks_on_the_optimizer(mesh: Any) -> None:
     plain, sharded = models(mesh)
     for model in (plain, sharded):
         optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+        def step_at_once(p: Any, own: dict[Any, Any] = optimizers) -> None:
+            own[p].step()
+            own[p].zero_grad()
+
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p, own=optimizers: (own[p].step(), own[p].zero_grad()) and None)
+            p.register_post_accumulate_grad_hook(step_at_once)
         for step in range(2):
             loss_of(model, step).backward()
     for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):

@@ -23,7 +23,17 @@ from torch._C import _is_torch_function_enabled as is_dispatch_on
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_operators
 
-__all__ = ["HANDLERS", "Handler", "dispatch", "handles", "is_dtensor", "layout_of", "make_dtensor_class", "replicated", "wrap"]
+__all__ = [
+    "HANDLERS",
+    "Handler",
+    "dispatch",
+    "handles",
+    "is_dtensor",
+    "layout_of",
+    "make_dtensor_class",
+    "replicated",
+    "wrap",
+]
 
 T: Any = torch.Tensor
 Handler = Callable[[Any, tuple, dict], Any]

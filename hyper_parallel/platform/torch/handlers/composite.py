@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import elementwise, signature
+from hyper_parallel.platform.torch.op_table.binding import signature
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
 from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor, replicated
@@ -50,34 +51,52 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- losses
 
+#: loss -> keywords that take tensors.
 _LOSSES: dict[Any, tuple[str, ...]] = {
-    F.mse_loss: (),
-    F.l1_loss: (),
-    F.smooth_l1_loss: ("beta",),
-    F.huber_loss: ("delta",),
-    F.kl_div: ("log_target",),
+    F.mse_loss: ("weight",),
+    F.l1_loss: ("weight",),
+    F.smooth_l1_loss: (),
+    F.huber_loss: ("weight",),
+    F.kl_div: (),
     F.binary_cross_entropy: ("weight",),
     F.binary_cross_entropy_with_logits: ("weight", "pos_weight"),
     F.soft_margin_loss: (),
 }
-_POINTWISE_LOSSES = {loss: elementwise("pointwise", "input", "target", *options) for loss, options in _LOSSES.items()}
 _DEPRECATED = ("size_average", "reduce")
+
+
+def _loss_row(tensor_names: tuple[str, ...]) -> NativeOp:
+    """The loss of each element."""
+
+    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+        options = {name: value for name, value in kwargs.items() if name not in tensor_names}
+        return (*args, *(kwargs.get(name) for name in tensor_names)), options
+
+    def call(func: Any, operands: tuple, statics: Any) -> Any:
+        tensors = {n: x for n, x in zip(tensor_names, operands[2:], strict=True) if x is not None}
+        return func(*operands[:2], **tensors, **statics, reduction="none")
+
+    return NativeOp("pointwise", bind, call)
+
+
+_LOSS_ROWS = {loss: _loss_row(tensor_names) for loss, tensor_names in _LOSSES.items()}
 
 
 @handles(*_LOSSES)
 def element_wise_loss(func: Any, args: tuple, kwargs: dict) -> Any:
     """Loss of each element, then the reduction."""
-    if len(args) > 2 or any(kwargs.get(k) is not None for k in _DEPRECATED):
+    if len(args) != 2 or any(kwargs.get(name) is not None for name in _DEPRECATED):
         raise UnboundCallError
-    options = {k: v for k, v in kwargs.items() if k not in (*_DEPRECATED, "reduction")}
     reduction = kwargs.get("reduction", "mean")
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{reduction!r} is not a valid value for reduction")
-    losses = dispatch(_POINTWISE_LOSSES[func], func, args, {**options, "reduction": "none"})
+    options = {name: value for name, value in kwargs.items() if name not in (*_DEPRECATED, "reduction")}
+    losses = dispatch(_LOSS_ROWS[func], func, args, options)
     if reduction == "none":
         return losses
     if reduction == "mean":
-        return losses.mean()
+        weighted = func in (F.mse_loss, F.l1_loss) and kwargs.get("weight") is not None
+        return losses.sum() / kwargs["weight"].sum() if weighted else losses.mean()
     return losses.sum() if reduction == "sum" else losses.sum() / losses.shape[0]
 
 

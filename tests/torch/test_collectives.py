@@ -1,0 +1,130 @@
+"""What `supports` promises holds, for every dtype; groups do not outlive the world."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_parallel import get_platform
+from tests.support import spmd
+from tests.torch.support import device
+
+DTYPES = [
+    getattr(torch, name)
+    for name in (
+        "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
+        "float8_e4m3fn float8_e5m2"
+    ).split()
+]
+REDUCED = {"sum": sum, "max": max, "min": min, "product": lambda xs: xs[0] * xs[1], "avg": lambda xs: sum(xs) / 2}
+
+
+def values(*numbers: float, dtype: Any) -> torch.Tensor:
+    return torch.tensor(numbers).to(dtype).to(device())
+
+
+def numbers(x: torch.Tensor) -> list[float]:
+    return [float(v.real if isinstance(v, complex) else v) for v in x.to("cpu").to(torch.complex64).tolist()]
+
+
+def two_ranks() -> Any:
+    """Platform and group of the first two ranks, or None on the others."""
+    mesh = spmd.device_mesh(2)
+    return None if mesh is None else (get_platform(), mesh.platform_group(0))
+
+
+def movement() -> None:
+    found = two_ranks()
+    if found is None:
+        return
+    (platform, group), rank = found, spmd.rank
+    for dtype in DTYPES:
+        mine = values(rank, 1, dtype=dtype)
+        for verb in ("all_gather", "all_to_all", "broadcast", "scatter"):
+            assert platform.supports(verb, "", mine)
+        gathered = platform.all_gather(mine, group, 2)
+        assert gathered.dtype is dtype and numbers(gathered) == [0, 1, 1, 1], dtype
+        exchanged = platform.all_to_all(values(0, rank, dtype=dtype), group, 2)
+        assert numbers(exchanged) == [[0, 0], [0, 1]][rank], dtype
+        matrix = platform.all_gather(values(rank, rank, dtype=dtype).reshape(1, 2), group, 2)
+        assert matrix.shape == (2, 2) and numbers(matrix.flatten()) == [0, 0, 1, 1]
+        assert numbers(platform.broadcast(mine.clone(), 1, group)) == [1, 1]
+        parts = [values(0, 1, dtype=dtype), values(1, 0, dtype=dtype)] if rank == 0 else None
+        assert numbers(platform.scatter(torch.empty_like(mine), parts, 0, group)) == [[0, 1], [1, 0]][rank]
+    platform.barrier(group)
+    assert platform.all_gather_object({"rank": rank}, group, 2) == [{"rank": 0}, {"rank": 1}]
+
+
+def reductions() -> list[str]:
+    found = two_ranks()
+    if found is None:
+        return []
+    (platform, group), rank = found, spmd.rank
+    supported = []
+    for dtype in DTYPES:
+        for op, reduce in REDUCED.items():
+            mine = values(rank, 1, dtype=dtype)
+            if platform.supports("all_reduce", op, mine):
+                supported.append(f"{op} {dtype}")
+                wanted = numbers(values(reduce([0, 1]), reduce([1, 1]), dtype=dtype))
+                assert numbers(platform.all_reduce(mine, op, group)) == wanted, f"all_reduce {op} {dtype}"
+            mine = values(rank, 1, dtype=dtype)
+            if platform.supports("reduce_scatter", op, mine):
+                wanted = numbers(values((reduce([0, 1]), reduce([1, 1]))[rank], dtype=dtype))
+                assert numbers(platform.reduce_scatter(mine, op, group, 2)) == wanted, f"reduce_scatter {op} {dtype}"
+    return supported
+
+
+def test_movement(pool: Any) -> None:
+    pool.run(2, movement)
+
+
+def test_reductions(pool: Any) -> None:
+    supported = pool.run(2, reductions)[0]
+    for needed in ("float32", "float16", "bfloat16", "int64", "int32"):
+        assert {f"{op} torch.{needed}" for op in ("sum", "max", "min")} <= set(supported)
+
+
+PROGRAM = """
+import torch.distributed as dist
+from hyper_parallel import get_platform, init_device_mesh
+mesh = init_device_mesh(None, (1,))
+platform = get_platform()
+group = platform.native_group(mesh.platform_group(0))
+assert isinstance(group, dist.ProcessGroup)
+del group
+if {destroy}:
+    platform.destroy_process_group()
+    try:
+        platform.barrier(mesh.platform_group(0))
+    except RuntimeError as error:
+        assert "make a new mesh" in str(error), error
+    else:
+        raise AssertionError("the group outlived the world")
+    assert platform.world() is None
+    again = init_device_mesh(None, (1,))
+    assert again is not mesh and platform.world() is not None
+print("done")
+"""
+
+
+@pytest.mark.parametrize("destroy", [True, False])
+def test_end_of_the_world(destroy: bool) -> None:
+    """Meshes that are alive at exit neither hang nor abort the process."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(destroy=destroy)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+
+
+def test_default_group_is_left_to_the_user() -> None:
+    platform = get_platform()
+    if not dist.is_initialized():
+        platform.init_process_group()
+    before = platform.world()
+    platform.init_process_group()
+    assert platform.world() is before
+    assert (platform.rank(), platform.world_size()) == (0, 1)
