@@ -62,7 +62,7 @@ class DTensor:
             local_tensor: plain tensor, this rank's part.
             device_mesh: the mesh; None is the one entered with ``with mesh:``.
             placements: one per mesh dimension; None is `Replicate` everywhere.
-            run_check: compare shapes and dtypes over the ranks, and broadcast replicated data from the first rank.
+            run_check: compare shapes, dtypes and replicated data over the ranks; what differs is an error on all.
             shape: global shape. Needed when shards are uneven: without it the shards are taken to be equal.
             stride: accepted because torch has it; strides follow from the local tensor.
             grad_placements: how the gradient that reaches ``local_tensor`` is laid out; by default as ``placements``,
@@ -84,13 +84,16 @@ class DTensor:
         if shape is None:
             shape = _even_global_shape(local_shape, normal, mesh)
         layout = get_layout(mesh, normal, tuple(shape))
+        misfit = None
         if mesh.get_coordinate() is not None and tuple(layout.local_shape) != local_shape:
-            raise ValueError(
+            misfit = (
                 f"a tensor of global shape {tuple(shape)} placed {list(normal)} on {mesh} has local shape "
-                f"{tuple(layout.local_shape)} on this rank, got {local_shape}"
+                f"{tuple(layout.local_shape)} on rank {platform.rank()}, got {local_shape}"
             )
         if run_check:
-            local_tensor = _checked_over_ranks(local_tensor, layout)
+            _check_over_ranks(local_tensor, layout, misfit)
+        elif misfit is not None:
+            raise ValueError(misfit)
         with platform.no_dispatch():
             local = platform.alias(local_tensor)
             if grad_placements is not None:
@@ -211,28 +214,43 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platfor
     return transitions_of(platform).convert_cotangent(local, lambda g: redistribute_local(g, given, wanted))
 
 
-def _checked_over_ranks(local: Any, layout: Layout) -> Any:
+def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:
+    """Raise ValueError on every rank of the mesh when ranks differ, or when one of them has a ``problem`` already."""
     mesh, platform = layout.mesh, layout.mesh.platform
-    for mesh_dim in range(mesh.ndim):
-        placement = layout.placements[mesh_dim]
-        if mesh.shape[mesh_dim] == 1:
-            continue
+    if mesh.get_coordinate() is None:
+        return
+    communicating = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
+    for mesh_dim in communicating:
         mine = (tuple(layout.shape), str(local.dtype))
-        everyone = platform.all_gather_object(mine, mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])
-        for rank, theirs in zip(mesh.ranks_along(mesh_dim), everyone, strict=True):
-            if theirs != everyone[0]:
-                raise ValueError(
-                    f"DTensor.from_local: rank {rank} has global shape and dtype {theirs}, rank "
-                    f"{mesh.ranks_along(mesh_dim)[0]} has {everyone[0]}; for uneven shards pass the global shape"
-                )
-        if placement.is_replicate():
+        everyone = platform.all_gather_object((mine, problem), mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])
+        problem = _difference(everyone, mesh.ranks_along(mesh_dim))
+        if problem is None and layout.placements[mesh_dim].is_replicate():
             with platform.no_dispatch(), platform.no_grad():
-                first = collectives.broadcast(platform.clone(platform.detach(local)), mesh, mesh_dim, 0)
-                same = bool((first == platform.detach(local)).all())
+                plain = platform.detach(local)
+                first = collectives.broadcast(platform.clone(plain), mesh, mesh_dim, 0)
+                same = bool((first == plain).all())
             if not same:
-                raise ValueError(
+                problem = (
                     f"DTensor.from_local: the values on rank {platform.rank()} differ from those of rank "
                     f"{mesh.ranks_along(mesh_dim)[0]}, but the placement on mesh dimension {mesh.dim_label(mesh_dim)} "
                     "is Replicate()"
                 )
-    return local
+    for mesh_dim in communicating:
+        problems = platform.all_gather_object(problem, mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])
+        problem = next((p for p in problems if p is not None), None)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _difference(everyone: list[tuple], ranks: Sequence[int]) -> str | None:
+    """What is wrong with the ((shape, dtype), problem) of ``ranks``."""
+    for _, problem in everyone:
+        if problem is not None:
+            return problem
+    for rank, (theirs, _) in zip(ranks, everyone, strict=True):
+        if theirs != everyone[0][0]:
+            return (
+                f"DTensor.from_local: rank {rank} has global shape and dtype {theirs}, rank {ranks[0]} has "
+                f"{everyone[0][0]}; for uneven shards pass the global shape"
+            )
+    return None

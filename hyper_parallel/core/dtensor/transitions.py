@@ -92,6 +92,7 @@ class Transitions:
         self._reduce_scatter = make(self._reduce_scatter_forward, self._gather_scattered_cotangent)
         self._all_to_all = make(self._all_to_all_forward, self._all_to_all_cotangent)
         self._to_partial = make(self._to_partial_forward, self._from_partial_cotangent)
+        self._of_summand = make(self._of_summand_forward, self._to_partial_cotangent)
         self._copy = make(self._copy_forward, self._reduced_cotangent)
         self._convert_cotangent = make(self._alias_forward, self._converted_cotangent)
 
@@ -156,12 +157,14 @@ class Transitions:
         return self.share(g, step, self.gather_data(g, step))
 
     def _all_reduce_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+        ctx.step = step
         ctx.scale = step.mesh.shape[step.mesh_dim] if step.source.reduce_op == "avg" else None
         return collectives.all_reduce(
             self.platform.clone(self.platform.detach(x)), step.mesh, step.mesh_dim, step.source.reduce_op
         )
 
     def _unchanged_cotangent(self, ctx: Any, g: Any) -> Any:
+        g = self._for_summands(g, ctx.step)
         return g if ctx.scale is None else g / ctx.scale
 
     def _select_forward(self, ctx: Any, x: Any, step: Step) -> Any:
@@ -171,11 +174,12 @@ class Transitions:
             # Ranks that tie share the cotangent evenly, as the elements of one tensor do in amax.
             chosen = self.platform.masked_fill(self.platform.ones(self.platform.shape_of(x), x), x != y, 0.0)
             count = collectives.all_reduce(self.platform.clone(chosen), step.mesh, step.mesh_dim, "sum")
+            ctx.step = step
             ctx.save_for_backward(chosen / count)
         return y
 
     def _selected_cotangent(self, ctx: Any, g: Any) -> Any:
-        return g * ctx.saved_tensors[0]
+        return self._for_summands(g, ctx.step) * ctx.saved_tensors[0]
 
     def _multiply_forward(self, ctx: Any, x: Any, step: Step) -> Any:
         platform, size = self.platform, step.mesh.shape[step.mesh_dim]
@@ -202,7 +206,9 @@ class Transitions:
 
     def _gather_scattered_cotangent(self, ctx: Any, g: Any) -> Any:
         step = _reverse(ctx.step)
-        full = self.share(g, step, self.gather_data(g, step))
+        full = self.gather_data(g, step)
+        if self.platform.requires_grad(g):
+            full = self.share_partial(g, step, full)
         if isinstance(ctx.step.source, Partial) and ctx.step.source.reduce_op == "avg":
             return full / ctx.step.mesh.shape[ctx.step.mesh_dim]
         return full
@@ -222,6 +228,19 @@ class Transitions:
     def _all_to_all_cotangent(self, ctx: Any, g: Any) -> Any:
         return self._all_to_all(g, _reverse(ctx.step))
 
+    # A summand receives the full gradient, but what each rank then does with it is a part of the whole computation. So
+    # the cotangent of that gradient, in gradients of gradients, is a partial sum: these two keep the books.
+    def _for_summands(self, g: Any, step: Step) -> Any:
+        """``g`` as the gradient of every rank's summand: to be reduced in the next backward."""
+        return self._copy(g, step.mesh, (step.mesh_dim,)) if self.platform.requires_grad(g) else g
+
+    def _of_summand_forward(self, ctx: Any, g: Any, step: Step) -> Any:
+        ctx.step = step
+        return self.platform.detach(g)
+
+    def _to_partial_cotangent(self, ctx: Any, g: Any) -> Any:
+        return self._to_partial(g, Step(ctx.step.mesh, ctx.step.mesh_dim, Replicate(), Partial(), (), (), None))
+
     def _to_partial_forward(self, ctx: Any, x: Any, step: Step) -> Any:
         ctx.step = step
         x = self.platform.detach(x)
@@ -230,6 +249,8 @@ class Transitions:
         return self.platform.zeros(self.platform.shape_of(x), x)
 
     def _from_partial_cotangent(self, ctx: Any, g: Any) -> Any:
+        if self.platform.requires_grad(g):
+            g = self._of_summand(g, ctx.step)
         # A summand receives the full gradient. Of an average it receives 1/n of it, n equal copies make it whole.
         return g * ctx.step.mesh.shape[ctx.step.mesh_dim] if ctx.step.target.reduce_op == "avg" else g
 
