@@ -6,6 +6,7 @@ Without msrun, ranks meet through a `TCPStore`, for which torchrun's four enviro
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -130,9 +131,12 @@ def _meet(backend: str, environment: Any) -> World:
             "msrun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
         )
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    port = int(environment["MASTER_PORT"])
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port += 1  # torchrun keeps a store of its own on the port
     store = dist.TCPStore(
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
+        socket.gethostbyname(environment["MASTER_ADDR"]),  # the store takes numeric addresses only
+        port,
         world_size=size,
         is_master=rank == 0,
         timeout=_TIMEOUT,
