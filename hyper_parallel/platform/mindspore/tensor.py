@@ -11,7 +11,6 @@ a few more; those are overridden here, otherwise they would silently compute on 
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from math import prod
@@ -284,8 +283,10 @@ class InterceptedTensor(Tensor):
 
 
 def _copy_of(x: Tensor) -> Tensor:
-    """A plain leaf tensor with a copy of the local data."""
-    return copy.deepcopy(Tensor._make_subclass(Tensor, x))
+    """A plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an operation
+    writes, and what `copy_` writes arrives in both."""
+    plain = Tensor._make_subclass(Tensor, x)
+    return Tensor(Tensor.asnumpy(plain), plain.dtype)
 
 
 _GETITEM = Function("getitem", lambda x, index: _plain_getitem(x, index))
