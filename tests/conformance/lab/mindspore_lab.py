@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,26 @@ def model_value_and_grads(
     wrapped = wrap_gradients(tuple(grads), tuple(weights))
     by_name = dict(zip(trainable, wrapped, strict=True))
     return values[-1], grad, {name: by_name.get(name) for name in named}
+
+
+def second_order(
+    function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """``function`` of plain tensors gives a loss, ``combine`` of the loss's gradients a scalar: the gradient of that
+    scalar by each argument."""
+    places = tuple(range(len(arrays)))
+
+    def outer(*xs: Any) -> Any:
+        return combine(*ms.grad(function, places)(*xs))
+
+    return [g.asnumpy() for g in ms.grad(outer, places)(*map(tensor, arrays))]
+
+
+def sgd(module: nn.Cell, rate: float) -> Callable[[dict[str, Any]], None]:
+    """A function that takes one step of the framework's SGD, given what `model_value_and_grads` gives."""
+    named = dict(module.parameters_and_names())
+    optimizer = nn.SGD(list(named.values()), rate)
+    return lambda grads: optimizer(tuple(grads[name] for name in named))
 
 
 def load(module: nn.Cell, rng: np.random.Generator) -> nn.Cell:
@@ -154,6 +175,38 @@ class Block(nn.Cell):
     def construct(self, x: Any) -> Any:
         x = x + self.attention(self.norm1(x))
         return x + self.feed_forward(self.norm2(x))
+
+
+class Tied(nn.Cell):
+    """Embedding and head of a language model that are one parameter."""
+
+    def __init__(self, vocabulary: int, features: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.head = mint.nn.Linear(features, vocabulary, bias=False)
+        self.head.weight = self.embedding.embedding_table
+
+    def construct(self, ids: Any) -> Any:
+        return self.head(ops.tanh(self.embedding(ids)))
+
+
+class Buffered(nn.Cell):
+    """A linear module and a buffer."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = mint.nn.Linear(features, features)
+        self.register_buffer("scale", Tensor(np.arange(1, features + 1).astype(np.float32)))
+
+    def construct(self, x: Any) -> Any:
+        return self.linear(x) * self.scale
+
+
+class Scaled(mint.nn.Linear):
+    """A linear module with further arguments."""
+
+    def construct(self, x: Any, scale: float, *, shift: float) -> Any:
+        return super().construct(x) * scale + shift
 
 
 class Probe(nn.Cell):
@@ -271,6 +324,38 @@ def dropout(x: Any, p: float) -> Any:
     return ops.dropout(x, p, True)
 
 
+def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The framework's ``rand`` or ``randn``."""
+    return getattr(ops, name)(*shape)
+
+
+def custom(x: Any) -> Any:
+    return ops.bessel_i0(x)
+
+
+#: An operation on square matrices that has no sharding rule, and the name to register `custom` under.
+unruled = ops.inverse
+CUSTOM = "BesselI0"
+
+
+def unruled_in_place(x: Any) -> Any:
+    """An operation without a sharding rule that writes into ``x``."""
+    return x.index_add_(0, Tensor(np.array([0])), x[:1])
+
+
+#: Operations that write into their first operand: name -> (function, whether it takes a second operand). MindSpore has
+#: no kernel for the others on CPU.
+IN_PLACE: dict[str, tuple[Callable[..., Any], bool]] = {
+    "add_": (lambda x, y: x.add_(y), True),
+    "sub_": (lambda x, y: x.sub_(y), True),
+    "mul_": (lambda x, y: x.mul_(y), True),
+    "copy_": (lambda x, y: x.copy_(y), True),
+    "+=": (operator.iadd, True),
+    "*= 2": (lambda x: operator.imul(x, 2.0), False),
+    "exp_": (lambda x: x.exp_(), False),
+}
+
+
 def attention(q: Any, k: Any, v: Any) -> Any:
     """Causal attention in elementary operations; k and v may have fewer heads."""
     groups = q.shape[1] // k.shape[1]
@@ -292,5 +377,3 @@ def repeat_heads(x: Any, groups: int) -> Any:
 
 def seed(value: int) -> None:
     ms.set_seed(value)
-
-

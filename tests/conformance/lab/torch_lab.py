@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,22 @@ def model_value_and_grads(
     module.zero_grad()
     value, (grad,) = value_and_grads(function, [array])
     return value, grad, {name: p.grad for name, p in module.named_parameters()}
+
+
+def second_order(
+    function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """``function`` of plain leaf tensors gives a loss, ``combine`` of the loss's gradients a scalar: the gradient of
+    that scalar by each argument."""
+    leaves = [tensor(a).requires_grad_(True) for a in arrays]
+    combine(*torch.autograd.grad(function(*leaves), leaves, create_graph=True)).backward()
+    return [x.grad.cpu().numpy() for x in leaves]
+
+
+def sgd(module: nn.Module, rate: float) -> Callable[[dict[str, Any]], None]:
+    """A function that takes one step of the framework's SGD, given what `model_value_and_grads` gives."""
+    optimizer = torch.optim.SGD(module.parameters(), rate)
+    return lambda grads: optimizer.step()  # the gradients are on the parameters
 
 
 def load(module: nn.Module, rng: np.random.Generator) -> nn.Module:
@@ -137,6 +154,38 @@ class Gated(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Tied(nn.Module):
+    """Embedding and head of a language model that are one parameter."""
+
+    def __init__(self, vocabulary: int, features: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.head = nn.Linear(features, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(torch.tanh(self.embedding(ids)))
+
+
+class Buffered(nn.Module):
+    """A linear module and a buffer."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+        self.register_buffer("scale", torch.arange(1.0, features + 1))
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) * self.scale
+
+
+class Scaled(nn.Linear):
+    """A linear module with further arguments."""
+
+    def forward(self, x: Any, scale: float, *, shift: float) -> Any:
+        return super().forward(x) * scale + shift
 
 
 class Probe(nn.Module):
@@ -246,6 +295,35 @@ def cross_entropy(logits: Any, target: Any, reduction: str = "mean") -> Any:
 
 def dropout(x: Any, p: float) -> Any:
     return F.dropout(x, p, True)
+
+
+def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The framework's ``rand`` or ``randn``."""
+    return getattr(torch, name)(shape)
+
+
+#: An operation on square matrices that has no sharding rule, and one on any shape, with the name to register it under.
+unruled = torch.linalg.inv
+custom = CUSTOM = torch.special.entr
+
+
+def unruled_in_place(x: Any) -> Any:
+    """An operation without a sharding rule that writes into ``x``."""
+    return x.renorm_(2, 0, 1.0)
+
+
+#: Operations that write into their first operand: name -> (function, whether it takes a second operand).
+IN_PLACE: dict[str, tuple[Callable[..., Any], bool]] = {
+    "add_": (torch.Tensor.add_, True),
+    "sub_": (torch.Tensor.sub_, True),
+    "mul_": (torch.Tensor.mul_, True),
+    "copy_": (torch.Tensor.copy_, True),
+    "+=": (operator.iadd, True),
+    "*= 2": (lambda x: operator.imul(x, 2.0), False),
+    "zero_": (torch.Tensor.zero_, False),
+    "fill_": (lambda x: x.fill_(3.0), False),
+    "exp_": (torch.Tensor.exp_, False),
+}
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
