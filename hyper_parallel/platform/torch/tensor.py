@@ -104,6 +104,19 @@ def replicated(local: torch.Tensor, mesh: Any) -> Any:
     return wrap(local, get_layout(mesh, (Replicate(),) * mesh.ndim, tuple(_local_shape(local))))
 
 
+def _local_property(name: str) -> property:
+    """A property that the local tensor answers, without the way through ``__torch_function__``."""
+    read = getattr(T, name).__get__
+
+    def get(self: Any) -> Any:
+        if not is_dispatch_on():
+            return read(self)
+        with no_dispatch():
+            return read(self)
+
+    return property(get, doc=getattr(T, name).__doc__)
+
+
 def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
     """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it."""
     if _State.tensor_class is not None:
@@ -130,6 +143,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
         return self._layout.shape if is_dispatch_on() else _local_shape(self)
 
     namespace = {
+        **{name: _local_property(name) for name in ("dtype", "device", "ndim")},
         "__doc__": mixin.__doc__,
         "__module__": mixin.__module__,
         "__torch_function__": classmethod(torch_function),
@@ -141,4 +155,5 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
     _State.tensor_class = type(mixin)("DTensor", (mixin, torch.Tensor), namespace)
     _State.dispatch = core_dispatch
     handlers.hook_autograd_functions()
+    handlers.hook_optimizers(_State.tensor_class)
     return _State.tensor_class

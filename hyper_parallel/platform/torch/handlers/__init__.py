@@ -3,6 +3,7 @@
 from hyper_parallel.platform.torch.handlers import composite, foreach, gradients, metadata, random
 from hyper_parallel.platform.torch.handlers.copying import deepcopy_dtensor, rebuild_dtensor, reduce_dtensor
 from hyper_parallel.platform.torch.handlers.functions import hook_autograd_functions
+from hyper_parallel.platform.torch.handlers.optimizers import hook_optimizers
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "foreach",
     "gradients",
     "hook_autograd_functions",
+    "hook_optimizers",
     "metadata",
     "random",
     "rebuild_dtensor",

@@ -45,6 +45,10 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
     for value in rest:
         if isinstance(value, torch.dtype):
             dtype = value
+    if dtype is None or dtype is x.dtype:
+        with no_dispatch():
+            if x.to(*rest, **kwargs) is x:
+                return x
     linear = dtype is None or dtype.is_floating_point or dtype.is_complex
     return dispatch(CONVERSIONS["linear_unary" if linear else "pointwise"], func, (x, *rest), kwargs)
 

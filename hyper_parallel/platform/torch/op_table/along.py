@@ -50,9 +50,10 @@ _softmax_arguments = signature("input", "dim", dtype=None)
 
 
 def _bind_softmax(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    if "_stacklevel" in kwargs:
-        kwargs = {k: v for k, v in kwargs.items() if k != "_stacklevel"}
-    x, dim, dtype = _softmax_arguments(func, args, kwargs)
+    if len(args) == 1 and "dim" in kwargs:  # what functional.softmax and a module come with
+        x, dim, dtype = args[0], kwargs["dim"], kwargs.get("dtype")
+    else:
+        x, dim, dtype = _softmax_arguments(func, args, {k: v for k, v in kwargs.items() if k != "_stacklevel"})
     if not isinstance(dim, int):
         raise UnboundCallError
     return (x,), ((dim,), 1, dtype)
