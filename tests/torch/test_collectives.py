@@ -14,13 +14,11 @@ from hyper_parallel import get_platform
 from tests.support import spmd
 from tests.torch.support import device
 
-DTYPES = [
-    getattr(torch, name)
-    for name in (
-        "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
-        "float8_e4m3fn float8_e5m2"
-    ).split()
-]
+NAMES = """
+bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128
+float8_e4m3fn float8_e5m2
+"""
+DTYPES = [getattr(torch, name) for name in NAMES.split()]
 REDUCED = {"sum": sum, "max": max, "min": min, "product": lambda xs: xs[0] * xs[1], "avg": lambda xs: sum(xs) / 2}
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from hyper_parallel.platform.torch.launch import Launch, read_environment
@@ -9,7 +14,7 @@ from hyper_parallel.platform.torch.launch import Launch, read_environment
 
 def test_torchrun() -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-    assert read_environment(environ) == Launch(5, 8, 1, "host", 29500)
+    assert read_environment(environ) == Launch(5, 8, 1, "env://")
 
 
 def test_msrun() -> None:
@@ -21,13 +26,44 @@ def test_msrun() -> None:
         "MS_SCHED_HOST": "127.0.0.1",
         "MS_SCHED_PORT": "8118",
     }
-    assert read_environment(environ) == Launch(3, 4, 3, "127.0.0.1", 8119)
+    assert read_environment(environ) == Launch(3, 4, 3, "tcp://127.0.0.1:8119")
 
 
 def test_nobody() -> None:
-    assert read_environment({}) == Launch(0, 1, 0, None, 0)
+    assert read_environment({}) == Launch(0, 1, 0, None)
 
 
 def test_half_an_environment() -> None:
     with pytest.raises(RuntimeError, match="MASTER_ADDR, MASTER_PORT"):
         read_environment({"RANK": "0", "WORLD_SIZE": "1"})
+
+
+PROGRAM = """
+from hyper_parallel import get_platform
+platform = get_platform()
+platform.init_process_group()
+print(platform.rank(), platform.world_size())
+platform.destroy_process_group()
+"""
+
+
+def start(environ: dict[str, str]) -> subprocess.Popen:
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "msrun"])
+def test_two_processes(launcher: str) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        if launcher == "torchrun":
+            environ = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        else:
+            environ = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "RANK_ID": str(rank)}
+            environ |= {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
+        processes.append(start(environ))
+    assert [p.communicate(timeout=120)[0].strip() for p in processes] == ["0 2", "1 2"]

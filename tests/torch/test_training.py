@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -14,8 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_parallel import (
     ColwiseParallel,
-    DTensor,
-    PrepareModuleInput,
     Replicate,
     RowwiseParallel,
     SequenceParallel,

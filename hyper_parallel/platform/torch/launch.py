@@ -13,13 +13,17 @@ __all__ = ["Launch", "init_process_group", "read_environment"]
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says about this process. ``address`` None: nothing was launched, the world is this rank."""
+    """What the launcher says about this process.
+
+    Attributes:
+        rank, world_size, local_rank: this process's place.
+        init_method: how `torch.distributed` finds the other ranks; None when nothing was launched.
+    """
 
     rank: int
     world_size: int
     local_rank: int
-    address: str | None
-    port: int
+    init_method: str | None
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -40,37 +44,24 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
                 "with torchrun, set them all, or unset them all to run alone"
             )
         rank = int(environ["RANK"])
-        return Launch(
-            rank,
-            int(environ["WORLD_SIZE"]),
-            int(environ.get("LOCAL_RANK", rank)),
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
-        )
+        # Through env://, because torchrun's agent already listens on the port.
+        return Launch(rank, int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", rank)), "env://")
     if environ.get("MS_ROLE") == "MS_WORKER" and "MS_WORKER_NUM" in environ:
         rank = int(environ.get("RANK_ID", environ.get("MS_NODE_ID", "0")))
+        host, port = environ.get("MS_SCHED_HOST", "127.0.0.1"), int(environ.get("MS_SCHED_PORT", "8118")) + 1
         return Launch(
-            rank,
-            int(environ["MS_WORKER_NUM"]),
-            int(environ.get("DEVICE_ID", rank)),
-            environ.get("MS_SCHED_HOST", "127.0.0.1"),
-            int(environ.get("MS_SCHED_PORT", "8118")) + 1,
+            rank, int(environ["MS_WORKER_NUM"]), int(environ.get("DEVICE_ID", rank)), f"tcp://{host}:{port}"
         )
-    return Launch(0, 1, 0, None, 0)
+    return Launch(0, 1, 0, None)
 
 
 def init_process_group(backend: str, select_device: Callable[[int], None]) -> None:
     """Initialise the default process group with ``backend`` from the environment; see `read_environment`."""
     launch = read_environment()
     select_device(launch.local_rank)
-    if launch.address is None:
+    if launch.init_method is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{launch.address}:{launch.port}"
-        if "MASTER_ADDR" not in os.environ
-        else "env://",
-        rank=launch.rank,
-        world_size=launch.world_size,
-    )
+    else:
+        dist.init_process_group(
+            backend, init_method=launch.init_method, rank=launch.rank, world_size=launch.world_size
+        )

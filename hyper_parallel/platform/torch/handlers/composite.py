@@ -171,7 +171,7 @@ def set_item(func: Any, args: tuple, kwargs: dict) -> None:
     """``x[index] = value``. How many elements a mask selects depends on the data, so masks go other ways."""
     x, index, value = args
     if not is_dtensor(x):
-        raise TypeError("a distributed value or index cannot be written into a plain tensor: distribute the tensor first")
+        raise TypeError("a distributed value cannot be written into a plain tensor: distribute the tensor first")
     items = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, T) and i.dtype is torch.bool for i in items):
         dispatch(OP_TABLE[func], func, args, kwargs)

@@ -41,7 +41,8 @@ def _run_into(func: Any, args: tuple, kwargs: dict) -> Any:
             "value that the function returns"
         )
     if out.shape != result.shape:
-        raise ValueError(f"{name_of(func)}(out=...): out has shape {tuple(out.shape)}, the result {tuple(result.shape)}")
+        shapes = f"out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"
+        raise ValueError(f"{name_of(func)}(out=...): {shapes}")
     return out.copy_(result)
 
 
