@@ -79,10 +79,6 @@ class Platform(ABC):
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
 
     @abstractmethod
-    def is_parameter(self, x: Any) -> bool:
-        """Whether ``x`` is a parameter of the framework (distributed ones included)."""
-
-    @abstractmethod
     def is_linear_module(self, module: Module) -> bool:
         """Whether ``module`` computes ``x @ weight.T + bias`` with ``weight`` of shape (out_features, in_features)."""
 
@@ -120,10 +116,6 @@ class Platform(ABC):
     @abstractmethod
     def named_modules(self, root: Module) -> Iterator[tuple[str, Module]]:
         """Yield (path, module) for ``root`` (path ``""``) and everything below it, parents first, each module once."""
-
-    @abstractmethod
-    def named_children(self, module: Module) -> Iterator[tuple[str, Module]]:
-        """Yield (name, module) for the direct children."""
 
     @abstractmethod
     def named_parameters(self, module: Module) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +165,7 @@ class Platform(ABC):
 
     @abstractmethod
     def destroy_process_group(self) -> None:
-        """Tear the default group and all others down."""
+        """Tear the default group and all others down. For programs; core does not call it."""
 
     @abstractmethod
     def rank(self) -> int:
@@ -226,7 +218,7 @@ class Platform(ABC):
 
     @abstractmethod
     def barrier(self, group: Group) -> None:
-        """Wait for all ranks of the group."""
+        """Wait for all ranks of the group. For programs; core does not call it."""
 
     @abstractmethod
     def all_gather_object(self, value: Any, group: Group, size: int) -> list[Any]:
@@ -281,16 +273,15 @@ class Platform(ABC):
 
     @abstractmethod
     def wrap(self, local: Tensor, layout: Layout) -> Any:
-        """Make a DTensor of a plain tensor that nobody else holds. Its ``_layout`` is ``layout``."""
+        """Make a DTensor of a plain tensor that nobody else holds. Its ``_layout`` is ``layout``.
 
-    @abstractmethod
-    def local_of(self, x: Any) -> Tensor:
-        """The local tensor of a DTensor, part of the autograd graph; of a parameter, read through the parameter. To be
-        used under `no_dispatch`."""
+        Under `no_dispatch` the DTensor is its local tensor, part of the autograd graph: operations on it compute on the
+        local data, and gradients land on it. So changing the class of ``local`` is the natural way.
+        """
 
     @abstractmethod
     def no_dispatch(self) -> AbstractContextManager:
-        """Guard under which operations run on locals and are not intercepted."""
+        """Guard under which operations on DTensors run on their local tensors and are not intercepted."""
 
     # ---------------------------------------------------------------- operations on plain local tensors
     @abstractmethod
@@ -324,10 +315,6 @@ class Platform(ABC):
     @abstractmethod
     def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
         """Add a dimension of size 1. Differentiable."""
-
-    @abstractmethod
-    def cast(self, x: Tensor, dtype: Any) -> Tensor:
-        """Convert the dtype. Differentiable."""
 
     # ---------------------------------------------------------------- devices and random numbers
     @abstractmethod

@@ -7,6 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operands import name_of
 from hyper_parallel.core.dtensor.rules import RULES, Rule
+from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.base import NativeOp
 
 __all__ = ["find_custom_op", "register_sharding"]
@@ -29,14 +30,15 @@ def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple
     Example:
         >>> import torch
         >>> from hyper_parallel import OpSharding, register_sharding
-        >>> def rule(shapes, statics):
-        ...     labels = tuple(range(len(shapes[0])))
-        ...     return OpSharding(operands=(labels,), results=(labels,), result_shapes=(shapes[0],))
-        >>> register_sharding(torch.special.i0, rule)
+        >>> def cross(shapes, statics):  # vectors in the last dimension, which must be whole
+        ...     labels = (*range(len(shapes[0]) - 1), None)
+        ...     return OpSharding(operands=(labels, labels), results=(labels,), result_shapes=(shapes[0],))
+        >>> register_sharding(torch.linalg.cross, cross)
 
     Source: ``torch.distributed.tensor.experimental.register_sharding``, with labels in place of placements.
     """
-    if function in _CUSTOM:
+    table = get_platform().op_table
+    if function in _CUSTOM or function in table or name_of(function) in table:
         raise ValueError(f"{name_of(function)} has a sharding rule already")
     name = f"custom:{name_of(function)}:{len(_CUSTOM)}"
     RULES[name] = rule

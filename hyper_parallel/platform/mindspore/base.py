@@ -55,9 +55,6 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
         local._layout = layout
         return local
 
-    def local_of(self, x: Any) -> Tensor:
-        return x
-
     def no_dispatch(self) -> AbstractContextManager:
         return NoDispatch()
 

@@ -44,9 +44,6 @@ class LocalVerbs:
     def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
         return ops.expand_dims(x, dim)
 
-    def cast(self, x: Tensor, dtype: Any) -> Tensor:
-        return x.astype(dtype)
-
     def to_device(self, x: Tensor) -> Tensor:
         return x  # tensors move to the device of the context when an operation reads them
 

@@ -29,9 +29,6 @@ class ModuleVerbs:
     def is_tensor(self, x: Any) -> bool:
         return isinstance(x, Tensor)
 
-    def is_parameter(self, x: Any) -> bool:
-        return isinstance(x, Parameter)
-
     def is_linear_module(self, module: Any) -> bool:
         return isinstance(module, _LINEAR)
 
@@ -58,9 +55,6 @@ class ModuleVerbs:
 
     def named_modules(self, root: Any) -> Iterator[tuple[str, Any]]:
         return root.cells_and_names()
-
-    def named_children(self, module: Any) -> Iterator[tuple[str, Any]]:
-        return iter(module.name_cells().items())
 
     def named_parameters(self, module: Any) -> Iterator[tuple[str, Any]]:
         return iter([(name, p) for name, p in module._params.items() if p is not None])

@@ -39,10 +39,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.is_tensor`."""
         return isinstance(x, torch.Tensor)
 
-    def is_parameter(self, x: Any) -> bool:
-        """See `Platform.is_parameter`."""
-        return isinstance(x, torch.nn.Parameter)
-
     def is_floating_point(self, x: torch.Tensor) -> bool:
         """See `Platform.is_floating_point`."""
         return x.is_floating_point()
@@ -64,10 +60,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def wrap(self, local: torch.Tensor, layout: Any) -> Any:
         """See `Platform.wrap`."""
         return tensor.wrap(local, layout)
-
-    def local_of(self, x: Any) -> torch.Tensor:
-        """See `Platform.local_of`: a DTensor is its local tensor."""
-        return x
 
     def no_dispatch(self) -> AbstractContextManager:
         """See `Platform.no_dispatch`."""
@@ -110,10 +102,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def unsqueeze(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """See `Platform.unsqueeze`."""
         return x.unsqueeze(dim)
-
-    def cast(self, x: torch.Tensor, dtype: Any) -> torch.Tensor:
-        """See `Platform.cast`."""
-        return x.to(dtype)
 
     # ------------------------------------------------------------------------------------------------ devices, random
     def to_device(self, x: torch.Tensor) -> torch.Tensor:

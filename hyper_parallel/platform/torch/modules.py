@@ -55,10 +55,6 @@ class ModuleVerbs(Platform):
         """See `Platform.named_modules`."""
         return root.named_modules()
 
-    def named_children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """See `Platform.named_children`."""
-        return module.named_children()
-
     def named_parameters(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Platform.named_parameters`."""
         return ((name, p) for name, p in module._parameters.items() if p is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.random import synchronize
 from hyper_parallel.core.dtensor.rules import rule
 from hyper_parallel.core.dtensor.rules.labels import named
 
@@ -30,6 +31,8 @@ def _drop(
     uses its part of it. That costs memory of the global size for a moment and keeps the generators in step."""
     x, layout = operands[0], operand_layouts[0]
     _, training = statics[:2]
+    if training:
+        synchronize(layout.mesh)
     if not training or tuple(layout.local_shape) == tuple(layout.shape):
         return native(operands, statics)
     noise = native((platform.ones(layout.shape, x),), statics)
