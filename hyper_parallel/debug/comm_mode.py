@@ -18,6 +18,7 @@ class CommDebugMode:
     on a mesh dimension of size 1 are not issued and not counted.
 
     Example:
+        >>> from hyper_parallel import CommDebugMode
         >>> with CommDebugMode() as comm:
         ...     pass
         >>> comm.get_total_counts()

@@ -144,6 +144,15 @@ class _Platform:
     def all_gather(self, local: np.ndarray, group: tuple[int, ...], size: int) -> np.ndarray:
         return np.concatenate(self.world.exchange(group, self.current, local), axis=0)
 
+    def get_rng_state(self) -> None:
+        """Ranks share the noise of a case: there is no state to agree on."""
+
+    def set_rng_state(self, state: None) -> None:
+        pass
+
+    def all_gather_object(self, value: Any, group: tuple[int, ...], size: int) -> list:
+        return [value] * size
+
     def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         return lambda x, *static: forward(SimpleNamespace(save_for_backward=lambda *tensors: None), x, *static)
 

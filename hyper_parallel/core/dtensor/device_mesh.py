@@ -195,6 +195,7 @@ def init_device_mesh(
         ValueError: for a device type that the platform does not serve, or a mesh larger than the world.
 
     Example:
+        >>> from hyper_parallel import init_device_mesh
         >>> init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)).shape
         (1,)
 

@@ -17,6 +17,7 @@ def strict() -> Iterator[None]:
     """Inside, an operation without a sharding rule is an error instead of running on gathered operands.
 
     Example:
+        >>> from hyper_parallel import strict
         >>> with strict():
         ...     pass
     """
@@ -37,6 +38,7 @@ def implicit_replication() -> Iterator[None]:
     """Inside, a plain tensor that meets a distributed one counts as replicated: the same value on every rank.
 
     Example:
+        >>> from hyper_parallel import implicit_replication
         >>> with implicit_replication():
         ...     pass
 

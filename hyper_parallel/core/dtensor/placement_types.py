@@ -53,6 +53,7 @@ class Replicate(Placement):
     """Every rank of the mesh dimension holds the whole tensor.
 
     Example:
+        >>> from hyper_parallel import Replicate
         >>> Replicate() is Replicate()
         True
     """
@@ -83,6 +84,7 @@ class Shard(Placement):
         TypeError: when ``dim`` is not an int.
 
     Example:
+        >>> from hyper_parallel import Shard
         >>> Shard(-1)
         Shard(dim=-1)
     """
@@ -117,6 +119,7 @@ class Partial(Placement):
         ValueError: for another ``reduce_op``.
 
     Example:
+        >>> from hyper_parallel import Partial
         >>> Partial()
         Partial(sum)
     """

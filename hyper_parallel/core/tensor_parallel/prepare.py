@@ -28,6 +28,7 @@ class PrepareModuleInput(ParallelStyle):
             positional inputs than there are layouts, then.
 
     Example:
+        >>> from hyper_parallel import PrepareModuleInput, Replicate, Shard
         >>> style = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
         >>> style.desired_input_layouts
         (Replicate(), None)
@@ -133,6 +134,7 @@ class PrepareModuleOutput(ParallelStyle):
             the module returns another number of outputs, then.
 
     Example:
+        >>> from hyper_parallel import PrepareModuleOutput, Replicate, Shard
         >>> PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate()).output_layouts
         (Shard(dim=-1),)
 
@@ -202,6 +204,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         TypeError, ValueError: as there.
 
     Example:
+        >>> from hyper_parallel import PrepareModuleInputOutput, Replicate, Shard
         >>> style = PrepareModuleInputOutput(
         ...     input_layouts=Shard(1), desired_input_layouts=Replicate(),
         ...     output_layouts=Replicate(), desired_output_layouts=Shard(1),

@@ -22,6 +22,7 @@ class SequenceParallel(ModuleStyle):
         use_local_output: give the output as a plain local tensor.
 
     Example:
+        >>> from hyper_parallel import SequenceParallel
         >>> SequenceParallel()
         SequenceParallel(sequence_dim=1, use_local_output=False)
 

@@ -103,6 +103,7 @@ class ColwiseParallel(_WeightParallel):
         TypeError: when a layout is no placement. ValueError: for more than one.
 
     Example:
+        >>> from hyper_parallel import ColwiseParallel, Replicate
         >>> ColwiseParallel(output_layouts=Replicate()).output_layouts
         (Replicate(),)
 
@@ -132,6 +133,7 @@ class RowwiseParallel(_WeightParallel):
         TypeError: when a layout is no placement. ValueError: for more than one.
 
     Example:
+        >>> from hyper_parallel import RowwiseParallel, Shard
         >>> RowwiseParallel(output_layouts=Shard(1)).input_layouts
         (Shard(dim=-1),)
 
