@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.collectives import dense
+from hyper_parallel.platform.mindspore.seeds import COUNTERS
 
 __all__ = ["LocalVerbs"]
 
@@ -64,12 +65,18 @@ class LocalVerbs:
     def manual_seed(self, seed: int) -> None:
         ms.set_seed(seed)
 
+    # Operations of the old kind (dropout, rand) take their numbers from the global seed and a counter for each of them.
+    # Without a seed they draw what they like on every rank, so one is chosen.
     def get_rng_state(self) -> Any:
-        return ms.get_rng_state().asnumpy(), ms.get_seed(), np.random.get_state()
+        seed = ms.get_seed()
+        if seed is None:
+            seed = int(np.random.randint(2**31 - 1))
+        return ms.get_rng_state().asnumpy(), seed, dict(COUNTERS), np.random.get_state()
 
     def set_rng_state(self, state: Any) -> None:
-        generator, seed, host = state
-        if seed is not None:
-            ms.set_seed(seed)
+        generator, seed, counters, host = state
+        ms.set_seed(seed)
+        COUNTERS.clear()
+        COUNTERS.update(counters)
         ms.set_rng_state(Tensor(generator))
         np.random.set_state(host)

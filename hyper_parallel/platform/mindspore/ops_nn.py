@@ -10,6 +10,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.mindspore.op_bind import arguments, row
+from hyper_parallel.platform.mindspore.seeds import undo_draw
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 
@@ -209,7 +210,8 @@ _add("SparseSoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_sparse_cross_
 
 
 def _bind_dropout_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    return args[:1], (1.0 - float(args[1]), True)
+    """``ops.dropout`` has drawn a seed before its primitive arrives here, and `_dropout` calls it again."""
+    return args[:1], (1.0 - float(args[1]), True, undo_draw("dropout", args[3]))
 
 
 def _bind_dropout(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -218,7 +220,7 @@ def _bind_dropout(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.dropout(xs[0], statics[0], statics[1])
+    return ops.dropout(xs[0], *statics)
 
 
 _add("Dropout", "dropout", _bind_dropout_old, _dropout)
