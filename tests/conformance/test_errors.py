@@ -82,6 +82,13 @@ def wrong_plans(mesh: Any) -> None:
     with pytest.warns(UserWarning, match="without a parallelize_plan"):
         parallelize_module(model(), mesh)
 
+    tied = lab.load(lab.Tied(8, 4), np.random.default_rng(0))
+    with fails(ValueError, "'embedding' and 'head' share", "Shard(dim=1)", "Shard(dim=0)"):
+        parallelize_module(tied, mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
+    parallelize_module(tied, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
+    with fails(ValueError, "of 'head' is placed [Shard(dim=0)] already", "RowwiseParallel"):
+        parallelize_module(tied, mesh, {"head": RowwiseParallel()})
+
     # All or nothing: the first entry is fine and must not have been applied.
     untouched = model()
     with fails(ValueError, "''", "Mlp"):

@@ -294,3 +294,21 @@ def prepared_output(mesh: Any) -> Any:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_prepare_module_output(pool: Any, world_size: int) -> None:
     pool.run(world_size, prepared_output)
+
+
+@spmd.on_mesh()
+def tied(mesh: Any, vocabulary: int) -> Any:
+    ids = np.random.default_rng(8).integers(0, vocabulary, (3, 4)).astype(np.int64)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return compare(lambda lab: lab.Tied(vocabulary, 6), plan, ids, mesh)
+
+
+@pytest.mark.parametrize("vocabulary", [12, 7], ids=["even", "uneven"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_tied_embedding_and_head(pool: Any, world_size: int, vocabulary: int) -> None:
+    for counts in pool.run(world_size, tied, vocabulary):
+        if world_size > 1:
+            assert counts == {"forward": {"all_reduce": 1, "all_gather": 1}, "backward": {"all_reduce": 1}}

@@ -10,8 +10,9 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.modes import is_strict
-from hyper_parallel.core.dtensor.tensor import bind_platform
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 
 __all__ = ["parallelize_module"]
 
@@ -111,6 +112,7 @@ def _report_no_match(pattern: str, modules: dict[str, Any]) -> None:
 def _check(matches: list[tuple[str, Any, ParallelStyle]], mesh: DeviceMesh) -> None:
     """Raise for what does not fit, before anything is changed."""
     styles_of: dict[int, list[tuple[str, ParallelStyle]]] = {}
+    placement_of: dict[int, tuple[str, ParallelStyle, Placement]] = {}
     for path, module, style in matches:
         style.check(module, mesh, path)
         for earlier_path, earlier in styles_of.setdefault(id(module), []):
@@ -119,3 +121,31 @@ def _check(matches: list[tuple[str, Any, ParallelStyle]], mesh: DeviceMesh) -> N
                     f"the plan gives {path!r} two styles, {earlier!r} (as {earlier_path!r}) and {style!r}: keep one"
                 )
         styles_of[id(module)].append((path, style))
+        if isinstance(style, ModuleStyle):
+            _check_ties(path, module, style, mesh, placement_of)
+
+
+def _check_ties(
+    path: str,
+    module: Any,
+    style: ModuleStyle,
+    mesh: DeviceMesh,
+    placement_of: dict[int, tuple[str, ParallelStyle, Placement]],
+) -> None:
+    """Raise when the plan places one parameter, which several modules share, in two ways."""
+    wanted = style.parameter_placements(module, mesh.platform)
+    for name, parameter in mesh.platform.named_parameters(module):
+        placement = wanted.get(name, Replicate())
+        if isinstance(parameter, DTensor) and parameter.placements != (placement,):
+            raise ValueError(
+                f"parameter {name!r} of {path!r} is placed {list(parameter.placements)} already, by a module that "
+                f"shares it, and {style!r} would place it [{placement!r}]: modules that share a parameter need styles "
+                "that place it the same way"
+            )
+        other_path, other, earlier = placement_of.setdefault(id(parameter), (path, style, placement))
+        if earlier is not placement:
+            raise ValueError(
+                f"{other_path!r} and {path!r} share the parameter {name!r}, and the plan places it in two ways: "
+                f"{earlier!r} by {other!r} and {placement!r} by {style!r}. An embedding and a head that are tied go "
+                "together as RowwiseParallel and ColwiseParallel, which both shard the vocabulary"
+            )

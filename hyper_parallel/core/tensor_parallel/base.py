@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from hyper_parallel.core.dtensor.api import replicate_rest
+from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.platform import Platform
 
 __all__ = ["ModuleStyle", "ParallelStyle", "mark_applied"]
 
@@ -71,8 +73,13 @@ class ModuleStyle(ParallelStyle):
         mark_applied(module, self)
         return module
 
+    def parameter_placements(self, module: Any, platform: Platform) -> dict[str, Placement]:
+        """How the style places parameters that ``module`` itself holds, by name; all others are replicated."""
+        return {}
+
     def _partition(self, module: Any, mesh: DeviceMesh) -> None:
-        """Distribute the parameters; by default they are replicated."""
+        for name, placement in self.parameter_placements(module, mesh.platform).items():
+            distribute_parameter(module, name, mesh, (placement,), src_data_rank=self.src_data_rank)
         for _, submodule in list(mesh.platform.named_modules(module)):
             replicate_rest(submodule, mesh, self.src_data_rank)
 

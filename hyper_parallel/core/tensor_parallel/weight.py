@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hyper_parallel.core.dtensor.api import distribute_parameter
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle
 from hyper_parallel.core.tensor_parallel.convert import as_slots, leave, place
+from hyper_parallel.platform import Platform
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
@@ -51,15 +51,11 @@ class _WeightParallel(ModuleStyle):
                 "PrepareModuleOutput or SequenceParallel for the module itself"
             )
 
-    def _partition(self, module: Any, mesh: DeviceMesh) -> None:
-        platform = mesh.platform
+    def parameter_placements(self, module: Any, platform: Platform) -> dict[str, Placement]:
         weight, bias = platform.weight_name(module), platform.bias_name(module)
-        if platform.is_linear_module(module):
-            distribute_parameter(module, weight, mesh, (self._linear[0],), src_data_rank=self.src_data_rank)
-            if bias is not None:
-                distribute_parameter(module, bias, mesh, (self._linear[1],), src_data_rank=self.src_data_rank)
-        else:
-            distribute_parameter(module, weight, mesh, (self._embedding,), src_data_rank=self.src_data_rank)
+        if platform.is_embedding_module(module):
+            return {weight: self._embedding}
+        return {weight: self._linear[0]} if bias is None else {weight: self._linear[0], bias: self._linear[1]}
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         platform = mesh.platform
