@@ -377,16 +377,3 @@ def repeat_heads(x: Any, groups: int) -> Any:
 
 def seed(value: int) -> None:
     ms.set_seed(value)
-
-
-class Tied(nn.Cell):
-    """Embedding and head with one weight."""
-
-    def __init__(self, vocabulary: int, features: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, features)
-        self.head = mint.nn.Linear(features, vocabulary, bias=False)
-        self.head.weight = self.embedding.embedding_table
-
-    def construct(self, ids: Any) -> Any:
-        return self.head(self.embedding(ids))

@@ -332,16 +332,3 @@ def attention(q: Any, k: Any, v: Any) -> Any:
 
 def seed(value: int) -> None:
     torch.manual_seed(value)
-
-
-class Tied(nn.Module):
-    """Embedding and head with one weight."""
-
-    def __init__(self, vocabulary: int, features: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, features)
-        self.head = nn.Linear(features, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Any) -> Any:
-        return self.head(self.embedding(ids))
