@@ -31,4 +31,5 @@ def shard(x: torch.Tensor, mesh: Any, *placements: Any) -> Any:
 
 def close(got: Any, wanted: Any, what: str = "", tolerance: float = 1e-5) -> None:
     """Compare whole tensors."""
-    torch.testing.assert_close(full(got), full(wanted), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+    got, wanted = full(got).cpu(), full(wanted).cpu()
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")

@@ -1,13 +1,38 @@
 """The torch backends: shared code here, what differs between devices in `cpu`, `cuda` and `npu`."""
 
-try:
-    import torch as _torch  # noqa: F401
-except RuntimeError as error:
-    # torch_npu is loaded by torch itself through an entry point, and fails without the CANN runtime.
-    if "torch_npu" not in str(error):
-        raise
-    raise ImportError(
-        "torch cannot be imported because torch_npu is installed and cannot be loaded, most likely because CANN is "
-        "not installed or its set_env.sh was not sourced. Install CANN and source set_env.sh; to use torch on the CPU "
-        "instead, uninstall torch_npu or set TORCH_DEVICE_BACKEND_AUTOLOAD=0. torch said: " + str(error)
-    ) from error
+import importlib.util
+import logging
+import os
+import sys
+
+__all__: list[str] = []
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def _import_torch() -> None:
+    """Import torch, also where torch_npu is installed and CANN is not.
+
+    ``import torch`` loads torch_npu through an entry point and fails for good when that fails: a second try breaks torch.
+    So torch is imported without such extensions first, and they are loaded afterwards, where a failure is only theirs.
+    """
+    if "torch" in sys.modules or importlib.util.find_spec("torch_npu") is None or os.environ.get(_AUTOLOAD) == "0":
+        import torch
+
+        return
+    before = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    try:
+        import torch
+    finally:
+        if before is None:
+            del os.environ[_AUTOLOAD]
+        else:
+            os.environ[_AUTOLOAD] = before
+    try:
+        getattr(torch, "_import_device_backends", lambda: None)()
+    except RuntimeError as error:
+        logging.getLogger("hyper_parallel").info("torch is used without its extension: %s", error)
+
+
+_import_torch()
