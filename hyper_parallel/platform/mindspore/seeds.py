@@ -1,5 +1,5 @@
-"""The counters behind MindSpore's random operations of the old kind: each call takes its numbers from the global seed and
-the counter of its kind, and moves the counter on."""
+"""The counters behind MindSpore's random operations of the old kind: each call takes its numbers from the global seed
+and the counter of its kind, and moves the counter on."""
 
 from __future__ import annotations
 
