@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -162,6 +164,8 @@ def kernels_over_lists(mesh: Any) -> None:
     close(torch._foreach_mul([a], (a.sum() * 0 + 2.0))[0], 2 * full(a))
     close(torch._foreach_norm([a, b])[1], full(b).norm())
     close(torch._foreach_max([a])[0], full(a).max())
+    for order in (1.0, 2.0, 3.0):
+        close(torch._foreach_powsum([a, b], order)[0], full(a).abs().pow(order).sum())
     whole = shard(randn(5, 3, seed=1), mesh, Shard(1))
     torch._foreach_copy_([a], [whole])
     close(a, full(whole))
@@ -180,6 +184,35 @@ def kernels_over_lists(mesh: Any) -> None:
         with pytest.raises(ValueError, match="_fused_sgd_ needs tensors that are laid out alike"):
             zeros = dict.fromkeys(["weight_decay", "momentum", "lr", "dampening"], 0.0)
             torch._fused_sgd_([a], [whole], [], is_first_step=True, nesterov=False, maximize=False, **zeros)
+
+
+@on_mesh()
+def closures_and_step_hooks(mesh: Any) -> None:
+    """Interception is off while an element-wise optimizer steps, but not in what the user hangs into it."""
+    plain, sharded = models(mesh)
+    for model in (plain, sharded):
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1), []
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer, seen: list = seen) -> Any:
+            optimizer.zero_grad()
+            seen.append(tuple(model[0].weight.shape))
+            loss = model(randn(5, 4)).pow(2).mean() + model[0].weight.pow(2).sum()
+            loss.backward()
+            return loss
+
+        optimizer.register_step_pre_hook(lambda o, a, k, m=model, s=seen: s.append(tuple(m[0].weight.shape)))
+        optimizer.register_step_post_hook(lambda o, a, k, m=model, s=seen: s.append(m[0].weight.sum().item() * 0))
+        losses = [float(full(optimizer.step(closure))) for _ in range(2)]
+        assert losses[1] < losses[0] and seen == [(7, 4), (7, 4), 0.0] * 2
+
+        def fail() -> Any:
+            raise KeyError("closure")
+
+        with pytest.raises(KeyError, match="closure"):
+            optimizer.step(fail)
+        assert tuple(model[0].weight.shape) == (7, 4)
+    for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+        close(q, p)
 
 
 @on_mesh()
@@ -204,7 +237,38 @@ def test_clip_by_norm(pool: Any) -> None:
     pool.run(4, clip_by_norm)
 
 
-@pytest.mark.parametrize("job", [loss_scaling, kernels_over_lists, training_loop_with_hooks_on_the_optimizer])
+PROGRAM = """
+import torch
+seen = []
+class Mine(torch.optim.AdamW):
+    pass
+before = [cls([torch.ones(2, requires_grad=True)]) for cls in (torch.optim.AdamW, Mine)]
+from hyper_parallel import Shard, distribute_tensor, init_device_mesh
+mesh = init_device_mesh(None, (1,))
+for cls in (torch.optim.AdamW, Mine):
+    p = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    p.pow(2).sum().backward()
+    optimizer = cls([p])
+    optimizer.register_step_post_hook(lambda *args: seen.append(1))
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"]._layout is p._layout
+assert seen == [1, 1], seen
+for optimizer in before:
+    optimizer.step()
+print("done")
+"""
+
+
+def test_optimizers_made_before() -> None:
+    """Once a class has an instance, torch has wrapped its step already."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+
+
+JOBS = [loss_scaling, kernels_over_lists, closures_and_step_hooks, training_loop_with_hooks_on_the_optimizer]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_jobs(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)
