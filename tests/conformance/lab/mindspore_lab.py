@@ -338,6 +338,10 @@ unruled = ops.inverse
 CUSTOM = "BesselI0"
 
 
+#: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
+WRITES_BACK = False
+
+
 def unruled_in_place(x: Any) -> Any:
     """An operation without a sharding rule that writes into ``x``."""
     return x.index_add_(0, Tensor(np.array([0])), x[:1])

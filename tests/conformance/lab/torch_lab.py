@@ -307,6 +307,10 @@ unruled = torch.linalg.inv
 custom = CUSTOM = torch.special.entr
 
 
+#: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
+WRITES_BACK = True
+
+
 def unruled_in_place(x: Any) -> Any:
     """An operation without a sharding rule that writes into ``x``."""
     return x.renorm_(2, 0, 1.0)
