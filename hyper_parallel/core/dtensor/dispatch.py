@@ -160,7 +160,7 @@ def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
     if plan is None:
         plan = None if op.name == "replicate" else _make_plan(op, func, operands, layouts, statics)
         if plan is None:
-            return run_gathered(func, args, kwargs, expected=op.name == "replicate")
+            return run_gathered(func, args, kwargs, op.name)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         _PLANS[key] = plan

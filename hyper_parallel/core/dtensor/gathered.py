@@ -18,16 +18,27 @@ _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
 
 
-def run_gathered(func: Any, args: tuple, kwargs: dict, *, expected: bool = False) -> Any:
-    """Run an operation on gathered operands: right by construction, and said once unless it is ``expected``."""
+def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any:
+    """Run an operation on gathered operands: right by construction, and said once.
+
+    Args:
+        func, args, kwargs: the native call.
+        op_name: its canonical operation, if it has one: ``"replicate"`` is meant to run this way and is not reported.
+
+    Raises:
+        ValueError: when the operation writes in place and an operand is not replicated, inside `strict`, or for plain
+            tensors among the operands.
+    """
+    name = name_of(func)
+    writes = op_name.endswith("_") or (name.endswith("_") and not name.endswith("__"))
     found = list(_dtensors((args, kwargs)))
     mesh = common_mesh(tuple(x._layout for x in found), func)
     if mesh is None:
         raise TypeError(f"{name_of(func)} was intercepted without a DTensor among its arguments")
     platform: Platform = mesh.platform
     sharded = [x._layout for x in found if not x._layout.replicated]
-    if sharded and not expected:
-        _report(func, sharded[0])
+    if sharded and op_name != "replicate":
+        _report(func, sharded[0], writes)
     for x in _plain_tensors((args, kwargs), platform):
         if platform.shape_of(x) and not is_implicit_replication():
             shapes = (tuple(platform.shape_of(x)), found[0]._layout)
@@ -36,17 +47,19 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, *, expected: bool = False
         replicated = all_replicated(mesh)
 
         def gather(x: Any) -> Any:
-            return redistribute(x, x._layout.with_placements(replicated))
+            x = redistribute(x, x._layout.with_placements(replicated))
+            # Plain for code that looks at it; what is written to must stay the object that it is.
+            return x if writes else platform.alias(x)
 
         result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
         return _wrap_replicated(result, mesh, replicated)
 
 
-def _report(func: Any, layout: Layout) -> None:
+def _report(func: Any, layout: Layout, writes: bool) -> None:
     name = name_of(func)
-    if name.endswith("_") and not name.endswith("__"):
+    if writes:
         raise ValueError(
-            f"{name} writes in place and has no sharding rule: it cannot run on a tensor placed "
+            f"{name} writes in place and has no sharding rule for these operands: it cannot run on a tensor placed "
             f"{list(layout.placements)}. Redistribute it to Replicate() first, or use the operation that returns a "
             "new tensor"
         )
