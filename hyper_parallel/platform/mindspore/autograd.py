@@ -75,7 +75,7 @@ class AutogradVerbs:
                 return (backward(ctx, cotangent), *(None,) * ctx.count) if ctx.count else backward(ctx, cotangent)
 
         name = getattr(forward, "__qualname__", "function").replace("<locals>.", "")
-        function = type(
+        function: Any = type(
             name, (_Function,), {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         )
         return function.apply

@@ -9,10 +9,11 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import mindspore as ms
 from mindspore import communication
+from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 from mindspore.mint.distributed import distributed as dist_internals
 
@@ -40,11 +41,12 @@ class World:
 class GroupVerbs:
     """The group "process groups" of the contract."""
 
-    comm_backend = "mccl"
+    comm_backend: ClassVar[str] = "mccl"
     _world: World | None = None
+    _destroyed = False
 
     def world(self) -> World | None:
-        if self._world is None and communication._comm_helper.GlobalComm.INITED:
+        if self._world is None and GlobalComm.INITED:
             self._world = _adopt()
         return self._world
 
@@ -52,7 +54,15 @@ class GroupVerbs:
         if self.world() is not None:
             return
         if ms.get_context("mode") == ms.GRAPH_MODE:
-            ms.set_context(mode=ms.PYNATIVE_MODE)
+            raise RuntimeError(
+                "MindSpore is in graph mode, and distributed tensors work in PyNative mode: call "
+                "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first"
+            )
+        if self._destroyed:
+            raise RuntimeError(
+                "MindSpore cannot initialise process groups again in a process that has destroyed them: start new "
+                "processes"
+            )
         if device_target() == "CPU":
             # Errors come where they arise, and on few cores it is many times faster.
             ms.runtime.launch_blocking()
@@ -69,9 +79,9 @@ class GroupVerbs:
         world, self._world = self._world, None
         if world is None or world.group is None:
             return
-        for name in world.subgroups.values():
-            communication.destroy_group(name)
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # the subgroups with it
+        GlobalComm.INITED = False
+        self._destroyed = True
 
     def rank(self) -> int:
         return self._need_world().rank
@@ -117,7 +127,7 @@ def _self_group(rank: int) -> str:
 
 def _adopt() -> World:
     """The default group that `mindspore.communication.init` made."""
-    group = communication._comm_helper.GlobalComm.WORLD_COMM_GROUP
+    group = GlobalComm.WORLD_COMM_GROUP
     _name_default_group(group)
     return World(communication.get_rank(), communication.get_group_size(), group)
 

@@ -44,13 +44,13 @@ class ModuleVerbs:
     def bias_name(self, module: Any) -> str | None:
         return next((name for name in _BIASES if module._params.get(name) is not None), None)
 
-    def is_floating_point(self, x: Tensor) -> bool:
+    def is_floating_point(self, x: Any) -> bool:
         return x.dtype in _FLOATS
 
-    def is_meta(self, x: Tensor) -> bool:
+    def is_meta(self, x: Any) -> bool:
         return x.has_init or x.is_meta
 
-    def shape_of(self, local: Tensor) -> tuple[int, ...]:
+    def shape_of(self, local: Any) -> tuple[int, ...]:
         return tuple(local._shape)
 
     def named_modules(self, root: Any) -> Iterator[tuple[str, Any]]:
@@ -65,7 +65,7 @@ class ModuleVerbs:
     def set_buffer(self, module: Any, name: str, value: Any) -> None:
         module._buffers[name] = value
 
-    def set_distributed_parameter(self, module: Any, name: str, local: Tensor, layout: Any) -> None:
+    def set_distributed_parameter(self, module: Any, name: str, local: Any, layout: Any) -> None:
         make_distributed(module._params[name], local, layout)
 
     def register_forward_pre_hook(
