@@ -19,9 +19,7 @@ from plan import tensor_parallel_plan
 class Trainer:
     """A model and its optimizer; sharded over `mesh`, or whole when that is None."""
 
-    def __init__(self, run: RunConfig, weights: Path, device_type: str, mesh: DeviceMesh | None = None) -> None:
-        if device_type == "cpu":
-            ms.runtime.launch_blocking()  # with few cores, much faster than asynchronous launches
+    def __init__(self, run: RunConfig, weights: Path, mesh: DeviceMesh | None = None) -> None:
         self.model = Llama(run.model)
         loaded = ms.load_checkpoint(str(weights), format="safetensors")
         ms.load_param_into_net(self.model, loaded, strict_load=True)

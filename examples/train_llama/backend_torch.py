@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from config import RunConfig
-from hyper_parallel import DeviceMesh, DTensor, parallelize_module
+from hyper_parallel import DeviceMesh, DTensor, get_platform, parallelize_module
 from model_torch import Llama
 from plan import tensor_parallel_plan
 
@@ -18,11 +18,11 @@ from plan import tensor_parallel_plan
 class Trainer:
     """A model and its optimizer; sharded over `mesh`, or whole when that is None."""
 
-    def __init__(self, run: RunConfig, weights: Path, device_type: str, mesh: DeviceMesh | None = None) -> None:
-        self.device_type = device_type
+    def __init__(self, run: RunConfig, weights: Path, mesh: DeviceMesh | None = None) -> None:
+        self.device_type = get_platform().device_type
         self.model = Llama(run.model)
         self.model.load_state_dict(load_file(weights))
-        self.model.to(device_type)
+        self.model.to(self.device_type)
         if mesh is not None:
             parallelize_module(self.model, mesh, tensor_parallel_plan())
         self.optimizer = torch.optim.AdamW(

@@ -29,6 +29,14 @@ class ModelConfig:
         """Width of one attention head."""
         return self.dim // self.heads
 
+    def check_divisible(self, processes: int) -> None:
+        """Raise ValueError unless everything that is sharded has equal parts."""
+        if processes < 1:
+            raise ValueError("at least one process is needed")
+        for name in ("heads", "kv_heads", "hidden_dim", "sequence_length"):
+            if getattr(self, name) % processes:
+                raise ValueError(f"{name} is {getattr(self, name)}, which does not divide among {processes} processes")
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every parameter, the same in both frameworks."""
         shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (VOCAB_SIZE, self.dim)}

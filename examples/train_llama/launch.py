@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def launch(processes: int) -> int:
     Ranks stay on cores of their own: MindSpore hands every operation from thread to thread, which costs twice as much
     when the threads are spread over cores that other ranks use as well.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the ranks end as well
     shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     ranks: list[subprocess.Popen[bytes]] = []
     try:

@@ -162,6 +162,25 @@ def train(run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer |
         steps.print(line)
 
 
+def report(record: Record, samples: Sequence[bytes], out: Path) -> bool:
+    """Print samples and figures, write the record, and say whether all promises were kept."""
+    for sample in samples:
+        print(f"--- sample\n{sample.decode(errors='replace')}")
+    print(
+        f"---\n{record.tokens_per_second:.0f} tokens/s; relative difference of losses:"
+        f" {record.loss_difference(EARLY_STEPS):.1e} over {EARLY_STEPS} steps,"
+        f" {record.loss_difference(LATE_STEPS):.1e} over {LATE_STEPS};"
+        f" of first-step gradients: {record.gradient_difference:.1e}"
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+    print(f"losses written to {out}", flush=True)
+    failures = record.failures()
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return not failures
+
+
 def work(run: RunConfig, processes: int, out: Path | None) -> int:
     """One rank of the run. Returns its exit status."""
     platform = get_platform()
@@ -174,35 +193,17 @@ def work(run: RunConfig, processes: int, out: Path | None) -> int:
     framework = "mindspore" if platform.name.startswith("mindspore") else "torch"
     make_trainer = importlib.import_module(f"backend_{framework}").Trainer
     weights = write_initial_weights(RUNS, run.model, run.seed)
-    sharded: Trainer = make_trainer(run, weights, platform.device_type, mesh)
-    unsharded: Trainer | None = make_trainer(run, weights, platform.device_type) if first else None
+    sharded: Trainer = make_trainer(run, weights, mesh)
+    unsharded: Trainer | None = make_trainer(run, weights) if first else None
     record = Record(platform.name, processes, weights.name)
     if first:
         print(f"{platform.name}: {processes} processes, weights {weights.name}", flush=True)
 
     train(run, load_corpus(), sharded, unsharded, record)
     samples = generate(sharded, run, PROMPTS, show=first)
+    kept = report(record, samples, out or RUNS / f"{platform.name}-tp{processes}.json") if first else True
     platform.destroy_process_group()
-    if not first:
-        return 0
-
-    for sample in samples:
-        print(f"--- sample\n{sample.decode(errors='replace')}")
-    print("---")
-    print(
-        f"{record.tokens_per_second:.0f} tokens/s; relative difference of losses:"
-        f" {record.loss_difference(EARLY_STEPS):.1e} over {EARLY_STEPS} steps,"
-        f" {record.loss_difference(LATE_STEPS):.1e} over {LATE_STEPS};"
-        f" of first-step gradients: {record.gradient_difference:.1e}"
-    )
-    out = out or RUNS / f"{platform.name}-tp{processes}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-    print(f"losses written to {out}")
-    failures = record.failures()
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return 0 if kept else 1
 
 
 def main() -> int:
@@ -212,9 +213,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=RunConfig.steps)
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()
-    if not under_launcher():
-        return launch(arguments.tp)
-    return work(RunConfig(steps=arguments.steps), arguments.tp, arguments.out)
+    run = RunConfig(steps=arguments.steps)
+    try:
+        run.model.check_divisible(arguments.tp)
+    except ValueError as error:
+        parser.error(str(error))
+    if under_launcher():
+        return work(run, arguments.tp, arguments.out)
+    status = launch(arguments.tp)
+    print("all checks passed" if status == 0 else "FAILED, see above", flush=True)
+    return status
 
 
 if __name__ == "__main__":
