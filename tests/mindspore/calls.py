@@ -103,7 +103,8 @@ _INPLACE = """
 
 
 def _calls(*blocks: str) -> list[str]:
-    return [call.strip() for block in blocks for line in block.splitlines() for call in line.split("; ") if call.strip()]
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return [call for line in lines for call in line.split("; ") if call]
 
 
 CALLS = _calls(_ELEMENTWISE, _PRODUCTS_AND_REDUCTIONS, _SHAPES, _LAYERS)

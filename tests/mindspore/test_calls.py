@@ -18,7 +18,7 @@ def placed(mesh: Any, dim: int | None) -> Any:
 
     def distribute(t: Tensor) -> Any:
         placement = Replicate() if dim is None or dim >= t.ndim else Shard(dim)
-        return distribute_tensor(t, mesh, [placement])
+        return distribute_tensor(t, mesh, [placement], src_data_rank=None)
 
     return distribute
 

@@ -56,9 +56,7 @@ def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any,
 
 
 def _elementwise(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    stand_ins = tuple(ops.ones((1,) * len(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands)
-    dtype = call(func, stand_ins, statics).dtype
-    return connected_zeros(_broadcast(operands), dtype, operands)
+    return connected_zeros(_broadcast(operands), _dtype_of_result(call, func, operands, statics), operands)
 
 
 def _elementwise_inplace(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -104,6 +102,23 @@ def _addmm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     return product + (c if beta == 1 else c * beta)
 
 
+def _sum(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, (dims, keepdim) = operands[0], statics[:2]
+    reduced = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
+    shape = tuple(1 if d in reduced else n for d, n in enumerate(x.shape) if keepdim or d not in reduced)
+    return connected_zeros(shape, _dtype_of_result(call, func, operands, statics), operands)
+
+
+def _vector_norm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    return _sum(lambda func, operands, _: call(func, operands, statics), func, operands, statics[1:])
+
+
+def _dtype_of_result(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """What the operation gives for tensors of one element."""
+    stand_ins = tuple(ops.ones((1,) * len(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands)
+    return call(func, stand_ins, statics).dtype
+
+
 def _expand(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     x, shape = operands[0], statics[0]
     own = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
@@ -112,6 +127,12 @@ def _expand(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 def _like_first(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     return connected_zeros(tuple(operands[0].shape), operands[0].dtype, operands)
+
+
+def _dropout(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """Draws all the same, so that the generators of the ranks stay in step."""
+    call(func, (ops.ones((1,), ms.float32),), statics)
+    return _like_first(call, func, operands, statics)
 
 
 def _norm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -177,6 +198,8 @@ _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
     "linear": _linear,
     "matmul": _matmul,
     "addmm": _addmm,
+    "sum": _sum,
+    "vector_norm": _vector_norm,
     "expand": _expand,
     "layer_norm": _norm,
     "rms_norm": _norm,
@@ -188,6 +211,6 @@ _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
     "one_hot": _one_hot,
     "getitem": _getitem,
     "setitem_": _setitem,
-    "dropout": _like_first,
+    "dropout": _dropout,
     "attention": _like_first,
 }

@@ -1,17 +1,19 @@
 """Entry points of MindSpore that neither ``__fallback__`` nor an overridden method sees.
 
 Each is replaced once, when the DTensor class is made, by a wrapper that does nothing for plain tensors. Without them
-the operations would compute on the shard in silence.
+MindSpore would compute on the shard in silence.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import Parameter, nn, ops
+from mindspore.graph import api as graph_api
+from mindspore.ops.operations.nn_ops import AllFinite
 
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
@@ -22,50 +24,139 @@ __all__ = ["fill_holes"]
 _installed = False
 
 
-def fill_holes(dtensor: type) -> None:
+def fill_holes() -> None:
     """Install the wrappers."""
     global _installed
     if _installed:
         return
     _installed = True
-    _wrap_tuple_primitive(ops.Stack, "Stack", lambda prim, tensors: ops.stack(tensors, prim.axis))
-    _wrap_tuple_primitive(ops.AddN, "AddN", lambda prim, tensors: functools.reduce(ops.add, tensors))
-    _run_optimizers_on_locals()
+    _wrap_call(ops.Stack, _stack)
+    _wrap_call(ops.AddN, lambda prim, tensors: functools.reduce(ops.add, tensors))
+    _wrap_call(AllFinite, lambda prim, tensors: functools.reduce(ops.logical_or, map(_has_infinity, tensors)))
+    for optimizer in (nn.Optimizer, ms.experimental.optim.Optimizer):
+        _run_on_locals(optimizer)
+    _refuse_graphs()
 
 
-def _wrap_tuple_primitive(cls: type, name: str, function: Callable) -> None:
-    """Primitives of the old kind that take a tuple of tensors: MindSpore looks for subclasses among the arguments
-    themselves only."""
-    plain_call = cls.__call__
+# -------------------------------------------------------------------- primitives that take a sequence of tensors
+def _wrap_call(primitive: type, distributed: Callable[[Any, tuple], Any]) -> None:
+    """MindSpore looks for subclasses among the arguments of a primitive, not in sequences."""
+    plain_call = primitive.__call__
 
     @functools.wraps(plain_call)
     def call(self: Any, *args: Any) -> Any:
         tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
         if is_dispatching() and any(isinstance(t, InterceptedTensor) for t in tensors):
-            if name == "Stack":
-                dim = self.axis if isinstance(self.axis, int) else 0
-                return _dispatch_of(tensors)(OPS["Stack"], _STACK, (tuple(tensors), dim), {})
-            return function(self, tensors)
+            return distributed(self, tuple(tensors))
         return plain_call(self, *args)
 
-    cls.__call__ = call
+    primitive.__call__ = call  # type: ignore[method-assign]
 
 
-def _dispatch_of(tensors: Any) -> Callable:
-    return next(type(t)._dispatch for t in tensors if isinstance(t, InterceptedTensor))
+_STACK = Function("Stack", lambda tensors, dim: ops.stack(tensors, dim))
 
 
-_STACK = Function("Stack", lambda tensors, dim=0: ops.stack(tensors, dim))
+def _stack(prim: Any, tensors: tuple) -> Any:
+    dispatch = next(type(t)._dispatch for t in tensors if isinstance(t, InterceptedTensor))
+    return dispatch(OPS["Stack"], _STACK, (tensors, prim.axis), {})
 
 
-def _run_optimizers_on_locals() -> None:
+def _has_infinity(x: Any) -> Any:
+    """As a sum, so that each rank looks at its part and one number is reduced."""
+    return ops.logical_not(ops.isfinite(x)).astype(ms.float32).sum() > 0
+
+
+# -------------------------------------------------------------------- optimizers
+#: These work with norms or means over whole parameters, which a rank with a shard does not see.
+_NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "AdaFactor", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
+
+
+def _run_on_locals(optimizer: type) -> None:
     """Optimizers update each element by itself: they run on the local tensors, at the speed of plain ones."""
-    base = ms.nn.Optimizer
-    plain_call = base.__call__
+    plain_call = optimizer.__call__
 
     @functools.wraps(plain_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self).__name__ in _NEED_WHOLE_PARAMETERS:
+            _check_whole(self)
         with NoDispatch():
             return plain_call(self, *args, **kwargs)
 
-    base.__call__ = call
+    optimizer.__call__ = call  # type: ignore[method-assign]
+
+
+def _check_whole(optimizer: Any) -> None:
+    for p in optimizer.get_parameters():
+        if isinstance(p, InterceptedTensor) and p._layout is not None and not p._layout.replicated:
+            raise TypeError(
+                f"{type(optimizer).__name__} needs whole parameters, and {p.name!r} is placed "
+                f"{list(p._layout.placements)}: use an optimizer that updates each element by itself, such as "
+                "AdamWeightDecay"
+            )
+
+
+# -------------------------------------------------------------------- graph mode
+def _refuse_graphs() -> None:
+    """A compiled graph reads the shard as if it were the whole tensor."""
+    plain_call = graph_api._JitExecutor.__call__
+    plain_compile = graph_api._CellGraphExecutor.compile
+
+    @functools.wraps(plain_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatching():
+            return plain_call(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+        found = next(_distributed((args, kwargs)), None)
+        if found is not None and self.fn.__module__ == "mindspore.amp":
+            return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only
+        if found is None:
+            found = next(_distributed((self.obj, *_names_of(self.fn))), None)
+        if found is not None:
+            raise _graph_error(f"the function {self.fn.__name__!r} compiled with jit", found)
+        return plain_call(self, *args, **kwargs)
+
+    @functools.wraps(plain_compile)
+    def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        found = next(_distributed((obj, args)), None)
+        if found is not None:
+            raise _graph_error(f"{type(obj).__name__} in graph mode", found)
+        return plain_compile(self, obj, *args, **kwargs)
+
+    graph_api._JitExecutor.__call__ = call
+    graph_api._CellGraphExecutor.compile = compile_cell
+
+
+def _graph_error(what: str, found: Any) -> RuntimeError:
+    name = f"the distributed parameter {found.name!r}" if isinstance(found, Parameter) else "a DTensor"
+    return RuntimeError(
+        f"{what} uses {name}: distributed tensors work in PyNative mode, without jit. Use "
+        "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and take the decorator off"
+    )
+
+
+def _names_of(function: Any) -> tuple:
+    """What the code of a function may refer to outside itself."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    return (*closure, *[function.__globals__[n] for n in code.co_names if n in function.__globals__])
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _distributed(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, InterceptedTensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _distributed(item)
+    elif isinstance(tree, dict):
+        yield from _distributed(tuple(tree.values()))
+    elif isinstance(tree, nn.Cell):
+        yield from _distributed(tuple(tree.get_parameters()))

@@ -1,8 +1,4 @@
-"""Rows of the op table for reductions and for operations along a dimension (softmax, cumsum, sort, top-k).
-
-MindSpore's sum over all of an empty tensor gives uninitialised memory on CPU; shards may be empty, so `_sum` looks
-first.
-"""
+"""Rows of the op table for reductions and for operations along a dimension (softmax, cumsum, sort, top-k)."""
 
 from __future__ import annotations
 
@@ -44,11 +40,8 @@ def _bind_primitive(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 def _sum(func: Any, xs: tuple, statics: tuple) -> Any:
-    x, (dims, keepdim, dtype) = xs[0], statics
-    if dims is None and 0 in x.shape:
-        total = mint.sum(ops.reshape(x, (0, 1)), 0, True, dtype=dtype)
-        return ops.reshape(total, (1,) * x.ndim if keepdim else ())
-    return mint.sum(x, dims, keepdim, dtype=dtype)
+    dims, keepdim, dtype = statics
+    return mint.sum(xs[0], dims, keepdim, dtype=dtype)
 
 
 def _mean(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -124,12 +117,12 @@ def _norm(func: Any, xs: tuple, statics: tuple) -> Any:
     p, dims, keepdim, dtype = statics
     x = xs[0] if dtype is None else xs[0].astype(dtype)
     if p == 2.0:
-        return mint.sqrt(_sum(func, (mint.square(x),), (dims, keepdim, None)))
+        return mint.sqrt(mint.sum(mint.square(x), dims, keepdim))
     if p == 1.0:
-        return _sum(func, (mint.abs(x),), (dims, keepdim, None))
-    if p == float("inf"):
-        return _amax(func, (mint.abs(x),), (dims, keepdim))
-    return mint.pow(_sum(func, (mint.pow(mint.abs(x), p),), (dims, keepdim, None)), 1 / p)
+        return mint.sum(mint.abs(x), dims, keepdim)
+    if abs(p) == float("inf"):
+        return (_amax if p > 0 else _amin)(func, (mint.abs(x),), (dims, keepdim))
+    return mint.pow(mint.sum(mint.pow(mint.abs(x), p), dims, keepdim), 1 / p)
 
 
 _add("LinalgVectorNorm", "vector_norm", _bind_norm, _norm)

@@ -67,15 +67,20 @@ def _copied(parameter: Any) -> Tensor:
 def _new_parameter(local: Tensor, like: Any) -> Any:
     new = Parameter(local, name=like.name, requires_grad=like.requires_grad)
     new.layerwise_parallel = like.layerwise_parallel
-    return make_distributed(new, None, like._layout)
+    return make_distributed(new, local, like._layout)
 
 
-def make_distributed(parameter: Any, local: Tensor | None, layout: Any) -> Any:
-    """Turn a parameter, in place, into a distributed one that holds ``local`` (None: what it holds already)."""
+def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
+    """Turn a parameter, in place, into a distributed one that holds ``local``."""
+    info, requires_grad = parameter.param_info, parameter.requires_grad
     parameter.__class__ = _Classes.parameter
     with NoDispatch():
-        if local is not None:
-            parameter.data = local
+        # A new tensor inside the same object: primitives of the old kind keep the shape that they have seen with the
+        # tensor, so that new data alone would not do. The state has a copy, so the data comes after.
+        parameter.__setstate__(local.__getstate__())
+        parameter.data = local
+    parameter.param_info = info
+    parameter.requires_grad = requires_grad
     parameter._layout = layout
     return parameter
 
@@ -120,5 +125,5 @@ def make_dtensor_class(mixin: type, dispatch: Callable[[Any, Any, tuple, dict], 
         {**names, "__init__": Parameter.__init__},
     )
     Parameter._base_type["ParameterDTensor"] = _Classes.parameter
-    fill_holes(dtensor)
+    fill_holes()
     return dtensor

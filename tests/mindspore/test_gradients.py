@@ -1,0 +1,238 @@
+"""Gradients on MindSpore: of networks, by DTensor inputs, of DTensor losses, and who shares which collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+from mindspore.common.api import _pynative_executor
+
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_tensor,
+    parallelize_module,
+)
+from hyper_parallel.debug import CommDebugMode
+from hyper_parallel.platform.mindspore.grad import grad, value_and_grad
+from tests.mindspore.nets import loss_of, make_net, whole
+from tests.support.spmd import on_mesh
+
+linear = mint.nn.functional.linear
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((4, 8)).astype(np.float32)
+WEIGHTS = RNG.standard_normal((3, 8, 8)).astype(np.float32)
+
+
+def close(a: Any, b: Any) -> bool:
+    return bool(np.allclose(a, b, rtol=1e-4, atol=1e-5))
+
+
+def attention_like(weights: Any) -> Any:
+    """A function in which three linear layers read one activation."""
+
+    def function(x: Any) -> Any:
+        q, k, v = (linear(x, w) for w in weights)
+        total = (q * k + v).sum()
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    return function
+
+
+def reference() -> np.ndarray:
+    return ms.grad(attention_like([Tensor(w) for w in WEIGHTS]))(Tensor(X)).asnumpy()
+
+
+def column_weights(mesh: Any) -> list[Any]:
+    return [distribute_tensor(Tensor(w), mesh, [Shard(0)]) for w in WEIGHTS]
+
+
+# ------------------------------------------------------------------ networks
+@on_mesh()
+def net_gradients(mesh: Any) -> list[str]:
+    plain, net = make_net(), make_net(mesh)
+    loss, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())()
+    value, got = value_and_grad(loss_of(net), None, net.trainable_params())()
+    problems = [] if close(whole(value), loss.asnumpy()) else [f"loss {value}, wanted {loss}"]
+    for p, g, w in zip(net.trainable_params(), got, wanted, strict=True):
+        if isinstance(p, DTensor) and (not isinstance(g, DTensor) or g.placements != p.placements):
+            problems.append(f"{p.name}: {type(g).__name__}")
+        if not close(whole(g), w.asnumpy()):
+            problems.append(f"{p.name}: got {whole(g)}, wanted {w}")
+    local = ms.grad(loss_of(net), None, net.trainable_params())()
+    for p, g in zip(net.trainable_params(), local, strict=True):
+        if type(g) is not Tensor or (isinstance(p, DTensor) and tuple(g.shape) != tuple(p._layout.local_shape)):
+            problems.append(f"mindspore.grad of {p.name}: {type(g).__name__} {g.shape}")
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_network(pool: Any, world: int) -> None:
+    assert pool.run(world, net_gradients) == [[]] * world
+
+
+@on_mesh()
+def recomputed(mesh: Any) -> list[bool]:
+    def make(mesh: Any) -> nn.Cell:
+        net = nn.SequentialCell(nn.Dense(8, 8), nn.ReLU(), nn.Dense(8, 8))
+        for i, p in enumerate(net.get_parameters()):
+            p.set_data(Tensor(np.resize(WEIGHTS[i % 3], p.shape)))
+        if mesh is not None:
+            parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            net.recompute()
+        return net
+
+    nets = make(None), make(mesh)
+    results = [
+        value_and_grad(lambda x, net=net: (net(x) ** 2).sum(), 0, net.trainable_params())(Tensor(X)) for net in nets
+    ]
+    (wanted_x, wanted), (got_x, got) = results[0][1], results[1][1]
+    return [close(whole(g), whole(w)) for g, w in zip((got_x, *got), (wanted_x, *wanted), strict=True)]
+
+
+def test_recompute(pool: Any) -> None:
+    assert pool.run(2, recomputed) == [[True] * 5] * 2
+
+
+# ------------------------------------------------------------------ DTensor inputs and losses
+@on_mesh()
+def shared_collectives(mesh: Any, placement: Any, through: str) -> list[tuple]:
+    """Counts of three runs with one input object, with an aborted run in between."""
+    x = distribute_tensor(Tensor(X), mesh, [placement])
+    layers = attention_like(column_weights(mesh))
+    function = {
+        "leaf": layers,
+        "activation": lambda x: layers(x * 1.0),
+        "gathered": lambda x: layers(x.redistribute(placements=[Replicate()])),
+    }[through]
+
+    def aborted(x: Any) -> Any:
+        function(x)
+        raise InterruptedError
+
+    wanted = reference()[x._layout.cotangent.local_slices()]
+    results = []
+    for i in range(3):
+        if i == 2:
+            with pytest.raises(InterruptedError):
+                ms.grad(aborted)(x)
+            _pynative_executor.clear_res()  # MindSpore itself takes the next gradient for one of second order
+        with CommDebugMode() as counts:
+            g = ms.grad(function)(x)
+        results.append((dict(counts.get_comm_counts()), close(g.asnumpy(), wanted)))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("placement", "through", "counts"),
+    [
+        (Replicate(), "leaf", {"all_reduce": 2}),
+        (Replicate(), "activation", {"all_reduce": 2}),
+        (Shard(0), "gathered", {"all_gather": 1, "all_reduce": 1, "reduce_scatter": 1}),
+    ],
+)
+def test_three_readers_share_one_backward_collective(pool: Any, placement: Any, through: str, counts: dict) -> None:
+    assert pool.run(2, shared_collectives, placement, through) == [[(counts, True)] * 3] * 2
+
+
+@on_mesh()
+def constant_then_differentiated(mesh: Any) -> list[bool]:
+    """What was cached while the input was a constant must not serve when its gradient is wanted."""
+    x, weights = distribute_tensor(Tensor(X), mesh, [Replicate()]), column_weights(mesh)
+    by_weight = ms.grad(lambda w: linear(x, w).sum().full_tensor())(weights[0])
+    rows = weights[0]._layout.local_slices()[0]
+    by_x = ms.grad(attention_like(weights))(x)
+    return [close(by_weight.asnumpy(), np.tile(X.sum(0), (8, 1))[rows]), close(by_x.asnumpy(), reference())]
+
+
+def test_constant_then_differentiated(pool: Any) -> None:
+    assert pool.run(2, constant_then_differentiated) == [[True, True]] * 2
+
+
+@on_mesh()
+def nested(mesh: Any) -> list[bool]:
+    x, weights = distribute_tensor(Tensor(X), mesh, [Replicate()]), column_weights(mesh)
+    layers = attention_like(weights)
+
+    def with_inner(x: Any) -> Any:
+        first = layers(x)
+        ms.grad(lambda s: (linear(x, weights[0]) * s).sum().full_tensor())(Tensor(2.0))
+        return first + layers(x)
+
+    plain = attention_like([Tensor(w) for w in WEIGHTS])
+    wanted = ms.grad(lambda x: (ms.grad(plain)(x) ** 2).sum())(Tensor(X)).asnumpy()
+    second = ms.grad(lambda x: (ms.grad(layers)(x) ** 2).sum())(x).asnumpy()
+    return [close(ms.grad(with_inner)(x).asnumpy(), 2 * reference()), close(second, wanted)]
+
+
+def test_nested_and_second_order(pool: Any) -> None:
+    assert pool.run(2, nested) == [[True, True]] * 2
+
+
+@on_mesh()
+def distributed_loss(mesh: Any) -> list[bool]:
+    """A DTensor as the loss, also a partial one, counts as its global value."""
+    w = distribute_tensor(Tensor(WEIGHTS[0]), mesh, [Shard(0)])
+    x = distribute_tensor(Tensor(X), mesh, [Replicate()])
+    loss, g = value_and_grad(lambda x: linear(x, w).sum())(x)
+    (gx, gw), (aux,) = grad(lambda x, w: (linear(x, w).sum(), x * 2), (0, 1), has_aux=True)(x, w)
+    scaled = ms.ops.GradOperation(sens_param=True)(lambda x: x * 3)(x, Tensor(np.full((4, 8), 2.0, np.float32)))
+    return [
+        loss.placements == (Partial(),) and close(whole(loss), (X @ WEIGHTS[0].T).sum()),
+        isinstance(g, DTensor) and close(whole(g), np.tile(WEIGHTS[0].sum(0), (4, 1))),
+        close(whole(gx), whole(g)) and gw.placements == (Shard(0),) and close(whole(gw), np.tile(X.sum(0), (8, 1))),
+        isinstance(aux, DTensor) and close(whole(aux), 2 * X),
+        close(scaled.asnumpy(), np.full((4, 8), 6.0)),
+    ]
+
+
+def test_distributed_loss(pool: Any) -> None:
+    assert pool.run(2, distributed_loss) == [[True] * 5] * 2
+
+
+@on_mesh()
+def loss_scaling(mesh: Any) -> list[Any]:
+    """Mixed precision: all ranks see an overflow that one of them has, and unscale alike."""
+    scaler = ms.amp.StaticLossScaler(4.0)
+    values = np.ones((4, 4), np.float32)
+    values[3, 0] = np.inf
+    good = distribute_tensor(Tensor(np.ones((4, 4), np.float32)), mesh, [Shard(0)])
+    bad = distribute_tensor(Tensor(values), mesh, [Shard(0)])
+    unscaled = scaler.unscale((good,))
+    finite = [bool(ms.amp.all_finite((good, good))), bool(ms.amp.all_finite((good, bad)))]
+    return [*finite, close(whole(unscaled[0]), 0.25)]
+
+
+def test_loss_scaling(pool: Any) -> None:
+    assert pool.run(2, loss_scaling) == [[True, False, True]] * 2
+
+
+@on_mesh()
+def empty_parts(mesh: Any) -> list[bool]:
+    """Two rows over four ranks: ranks without rows take part in every collective and add nothing."""
+    x, v = X[:2], X[0]
+    plain = ms.grad(_all_kinds, (0, 1, 2))(Tensor(x), Tensor(WEIGHTS[0]), Tensor(v))
+    xd = distribute_tensor(Tensor(x), mesh, [Shard(0)])
+    wd, vd = (distribute_tensor(Tensor(t), mesh, [Replicate()]) for t in (WEIGHTS[0], v))
+    got = grad(lambda *a: _all_kinds(*a).full_tensor(), (0, 1, 2))(xd, wd, vd)
+    return [close(whole(g), p.asnumpy()) for g, p in zip(got, plain, strict=True)]
+
+
+def _all_kinds(x: Any, w: Any, v: Any) -> Any:
+    """Products, broadcasting, a norm, reductions, indexing."""
+    y = linear(x, w, v) * v + v
+    y = ops.LayerNorm(-1, -1, 1e-5)(y, v, v * 2)[0] / (2 + v * v)
+    y = ops.softmax(mint.matmul(y, w), -1) - v
+    y = mint.where(y > 0, y, v).reshape(-1, 2, 4).transpose(1, 2)
+    return (y[..., 0] * 3).sum() + (y.expand(-1, 4, 2) * y).mean(-1).sum()
+
+
+def test_empty_parts(pool: Any) -> None:
+    assert pool.run(4, empty_parts) == [[True] * 3] * 4
