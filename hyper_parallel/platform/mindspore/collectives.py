@@ -18,7 +18,7 @@ from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.mindspore.launch import device_target
 
-__all__ = ["CollectiveVerbs", "dense"]
+__all__ = ["CollectiveVerbs", "copied", "dense"]
 
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
 #: what travels as another dtype
@@ -32,8 +32,16 @@ _NAMES = {"sum": "sum", "max": "max", "min": "min"}
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` itself if it is contiguous and all of its storage, else a copy."""
-    return x if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes else x.contiguous()
+    """``x`` itself if it is contiguous and all of its storage, else a copy. Differentiable."""
+    if x.is_contiguous():
+        # `contiguous` would give the beginning of a larger storage back as it is.
+        return x if x.untyped_storage().nbytes() == x.nbytes else copied(x)
+    return x.contiguous()
+
+
+def copied(x: Tensor) -> Tensor:
+    """A contiguous copy. ``Clone`` has no kernel on CPU."""
+    return ops.logical_and(x, True) if x.dtype == ms.bool_ else x * 1
 
 
 class CollectiveVerbs:

@@ -10,6 +10,7 @@ from mindspore import Tensor
 from mindspore._c_expression.typing import type_id_to_type
 
 from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.op_bind import elementwise, row, rows
 
 __all__ = ["OPS", "VARIANTS"]
@@ -58,8 +59,7 @@ def _detach(func: Any, operands: tuple, statics: Any) -> Any:
 
 
 def _clone(func: Any, operands: tuple, statics: Any) -> Any:
-    """``Clone`` has no kernel on CPU."""
-    return operands[0] * 1 if operands[0].dtype != ms.bool_ else operands[0].copy()
+    return copied(operands[0])
 
 
 def _like(value: float | None) -> Callable[[Any, tuple, tuple], Any]:
