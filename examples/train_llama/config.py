@@ -19,8 +19,8 @@ class ModelConfig:
     layers: int = 2
     heads: int = 8
     kv_heads: int = 4
-    hidden_dim: int = 352
-    sequence_length: int = 128
+    hidden_dim: int = 256
+    sequence_length: int = 64
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
 
@@ -69,16 +69,17 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     steps: int = 100
-    batch_size: int = 4
-    learning_rate: float = 3e-3
-    final_learning_rate: float = 3e-4
-    warmup_steps: int = 10
+    batch_size: int = 6
+    learning_rate: float = 4e-3
+    final_learning_rate: float = 4e-4
+    warmup_steps: int = 5
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8
-    validation_windows: int = 64
+    validation_windows: int = 128
+    validation_batch_size: int = 32
     validate_every: int = 50
-    sample_bytes: int = 64
+    sample_bytes: int = 50
     temperature: float = 0.7
     seed: int = 0
 

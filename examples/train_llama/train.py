@@ -143,7 +143,7 @@ def train(run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer |
         gradients = sharded.gradients() if step == 0 else {}
         validate = (step + 1) % run.validate_every == 0 or step + 1 == run.steps
         if validate:
-            record.validation_bits_per_byte = bits_per_byte(sharded, *validation, run.batch_size)
+            record.validation_bits_per_byte = bits_per_byte(sharded, *validation, run.validation_batch_size)
         if unsharded is None:
             continue
 
