@@ -37,7 +37,8 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
     nothing = mint.cat(parts, 0)
     if 0 in shape:
         return ops.reshape(nothing, shape)
-    return ops.zeros(shape, dtype) + mint.sum(ops.reshape(nothing, (0, 1)), 0)
+    # The sum over the empty dimension has shape (1,), which would add a dimension to a result without any.
+    return ops.reshape(ops.zeros(shape or (1,), dtype) + mint.sum(ops.reshape(nothing, (0, 1)), 0), shape)
 
 
 def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any, tuple, Any], Any]:
