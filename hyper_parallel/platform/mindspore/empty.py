@@ -57,7 +57,7 @@ def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any,
 
 
 def _elementwise(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return connected_zeros(_broadcast(operands), _dtype_of_result(call, func, operands, statics), operands)
+    return connected_zeros(_broadcast(operands), _with_elements(call, func, operands, statics).dtype, operands)
 
 
 def _elementwise_inplace(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -103,21 +103,25 @@ def _addmm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     return product + (c if beta == 1 else c * beta)
 
 
-def _sum(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+def _reduce(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """Sums of nothing are zero; of what has no neutral element only results without elements are asked for."""
     x, (dims, keepdim) = operands[0], statics[:2]
     reduced = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
     shape = tuple(1 if d in reduced else n for d, n in enumerate(x.shape) if keepdim or d not in reduced)
-    return connected_zeros(shape, _dtype_of_result(call, func, operands, statics), operands)
+    result = _with_elements(call, func, operands, statics)
+    if isinstance(result, tuple):
+        return tuple(connected_zeros(shape, r.dtype, operands) for r in result)
+    return connected_zeros(shape, result.dtype, operands)
 
 
 def _vector_norm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return _sum(lambda func, operands, _: call(func, operands, statics), func, operands, statics[1:])
+    return _reduce(lambda func, operands, _: call(func, operands, statics), func, operands, statics[1:])
 
 
-def _dtype_of_result(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    """What the operation gives for tensors of one element."""
-    stand_ins = tuple(ops.ones((1,) * len(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands)
-    return call(func, stand_ins, statics).dtype
+def _with_elements(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """What the operation gives where empty dims have size 1: tells the dtypes and the number of results."""
+    stand_ins = [ops.ones(tuple(n or 1 for n in x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands]
+    return call(func, tuple(stand_ins), statics)
 
 
 def _expand(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -146,16 +150,18 @@ def _norm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 def _along_dims(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, results = operands[0], statics[1]
-    values = connected_zeros(tuple(x.shape), x.dtype, operands)
-    return values if results == 1 else (values, ops.zeros(tuple(x.shape), ms.int64))
+    shape, result = tuple(operands[0].shape), _with_elements(call, func, operands, statics)
+    if isinstance(result, tuple):
+        return tuple(connected_zeros(shape, r.dtype, operands) for r in result)
+    return connected_zeros(shape, result.dtype, operands)
 
 
 def _topk(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, (k, dim) = operands[0], statics[:2]
-    shape = list(x.shape)
+    k, dim = statics[:2]
+    shape = list(operands[0].shape)
     shape[dim] = k
-    return connected_zeros(tuple(shape), x.dtype, operands), ops.zeros(tuple(shape), ms.int64)
+    result = _with_elements(call, func, operands, statics)
+    return tuple(connected_zeros(tuple(shape), r.dtype, operands) for r in result)
 
 
 def _gather(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -172,6 +178,13 @@ def _index_select(call: Callable, func: Any, operands: tuple, statics: Any) -> A
 def _embedding(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     ids, weight = operands
     return connected_zeros((*ids.shape, weight.shape[1]), weight.dtype, operands)
+
+
+def _loss(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """Of no samples; a mean counts as 0, since the rule makes means of sums."""
+    logits = operands[0]
+    shape = (*logits.shape[:1], *logits.shape[2:]) if statics[0] == "none" else ()
+    return connected_zeros(shape, logits.dtype, operands)
 
 
 def _one_hot(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -199,7 +212,7 @@ _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
     "linear": _linear,
     "matmul": _matmul,
     "addmm": _addmm,
-    "sum": _sum,
+    **dict.fromkeys(("sum", "amax", "amin", "reduce_whole", "reduce_pair"), _reduce),
     "vector_norm": _vector_norm,
     "expand": _expand,
     "layer_norm": _norm,
@@ -210,6 +223,8 @@ _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
     "index_select": _index_select,
     "embedding": _embedding,
     "one_hot": _one_hot,
+    "cross_entropy": _loss,
+    "nll_loss": _loss,
     "getitem": _getitem,
     "setitem_": _setitem,
     "dropout": _dropout,
