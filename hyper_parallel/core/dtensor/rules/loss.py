@@ -53,7 +53,9 @@ def _mean(
         weights = platform.ones(platform.shape_of(target), loss)
     else:
         weights = platform.detach(weight)[platform.masked_fill(target, ignored, 0)]
-    total = platform.masked_fill(weights, ignored, 0.0).sum()
+    # Not the sum of a tensor without elements: some backends leave it uninitialised.
+    here = math.prod(platform.shape_of(target))
+    total = platform.masked_fill(weights, ignored, 0.0).sum() if here else platform.zeros((), loss)
     for mesh_dim in split:
         total = collectives.all_reduce(total, layout.mesh, mesh_dim)
     return loss / total
