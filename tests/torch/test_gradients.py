@@ -315,7 +315,9 @@ def training_leaks_nothing(mesh: Any) -> int:
         w.grad = b.grad = None
 
     def count() -> int:
-        gc.collect()
+        # Until nothing is left: what earlier tests left behind may take several rounds, each freeing the next.
+        while gc.collect():
+            continue
         return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
 
     step()
@@ -327,7 +329,8 @@ def training_leaks_nothing(mesh: Any) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_leaks_nothing(pool: Any, world_size: int) -> None:
-    assert pool.run(world_size, training_leaks_nothing) == [0] * world_size
+    # A leak shows as more tensors. Fewer are those that earlier tests left to threads of the engine.
+    assert max(pool.run(world_size, training_leaks_nothing)) <= 0
 
 
 def test_copies_start_with_an_empty_cache(tmp_path: Any) -> None:
