@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from mindspore import Tensor, ops
 from mindspore.common._grad_function import _Function
@@ -20,25 +21,34 @@ class _Recording:
     """Which gradient recording is going on.
 
     MindSpore begins one with ``new_graph`` and ends it with ``end_graph``; nothing says which one a tensor belongs to,
-    and ``_version`` does not count most in-place changes. So each call of the two starts a new epoch, and a cached
-    view is valid in its own epoch only.
+    and ``_version`` does not count most in-place changes. So what was cached in a recording is dropped when it ends or
+    another one begins.
     """
 
-    epoch = 0
+    holders: ClassVar[list[weakref.ref]] = []
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop what was cached."""
+        for ref in cls.holders:
+            holder = ref()
+            if holder is not None:
+                holder.__dict__.pop("_hp_cache", None)
+        cls.holders.clear()
 
 
-def _count_epochs() -> None:
+def _follow_recordings() -> None:
     for name in ("new_graph", "end_graph"):
         plain = getattr(_pynative_executor, name)
 
-        def counted(*args: Any, _plain: Callable = plain, **kwargs: Any) -> Any:
-            _Recording.epoch += 1
+        def followed(*args: Any, _plain: Callable = plain, **kwargs: Any) -> Any:
+            _Recording.forget()
             return _plain(*args, **kwargs)
 
-        setattr(_pynative_executor, name, functools.wraps(plain)(counted))
+        setattr(_pynative_executor, name, functools.wraps(plain)(followed))
 
 
-_count_epochs()
+_follow_recordings()
 
 _is_recording = _pynative_executor._executor.requires_grad
 
@@ -91,24 +101,19 @@ class AutogradVerbs:
     def no_grad(self) -> AbstractContextManager:
         return _no_grad()
 
-    # A view is stored on its holder with the epoch; outside a recording nothing is, because nothing tells whether the
-    # holder was written to since.
+    # Outside a recording nothing is stored, because nothing tells whether the holder was written to since.
     def read_cache(self, holder: Any, key: Any) -> Any:
         cache = holder.__dict__.get("_hp_cache")
-        if cache is None or not _is_recording():
-            return None
-        if cache[0] != _Recording.epoch:
-            del holder._hp_cache
-            return None
-        return cache[1].get(key)
+        return None if cache is None or not _is_recording() else cache.get(key)
 
     def write_cache(self, holder: Any, key: Any, value: Any) -> None:
         if not _is_recording():
             return
         cache = holder.__dict__.get("_hp_cache")
-        if cache is None or cache[0] != _Recording.epoch:
-            holder._hp_cache = cache = (_Recording.epoch, {})
-        cache[1][key] = value
+        if cache is None:
+            holder._hp_cache = cache = {}
+            _Recording.holders.append(weakref.ref(holder))
+        cache[key] = value
 
     def clear_cache(self, holder: Any) -> None:
         holder.__dict__.pop("_hp_cache", None)

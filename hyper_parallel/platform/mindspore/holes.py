@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.graph import api as graph_api
 from mindspore.ops.operations.nn_ops import AllFinite
 
@@ -33,6 +33,8 @@ def fill_holes() -> None:
     _wrap_call(ops.Stack, _stack)
     _wrap_call(ops.AddN, lambda prim, tensors: functools.reduce(ops.add, tensors))
     _wrap_call(AllFinite, lambda prim, tensors: functools.reduce(ops.logical_or, map(_has_infinity, tensors)))
+    for name in ("__getitem__", "__setitem__"):
+        _check_index(name)
     for optimizer in (nn.Optimizer, ms.experimental.optim.Optimizer):
         _run_on_locals(optimizer)
     _refuse_graphs()
@@ -64,6 +66,27 @@ def _stack(prim: Any, tensors: tuple) -> Any:
 def _has_infinity(x: Any) -> Any:
     """As a sum, so that each rank looks at its part and one number is reduced."""
     return ops.logical_not(ops.isfinite(x)).astype(ms.float32).sum() > 0
+
+
+# -------------------------------------------------------------------- plain tensors indexed by DTensors
+def _check_index(name: str) -> None:
+    """``plain[distributed]`` would take this rank's part of the index: core says that it does not mix."""
+    plain_call = getattr(Tensor, name)
+    function = Function(name.strip("_"), lambda x, index, *value: plain_call(x, index, *value))
+    row = OPS["getitem" if name == "__getitem__" else "setitem_"]
+
+    @functools.wraps(plain_call)
+    def call(self: Any, index: Any, *value: Any) -> Any:
+        if type(index) not in _PLAIN_INDICES and is_dispatching():
+            found = next(_distributed(index), None)
+            if found is not None:
+                return type(found)._dispatch(row, function, (self, index, *value), {})
+        return plain_call(self, index, *value)
+
+    setattr(Tensor, name, call)
+
+
+_PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
 # -------------------------------------------------------------------- optimizers
