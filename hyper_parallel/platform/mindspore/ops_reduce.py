@@ -125,7 +125,20 @@ def _norm(func: Any, xs: tuple, statics: tuple) -> Any:
     return mint.pow(mint.sum(mint.pow(mint.abs(x), p), dims, keepdim), 1 / p)
 
 
+def _bind_lp_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``LpNormV2(x, p, dim, keepdim, epsilon)``."""
+    return _bind_norm(args[:4], kwargs)
+
+
+def _bind_lp_norm_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``LpNorm`` keeps everything in the primitive."""
+    prim = func.prim
+    return args[:1], (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
+
+
 _add("LinalgVectorNorm", "vector_norm", _bind_norm, _norm)
+_add("LpNormV2", "vector_norm", _bind_lp_norm, _norm)
+OPS["LpNorm"] = NativeOp("vector_norm", _bind_lp_norm_old, guarded("vector_norm", _norm))
 
 
 # -------------------------------------------------------------------- along a dimension
