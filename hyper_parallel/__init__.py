@@ -17,6 +17,7 @@ _HOME_OF = {
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
     "OpSharding": "hyper_parallel.core.dtensor.op_sharding",
+    "PackedShard": "hyper_parallel.core.dtensor.placement_types",
     "ParallelStyle": "hyper_parallel.core.tensor_parallel.style",
     "Partial": "hyper_parallel.core.dtensor.placement_types",
     "Placement": "hyper_parallel.core.dtensor.placement_types",

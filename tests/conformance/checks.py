@@ -38,4 +38,4 @@ def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndar
         elif placement.is_partial():
             raise ValueError(f"no summands for {placement}")
     # Summands are drawn for the whole tensor, so that ranks that hold the same part draw the same.
-    return np.ascontiguousarray(mine[layout.local_slices()])
+    return np.ascontiguousarray(mine[layout.local_index()])

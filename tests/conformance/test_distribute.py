@@ -39,7 +39,7 @@ MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
     """This rank's part of a whole array, which is not partial."""
-    return array[get_layout(mesh, placements, array.shape).local_slices()]
+    return array[get_layout(mesh, placements, array.shape).local_index()]
 
 
 def parameters(module: Any) -> dict[str, Any]:

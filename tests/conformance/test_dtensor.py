@@ -33,7 +33,7 @@ WORLD_SIZES = [1, 2, 3, 4]
 
 def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
     """This rank's part of a whole array, which is not partial."""
-    return np.ascontiguousarray(array[get_layout(mesh, placements, array.shape).local_slices()])
+    return np.ascontiguousarray(array[get_layout(mesh, placements, array.shape).local_index()])
 
 
 def split_counts(

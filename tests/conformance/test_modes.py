@@ -73,7 +73,7 @@ def check(mesh: Any, operation: Callable[[Any], Any], whole: np.ndarray, placeme
     layout = get_layout(mesh, (placement,), whole.shape)
     got, (grad,) = lab.value_and_grads(sharded, [local_parts(whole, layout, np.random.default_rng(1))])
     same(lab.numpy(got), lab.numpy(wanted), f"value for {placement}", 1e-4)
-    same(grad, wanted_grad[layout.cotangent.local_slices()], f"gradient for {placement}", 1e-4)
+    same(grad, wanted_grad[layout.cotangent.local_index()], f"gradient for {placement}", 1e-4)
     return counts
 
 
@@ -205,7 +205,7 @@ def run_mixed(mesh_shape: tuple[int, ...], rows: int) -> None:
         mine = local_parts(arrays[0], layout, np.random.default_rng(1))
         got, grads = lab.value_and_grads(sharded, [mine, *arrays[1:]])
         same(lab.numpy(got), lab.numpy(wanted), f"value for {placements}")
-        same(grads[0], wanted_grads[0][layout.cotangent.local_slices()], f"gradient of x for {placements}")
+        same(grads[0], wanted_grads[0][layout.cotangent.local_index()], f"gradient of x for {placements}")
         for name, grad, whole in zip(("weight", "bias", "scale"), grads[1:], wanted_grads[1:], strict=True):
             same(grad, whole, f"gradient of the plain {name} for {placements}")
 

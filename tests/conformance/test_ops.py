@@ -95,7 +95,7 @@ def check(lab: Any, case: Case, mesh: Any, arrays: list, combination: tuple, ref
         same(lab.numpy(y), wanted, f"result {i}, placed {y.placements}")
     for i, (grad, wanted, layout) in enumerate(zip(grads, wanted_grads, layouts, strict=True)):
         if wanted is not None:
-            same(grad, wanted[layout.cotangent.local_slices()], f"gradient of operand {i}")
+            same(grad, wanted[layout.cotangent.local_index()], f"gradient of operand {i}")
 
 
 @pytest.mark.parametrize("name", BY_NAME)

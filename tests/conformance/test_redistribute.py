@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard
+from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layout import get_layout
 from tests.conformance.checks import local_parts, same
 from tests.conformance.lab import get_lab
@@ -45,7 +45,7 @@ def run_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: 
     layout = get_layout(mesh, source, shape)
     goal = get_layout(mesh, target, shape)
     mine = local_parts(x, layout, rng)
-    cotangent = weights[tuple(goal.cotangent.local_slices())]
+    cotangent = weights[tuple(goal.cotangent.local_index())]
     counts = {}
 
     def loss(local: Any) -> Any:
@@ -61,7 +61,7 @@ def run_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: 
         k: n - counts["forward"].get(k, 0) for k, n in both.get_comm_counts().items() if n > counts["forward"].get(k, 0)
     }
     same(lab.numpy(y), x, "value")
-    same(grad, weights[layout.cotangent.local_slices()], "gradient of the local tensor")
+    same(grad, weights[layout.cotangent.local_index()], "gradient of the local tensor")
     return counts
 
 
@@ -72,6 +72,34 @@ def test_one_dimensional_mesh(pool: Any, world_size: int, shape: tuple[int, ...]
         for counts in pool.run(world_size, run_transition, (world_size,), shape, (source,), (target,)):
             forward, backward = EXPECTED[source, target] if world_size > 1 else ({}, {})
             assert counts == {"forward": forward, "backward": backward}, (source, target)
+
+
+# Between packed and other shards of one dimension the whole tensor is needed.
+PACKED = {
+    ("packed", R): ({"all_gather": 1}, {}),
+    (R, "packed"): ({}, {"all_gather": 1}),
+    (P, "packed"): ({"reduce_scatter": 1}, {"all_gather": 1}),
+    (S1, "packed"): ({"all_gather": 1}, {"all_gather": 1}),
+    ("packed", S0): ({"all_gather": 1}, {"all_gather": 1}),
+    ("packed", "packed"): ({}, {}),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [(8, 2, 2), (4, 4, 4), (3, 1, 1), (0, 2)], ids=str)
+def test_packed_shards(pool: Any, world_size: int, sizes: tuple[int, ...]) -> None:
+    packed = PackedShard(0, sizes)
+    for pair, expected in PACKED.items():
+        source, target = (packed if p == "packed" else p for p in pair)
+        for counts in pool.run(world_size, run_transition, (world_size,), (sum(sizes), 6), (source,), (target,)):
+            forward, backward = expected if world_size > 1 else ({}, {})
+            assert counts == {"forward": forward, "backward": backward}, (source, target)
+
+
+def test_packed_shards_on_two_dimensional_mesh(pool: Any) -> None:
+    packed = PackedShard(1, (4, 3))
+    pairs = [((R, packed), (S0, R)), ((S0, packed), (R, R)), ((P, packed), (S0, packed)), ((packed, S0), (R, packed))]
+    pool.run(4, run_transitions, (2, 2), (5, 7), pairs)
 
 
 TWO_DIMENSIONAL = [
@@ -121,7 +149,7 @@ def reduce_with(op: str) -> None:
 
         def loss(local: Any, target: Any = target) -> Any:
             y = DTensor.from_local(local, mesh, [Partial(op)]).redistribute(placements=[target])
-            mine = weights[get_layout(mesh, (target,), (4, 3)).local_slices()]
+            mine = weights[get_layout(mesh, (target,), (4, 3)).local_index()]
             return lab.weighted_sum(y.to_local(), lab.tensor(mine)), y
 
         y, (grad,) = lab.value_and_grads(loss, [parts[rank]])

@@ -70,7 +70,7 @@ def compare(
         counts["forward"] = comm.get_comm_counts()
         assert not isinstance(y, DTensor)
         whole = DTensor.from_local(y, mesh, [gives], shape=weights[0].shape)
-        mine = weights[0][whole._layout.local_slices()]
+        mine = weights[0][whole._layout.local_index()]
         return lab.weighted_sum(y, lab.tensor(mine)), whole
 
     y, grad_x, grads = lab.model_value_and_grads(single, reference, array)
@@ -93,7 +93,7 @@ def compare(
 def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> tuple[slice, ...]:
     from hyper_parallel.core.dtensor.layout import get_layout
 
-    return get_layout(mesh, (placement,), shape).local_slices()
+    return get_layout(mesh, (placement,), shape).local_index()
 
 
 def difference(more: dict[str, int], less: dict[str, int]) -> dict[str, int]:

@@ -68,7 +68,7 @@ def whole(t: Any) -> np.ndarray:
 
 def rows_of(x: np.ndarray, layout: Any) -> Tensor:
     """This rank's part of ``x`` as a plain tensor."""
-    return Tensor(np.ascontiguousarray(x[layout.local_slices()]))
+    return Tensor(np.ascontiguousarray(x[layout.local_index()]))
 
 
 def first_line(error: BaseException) -> str:

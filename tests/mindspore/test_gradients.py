@@ -117,7 +117,7 @@ def shared_collectives(mesh: Any, placement: Any, through: str) -> list[tuple]:
         function(x)
         raise InterruptedError
 
-    wanted = reference()[x._layout.cotangent.local_slices()]
+    wanted = reference()[x._layout.cotangent.local_index()]
     results = []
     for i in range(3):
         if i == 2:
@@ -147,7 +147,7 @@ def constant_then_differentiated(mesh: Any) -> list[bool]:
     """What was cached while the input was a constant must not serve when its gradient is wanted."""
     x, weights = distribute_tensor(Tensor(X), mesh, [Replicate()]), column_weights(mesh)
     by_weight = ms.grad(lambda w: linear(x, w).sum().full_tensor())(weights[0])
-    rows = weights[0]._layout.local_slices()[0]
+    rows = weights[0]._layout.local_index()[0]
     by_x = ms.grad(attention_like(weights))(x)
     return [close(by_weight.asnumpy(), np.tile(X.sum(0), (8, 1))[rows]), close(by_x.asnumpy(), reference())]
 

@@ -21,7 +21,7 @@ from tests.torch.support import close, device, full, randn, shard
 def distribute(module: nn.Module, name: str, mesh: Any, placement: Any) -> None:
     parameter = getattr(module, name)
     layout = get_layout(mesh, (placement,), tuple(parameter.shape))
-    local = parameter.detach()[layout.local_slices()].clone()
+    local = parameter.detach()[layout.local_index()].clone()
     bind_platform(get_platform()).set_distributed_parameter(module, name, local, layout)
 
 
@@ -91,7 +91,7 @@ def meta_parameters(mesh: Any) -> None:
     distribute(module, "weight", mesh, Shard(0))
     assert module.weight is before and before.is_meta and tuple(before.shape) == (5, 3)
     layout = before._layout
-    get_platform().set_distributed_parameter(module, "weight", randn(5, 3)[layout.local_slices()], layout)
+    get_platform().set_distributed_parameter(module, "weight", randn(5, 3)[layout.local_index()], layout)
     assert module.weight is before and not before.is_meta and isinstance(before, nn.Parameter) and before.requires_grad
     close(before, randn(5, 3))
     with torch.device("meta"):

@@ -20,7 +20,7 @@ import numpy as np
 from hyper_parallel.core.dtensor.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.rules import RULES
 
 #: One mesh dimension of 2, 3 and 4 ranks, and two of 2 x 2, of which both may shard the same tensor dimension.
@@ -94,6 +94,7 @@ class _Platform:
     """The verbs of `Platform` that rules use, on NumPy arrays, for one rank."""
 
     Size = tuple
+    device_type = "cpu"
 
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.current = world, rank
@@ -128,6 +129,24 @@ class _Platform:
 
     def unsqueeze(self, x: np.ndarray, dim: int) -> np.ndarray:
         return np.expand_dims(x, dim)
+
+    def to_dtype(self, x: np.ndarray, dtype: Any) -> np.ndarray:
+        return x.astype(dtype)
+
+    def amax(self, x: np.ndarray, dim: int) -> np.ndarray:
+        return x.max(axis=dim, keepdims=True)
+
+    def sum_along(self, x: np.ndarray, dim: int) -> np.ndarray:
+        return x.sum(axis=dim, keepdims=True)
+
+    def shifted_exp(self, x: np.ndarray, shift: np.ndarray, scale: Any = None) -> np.ndarray:
+        return np.exp(x - shift) / (1.0 if scale is None else scale)
+
+    def log(self, x: np.ndarray) -> np.ndarray:
+        return np.log(x)
+
+    def gather(self, x: np.ndarray, dim: int, index: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(x, index, axis=dim)
 
     def is_floating_point(self, x: np.ndarray) -> bool:
         return x.dtype.kind == "f"
@@ -175,6 +194,9 @@ class _Mesh:
     def platform_group(self, mesh_dim: int) -> tuple[int, ...]:
         return self.ranks_along(mesh_dim)
 
+    def dim_label(self, mesh_dim: int) -> str:
+        return str(mesh_dim)
+
     def ranks_along(self, mesh_dim: int) -> tuple[int, ...]:
         index: list[Any] = list(self.coordinate)
         index[mesh_dim] = slice(None)
@@ -194,6 +216,7 @@ class Choice:
     operands: tuple[Placement | None, ...]
     results: tuple[Placement, ...]
     label: Any = None
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,8 +231,32 @@ class Way:
         return tuple(getattr(choice, kind)[i] for choice in self.choices)
 
 
-def choices(sharding: OpSharding) -> Iterator[Choice]:
+def choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
     """All that `OpSharding` allows on one mesh dimension, but for the sizes."""
+    yield from _consecutive_choices(sharding)
+    if sharding.call is None:
+        yield from _packed_choices(case, sharding)
+
+
+def _packed_choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
+    """A sharded label whose dimension is two unequal parts, and what `OpSharding.unpack` says."""
+    for choice in _consecutive_choices(sharding):
+        sizes = _sizes(case, sharding, choice.label)
+        if choice.label is None or len(sizes) > 1 or choice.label in sharding.nonempty or max(sizes) < 2:
+            continue
+        size = max(sizes)
+        parts = (size // 3 + 1, size - size // 3 - 1)
+
+        def packed(placement: Any, parts: tuple[int, int] = parts) -> Any:
+            return PackedShard(placement.dim, parts) if isinstance(placement, Shard) else placement
+
+        yield Choice(tuple(map(packed, choice.operands)), tuple(map(packed, choice.results)), choice.label, packed=True)
+    for dim, parts, result_dim in sharding.unpack:
+        results = tuple(Shard(result_dim) for _ in sharding.results)
+        yield Choice((PackedShard(dim, parts),), results, packed=True)
+
+
+def _consecutive_choices(sharding: OpSharding) -> Iterator[Choice]:
     tensors = sharding.operands
     replicated = tuple(Replicate() for _ in sharding.results)
     yield Choice(tuple(None if t is None else Replicate() for t in tensors), replicated)
@@ -217,11 +264,12 @@ def choices(sharding: OpSharding) -> Iterator[Choice]:
         yield Choice(tuple(Partial() if i in sharding.unread else Replicate() for i in range(len(tensors))), replicated)
     for label in sorted({x for t in tensors for x in t or () if x is not None}):
         kept = [label in r for r in sharding.results]
-        if any(kept) != all(kept) or (not any(kept) and sharding.reduce is None):
+        called = sharding.reduce == "call" or label in sharding.combined
+        if any(kept) != all(kept) or (not any(kept) and sharding.reduce is None and not called):
             continue
         split_terms = [any(label in tensors[i] for i in term) for term in sharding.terms]
         once = set() if any(kept) else {t[0] for t, s in zip(sharding.terms, split_terms, strict=True) if not s}
-        contracted = Replicate() if sharding.reduce == "call" else Partial(sharding.reduce or "sum")
+        contracted = Replicate() if called else Partial(sharding.reduce or "sum")
         yield Choice(
             tuple(
                 None if t is None else Shard(t.index(label)) if label in t else Partial() if i in once else Replicate()
@@ -239,25 +287,49 @@ def choices(sharding: OpSharding) -> Iterator[Choice]:
 
 def ways(case: Case, sharding: OpSharding, meshes: Sequence[tuple[int, ...]] = MESHES) -> Iterator[Way]:
     """All ways to run on ``meshes``."""
-    found = list(choices(sharding))
+    found = list(choices(case, sharding))
     for mesh in meshes:
         for combination in itertools.product(found, repeat=len(mesh)):
-            if all(_fits(case, sharding, label, mesh, combination) for label in {c.label for c in combination}):
+            packed_fit = all(_packed_fits(sharding, c, combination, n) for n, c in zip(mesh, combination, strict=True))
+            if packed_fit and all(
+                _fits(case, sharding, label, mesh, combination) for label in {c.label for c in combination}
+            ):
                 yield Way(mesh, combination)
+
+
+def _packed_fits(sharding: OpSharding, choice: Choice, combination: tuple, n: int) -> bool:
+    """Whether the dimension of packed shards is split once only, and parts are cut where the results are."""
+    if not choice.packed:
+        return True
+    dims = {p.dim for p in choice.operands if isinstance(p, Shard)}
+    for other in combination:
+        if other is not choice and (other.packed or dims & {p.dim for p in other.operands if isinstance(p, Shard)}):
+            return False
+    if sum(other is choice for other in combination) > 1:
+        return False
+    if choice.label is not None:
+        return True
+    parts, result_dim = choice.operands[0].sizes, choice.results[0].dim
+    after = tuple(shape[result_dim] for shape in sharding.result_shapes)
+    return parts == after or all(size % n == 0 for size in (*parts, *after))
+
+
+def _sizes(case: Case, sharding: OpSharding, label: Any) -> set[int]:
+    return {
+        size
+        for labels, shape in zip(
+            (*sharding.operands, *sharding.results), (*case.shapes, *sharding.result_shapes), strict=True
+        )
+        for own, size in zip(labels or (), shape or (), strict=True)
+        if own == label
+    }
 
 
 def _fits(case: Case, sharding: OpSharding, label: Any, mesh: tuple[int, ...], combination: tuple) -> bool:
     if label is None:
         return True
     splits = [n for n, choice in zip(mesh, combination, strict=True) if choice.label == label]
-    labels_of_all = (*sharding.operands, *sharding.results)
-    shapes_of_all = (*case.shapes, *sharding.result_shapes)
-    sizes = {
-        size
-        for labels, shape in zip(labels_of_all, shapes_of_all, strict=True)
-        for own, size in zip(labels or (), shape or (), strict=True)
-        if own == label
-    }
+    sizes = _sizes(case, sharding, label)
     if len(sizes) > 1 and any(size % int(np.prod(splits)) for size in sizes):
         return False
     if label in sharding.nonempty:
@@ -278,6 +350,10 @@ def scatter(x: np.ndarray, placements: tuple[Placement, ...], mesh: tuple[int, .
 
 
 def _split(x: np.ndarray, placement: Placement, n: int, rng: Any) -> list[np.ndarray]:
+    if isinstance(placement, PackedShard):
+        parts = np.split(x, np.cumsum(placement.sizes)[:-1], axis=placement.dim)
+        pieces = [_split(part, Shard(placement.dim), n, rng) for part in parts]
+        return [np.concatenate(of_rank, axis=placement.dim) for of_rank in zip(*pieces, strict=True)]
     if isinstance(placement, Shard):
         ends = np.cumsum(chunk_sizes(x.shape[placement.dim], n))[:-1]
         return np.split(x, ends, axis=placement.dim)
@@ -294,6 +370,11 @@ def assemble(parts: list[np.ndarray], placements: tuple[Placement, ...], mesh: t
     each = len(parts) // mesh[0]
     inner = [assemble(parts[i * each : (i + 1) * each], placements[1:], mesh[1:]) for i in range(mesh[0])]
     placement = placements[0]
+    if isinstance(placement, PackedShard):
+        cuts = [np.cumsum([chunk_sizes(size, mesh[0])[i] for size in placement.sizes])[:-1] for i in range(mesh[0])]
+        pieces = [np.split(x, cut, axis=placement.dim) for x, cut in zip(inner, cuts, strict=True)]
+        parts = [np.concatenate(part, axis=placement.dim) for part in zip(*pieces, strict=True)]
+        return np.concatenate(parts, axis=placement.dim)
     if isinstance(placement, Shard):
         return np.concatenate(inner, axis=placement.dim)
     if isinstance(placement, Partial):

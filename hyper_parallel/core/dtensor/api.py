@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.dtensor.transitions import by_rank
 
 __all__ = [
     "check_src_data_rank",
@@ -56,7 +57,7 @@ def distribute_tensor(
         raise TypeError(f"distribute_tensor takes a tensor of the platform, got {type(tensor).__name__}")
     if isinstance(tensor, DTensor):
         normal = normalize_placements(placements, mesh, tensor._layout.ndim)
-        if tensor.device_mesh is not mesh or tensor.placements != normal:
+        if tensor._layout is not get_layout(mesh, normal, tensor._layout.shape):
             raise ValueError(
                 f"distribute_tensor got a DTensor placed {list(tensor.placements)} on {tensor.device_mesh}, asked for "
                 f"{list(normal)} on {mesh}: use tensor.redistribute(placements=...)"
@@ -90,7 +91,7 @@ def distribute_parameter(
     parameter = dict(platform.named_parameters(module))[name]
     if isinstance(parameter, DTensor):
         normal = normalize_placements(placements, device_mesh, parameter._layout.ndim)
-        if parameter.device_mesh is not device_mesh or parameter.placements != normal:
+        if parameter._layout is not get_layout(device_mesh, normal, parameter._layout.shape):
             raise ValueError(
                 f"parameter {name!r} of {type(module).__name__} is placed {list(parameter.placements)} on "
                 f"{parameter.device_mesh} already and cannot be placed {list(normal)} on {device_mesh}: modules that "
@@ -177,7 +178,8 @@ def _shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
         for mesh_dim, placement in enumerate(layout.placements):
             rank = mesh.get_local_rank(mesh_dim)
             if isinstance(placement, Shard):
-                sizes = chunk_sizes(platform.shape_of(local)[placement.dim], mesh.shape[mesh_dim])
+                sizes = shard_sizes(placement, platform.shape_of(local)[placement.dim], mesh.shape[mesh_dim])
+                local = by_rank(local, placement, mesh.shape[mesh_dim], platform)
                 if source is not None:
                     local = collectives.scatter(local, mesh, mesh_dim, placement.dim, sizes, source)
                 else:

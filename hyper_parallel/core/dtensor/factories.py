@@ -87,8 +87,9 @@ def _make(
             # Every rank draws the whole tensor and keeps its part: the numbers are those of a single device.
             synchronize(mesh)
             local = platform.factory(name, shape, fill_value, dtype)
-            for dim, part in enumerate(layout.local_slices() if mesh.get_coordinate() is not None else ()):
-                local = platform.narrow(local, dim, part.start, part.stop - part.start)
+            for dim, pieces in enumerate(layout.local_ranges() if mesh.get_coordinate() is not None else ()):
+                parts = [platform.narrow(local, dim, start, length) for start, length in pieces]
+                local = platform.cat(parts, dim) if len(parts) > 1 else parts[0]
             local = platform.clone(local)
         else:
             local = platform.factory(name, layout.local_shape, fill_value, dtype)

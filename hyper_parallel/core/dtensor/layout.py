@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from hyper_parallel.core.dtensor.chunking import chunk_sizes
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.chunking import packed_ranges, shard_sizes
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -19,14 +19,16 @@ class Layout:
     """Mesh, placements and global shape of a distributed tensor, and what follows from them for this rank.
 
     Two tensor dimensions sharded by the same mesh dimension are impossible; one tensor dimension may be sharded by
-    several mesh dimensions, the first one outermost. Get one with `get_layout`; equal layouts are the same object.
+    several mesh dimensions, the first one outermost, unless its shards are packed. Get one with `get_layout`; equal
+    layouts are the same object.
 
     Attributes:
         mesh: the `DeviceMesh`.
         placements: one placement per mesh dimension, with non-negative tensor dimensions.
         shape: global shape.
         local_shape: shape of this rank's part, ``(0,)`` on a rank outside the mesh.
-        local_offset: global index of this rank's first element, per tensor dimension.
+        local_offset: global index of this rank's first element, per tensor dimension; of no meaning in a dimension
+            whose shards are packed.
         replicated: whether every placement is `Replicate`.
     """
 
@@ -55,7 +57,7 @@ class Layout:
         sizes, offsets = list(shape), [0] * len(shape)
         for mesh_dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
-                parts = chunk_sizes(sizes[placement.dim], mesh.shape[mesh_dim])
+                parts = shard_sizes(placement, sizes[placement.dim], mesh.shape[mesh_dim])
                 sizes[placement.dim] = parts[coordinate[mesh_dim]]
                 offsets[placement.dim] += sum(parts[: coordinate[mesh_dim]])
         self.local_shape = tuple(sizes)
@@ -97,12 +99,36 @@ class Layout:
         size = self.shape[dim]
         for outer in self.shard_mesh_dims(dim):
             if outer < mesh_dim:
-                size = chunk_sizes(size, self.mesh.shape[outer])[coordinate[outer]]
+                placement: Any = self.placements[outer]
+                size = shard_sizes(placement, size, self.mesh.shape[outer])[coordinate[outer]]
         return size
 
-    def local_slices(self) -> tuple[slice, ...]:
-        """Index of this rank's part in the global tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.local_shape, strict=False))
+    @property
+    def packed_mesh_dim(self) -> int | None:
+        """The mesh dimension whose placement is `PackedShard`, or None."""
+        return next((i for i, p in enumerate(self.placements) if isinstance(p, PackedShard)), None)
+
+    def local_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """This rank's part of the global tensor: for each tensor dimension the (start, length) of its pieces, which is
+        one piece unless the shards are packed."""
+        coordinate = self.mesh.get_coordinate()
+        ranges: list[tuple[tuple[int, int], ...]] = [
+            ((o, n),) for o, n in zip(self.local_offset, self.local_shape, strict=False)
+        ]
+        packed = self.packed_mesh_dim
+        if packed is not None and coordinate is not None:
+            placement: Any = self.placements[packed]
+            ranges[placement.dim] = packed_ranges(placement, coordinate[packed], self.mesh.shape[packed])
+        return tuple(ranges)
+
+    def local_index(self) -> tuple[slice | list[int], ...]:
+        """Index of this rank's part in the global tensor, for a tensor or an array."""
+        return tuple(
+            slice(pieces[0][0], sum(pieces[0]))
+            if len(pieces) == 1
+            else [i for start, length in pieces for i in range(start, start + length)]
+            for pieces in self.local_ranges()
+        )
 
     def __reduce__(self) -> tuple:
         return (get_layout, (self.mesh, self.placements, tuple(self.shape)))
@@ -124,14 +150,17 @@ def get_layout(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Seque
     """The layout of a tensor of global ``shape`` with ``placements`` on ``mesh``; the same object each time.
 
     Raises:
-        ValueError: when the number of placements is not the number of mesh dimensions, or a `Shard` names a tensor
-            dimension that does not exist.
+        ValueError: when the number of placements is not the number of mesh dimensions, a `Shard` names a tensor
+            dimension that does not exist, or the parts of a `PackedShard` do not make up its dimension.
         TypeError: when a placement is none.
     """
     key = (mesh, placements, tuple(shape))
     layout = _LAYOUTS.get(key)
     if layout is None:
-        normal = normalize_placements(placements, mesh, len(key[2]))
+        normal = tuple(
+            _resolve(p, key[2], mesh.dim_label(mesh_dim)) if isinstance(p, PackedShard) else p
+            for mesh_dim, p in enumerate(normalize_placements(placements, mesh, len(key[2])))
+        )
         if normal != placements:
             return get_layout(mesh, normal, shape)
         layout = _LAYOUTS.setdefault(key, Layout(mesh, placements, key[2]))
@@ -165,7 +194,23 @@ def normalize_placements(
             f"{what} is placed {list(normal)}: a {' and a '.join(sorted(kinds))} do not commute, so the value would "
             "depend on which is taken first; reduce one of them before"
         )
+    for packed in (p for p in normal if isinstance(p, PackedShard)):
+        if sum(isinstance(p, PackedShard) or p.is_shard(packed.dim) for p in normal) > 1:
+            raise ValueError(
+                f"{what} is placed {list(normal)}: next to {packed!r} no other placement may be packed or shard tensor "
+                f"dimension {packed.dim}; shard another dimension"
+            )
     return normal
+
+
+def _resolve(placement: PackedShard, shape: tuple[int, ...], mesh_dim: str) -> PackedShard:
+    try:
+        return placement.resolve(shape[placement.dim])
+    except ValueError as error:
+        raise ValueError(
+            f"{placement!r} on mesh dimension {mesh_dim} does not fit dimension {placement.dim} of a tensor of shape "
+            f"{shape}: {error}"
+        ) from None
 
 
 def _normalize(placement: Any, mesh_dim: int, mesh: DeviceMesh, ndim: int, what: str) -> Placement:
@@ -178,7 +223,7 @@ def _normalize(placement: Any, mesh_dim: int, mesh: DeviceMesh, ndim: int, what:
                 else f"{placement!r} on mesh dimension {mesh.dim_label(mesh_dim)} is out of range: {what} has no "
                 "dimensions; use Replicate() or Partial()"
             )
-        return placement if placement.dim >= 0 else Shard(placement.dim + ndim)
+        return placement if placement.dim >= 0 else placement.with_dim(placement.dim + ndim)
     if isinstance(placement, (Replicate, Partial)):
         return placement
     raise TypeError(

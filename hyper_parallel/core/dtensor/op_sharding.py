@@ -44,6 +44,8 @@ class OpSharding:
             as ``((0, 1), (2,))`` for ``x * w + b``. Empty when the operation is not linear in anything.
         reduce: how a contracted label combines over ranks: ``"sum"``, ``"max"``, ``"min"``; ``"call"`` when ``call``
             combines the ranks itself and returns a replicated result; None when no label may be contracted.
+        combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
+            is replicated there (the classes of a cross entropy, whose samples add up).
         localize: ``localize(statics, operand_layouts, result_layouts) -> statics`` gives the static arguments for the
             local call, where they speak of global sizes (the shape of a reshape). None: they stay.
         call: ``call(platform, native, operands, statics, operand_layouts, result_layouts) -> result`` replaces the
@@ -54,6 +56,8 @@ class OpSharding:
             it is not reduced for nothing, and no gradient flows to it.
         nonempty: labels that may be sharded only if every rank then has at least one element of the dimension: the
             local operation cannot do without (the largest of no elements).
+        unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
+            first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
     """
 
     operands: tuple[tuple[Label | None, ...] | None, ...]
@@ -61,7 +65,9 @@ class OpSharding:
     result_shapes: tuple[tuple[int, ...], ...]
     terms: tuple[tuple[int, ...], ...] = ()
     reduce: str | None = None
+    combined: tuple[Label, ...] = ()
     localize: Callable[[tuple, tuple, tuple], tuple] | None = None
     call: Callable[..., Any] | None = None
     unread: tuple[int, ...] = ()
     nonempty: tuple[Label, ...] = ()
+    unpack: tuple[tuple[int, tuple[int, ...], int], ...] = ()

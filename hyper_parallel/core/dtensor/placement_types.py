@@ -5,9 +5,10 @@ Placements are interned: ``Shard(0) is Shard(0)``, so that layouts and caches co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard"]
+__all__ = ["REDUCE_OPS", "PackedShard", "Partial", "Placement", "Replicate", "Shard"]
 
 #: What a `Partial` may be reduced with.
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -102,11 +103,83 @@ class Shard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
+    def with_dim(self, dim: int) -> Shard:
+        """The same split of tensor dimension ``dim``."""
+        return Shard(dim)
+
     def __reduce__(self) -> tuple:
         return (Shard, (self.dim,))
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
+
+
+class PackedShard(Shard):
+    """Tensor dimension ``dim`` holds several parts one after the other, and each part is split over the mesh dimension.
+
+    For weights that are several matrices in one, such as query, key and value: rank 0 of two holds the first half of
+    each part, where ``Shard(dim)`` would give it the first half of the whole. What computes along the dimension element
+    by element keeps the placement; taking the parts apart (``split``, ``chunk``, a view) gives each as ``Shard(dim)``
+    without communication.
+
+    Args:
+        dim: tensor dimension, as in `Shard`.
+        sizes: size of each part; or their number, when they are equal.
+
+    Raises:
+        TypeError: when ``dim`` or a size is not an int.
+        ValueError: for no part, or a negative size. That the sizes add up to the dimension is checked where its size is
+            known.
+
+    Example:
+        >>> from hyper_parallel import PackedShard
+        >>> PackedShard(0, (8, 2, 2))
+        PackedShard(dim=0, sizes=(8, 2, 2))
+
+    Source: the packed and merged column-parallel linear layers of inference engines such as vLLM.
+    """
+
+    __slots__ = ("sizes",)
+    sizes: int | tuple[int, ...]
+
+    def __new__(cls, dim: int, sizes: int | Sequence[int]) -> PackedShard:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(f"PackedShard(dim, sizes) takes the tensor dimension as an int, got {dim!r}")
+        parts = sizes if isinstance(sizes, int) else tuple(sizes)
+        listed = parts if isinstance(parts, tuple) else (parts,)
+        if any(not isinstance(n, int) or isinstance(n, bool) for n in listed):
+            raise TypeError(f"PackedShard(dim, sizes) takes ints as sizes, got {sizes!r}")
+        if not listed or min(listed) < 0 or parts == 0:
+            raise ValueError(
+                f"PackedShard(dim, sizes) takes the size of each part or the number of equal parts, got {sizes!r}"
+            )
+        placement = cls._intern(dim, parts)
+        object.__setattr__(placement, "dim", dim)
+        object.__setattr__(placement, "sizes", parts)
+        return placement
+
+    def with_dim(self, dim: int) -> PackedShard:
+        return PackedShard(dim, self.sizes)
+
+    def resolve(self, size: int) -> PackedShard:
+        """The placement with the size of each part, for a dimension of ``size`` elements.
+
+        Raises:
+            ValueError: when the parts do not make up the dimension.
+        """
+        if isinstance(self.sizes, int):
+            if size % self.sizes:
+                raise ValueError(f"{size} elements are not {self.sizes} parts of one size: give the size of each part")
+            return PackedShard(self.dim, (size // self.sizes,) * self.sizes)
+        if sum(self.sizes) != size:
+            raise ValueError(f"{size} elements are not parts of sizes {self.sizes}, which are {sum(self.sizes)} in all")
+        return self
+
+    def __reduce__(self) -> tuple:
+        return (PackedShard, (self.dim, self.sizes))
+
+    def __repr__(self) -> str:
+        return f"PackedShard(dim={self.dim}, sizes={self.sizes})"
 
 
 class Partial(Placement):

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
 
 __all__ = ["partial_grad_view", "plan_redistribution", "redistribute", "redistribute_local", "redistribution_cost"]
@@ -110,7 +110,7 @@ def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
     if source.mesh is not target.mesh or source.shape != target.shape:
         raise ValueError(f"cannot redistribute {source} to {target}: mesh and shape must be the same")
     candidates = {p for p in (*source.placements, *target.placements) if isinstance(p, Shard)}
-    ordered = sorted(candidates, key=lambda p: p.dim)
+    ordered = sorted(candidates, key=repr)
     counter = itertools.count()
     queue: list[tuple[float, int, Layout, list[Layout]]] = [(0.0, next(counter), source, [source])]
     done: set[Layout] = set()
@@ -139,7 +139,12 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
         if _innermost(layout, placement.dim) != mesh_dim:
             return moves
         moves.append((Replicate(), 1.0 + local * (size - 1)))
-        moves += [(s, 1.0 + local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
+        if not isinstance(placement, PackedShard):
+            moves += [
+                (s, 1.0 + local * (size - 1) / size)
+                for s in shards
+                if not isinstance(s, PackedShard) and s.dim != placement.dim and _can_add(layout, s, mesh_dim)
+            ]
     elif isinstance(placement, Partial):
         moves.append((Replicate(), 1.0 + 2 * local * (size - 1) / size))
         if placement.reduce_op in ("sum", "avg"):
@@ -161,5 +166,12 @@ def _innermost(layout: Layout, dim: int) -> int:
 
 
 def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:
-    """Whether ``shard`` on ``mesh_dim`` would be the innermost split of its tensor dimension."""
-    return layout.placements[mesh_dim] is not shard and all(d < mesh_dim for d in layout.shard_mesh_dims(shard.dim))
+    """Whether ``shard`` on ``mesh_dim`` would be the innermost split of its tensor dimension, and with packed shards
+    the only one."""
+    others = [i for i, p in enumerate(layout.placements) if i != mesh_dim and p.is_shard(shard.dim)]
+    packed = layout.packed_mesh_dim
+    if isinstance(shard, PackedShard) and (others or packed not in (None, mesh_dim)):
+        return False
+    if packed in others:
+        return False
+    return layout.placements[mesh_dim] is not shard and all(d < mesh_dim for d in others)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hyper_parallel.core.dtensor.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.op_sharding import Label, OpSharding
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import redistribution_cost
 
 if TYPE_CHECKING:
@@ -40,12 +40,13 @@ class Strategy:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One way to run on one mesh dimension."""
+    """One way to run on one mesh dimension: ``label`` is sharded, if any is; ``packed`` if the shards are packed."""
 
     operands: tuple[Placement | None, ...]
     partial_grad: tuple[bool, ...]
     results: tuple[Placement, ...]
     label: Label | None = None
+    packed: bool = False
 
 
 def solve(
@@ -67,13 +68,16 @@ def solve(
         layout.cotangent if i in sharding.unread and layout is not None else layout for i, layout in enumerate(layouts)
     )
     shards_of_label: dict[Label, int] = {}
+    whole_labels: set[Label] = set()  # of packed shards, which no other mesh dimension can split further
     chosen: list[_Choice] = []
     for mesh_dim in range(mesh.ndim):
         kept = None if pinned is None else layouts[pinned]
         choices = [
             c
-            for c in _choices(sharding, layouts, mesh_dim)
-            if _can_split(sharding, layouts, c.label, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim])
+            if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            and c.label not in whole_labels
+            and not (c.packed and (whole_labels or c.label in shards_of_label))
             and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
         ]
         if not choices:
@@ -82,6 +86,8 @@ def solve(
         chosen.append(best)
         if best.label is not None:
             shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
+            if best.packed:
+                whole_labels.add(best.label)
     operands = tuple(
         None if layout is None else layout.with_placements(tuple(c.operands[i] or Replicate() for c in chosen))
         for i, layout in enumerate(layouts)
@@ -98,12 +104,14 @@ def solve(
     return Strategy(operands, partial, results)
 
 
-def _choices(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int) -> list[_Choice]:
+def _choices(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, mesh_size: int) -> list[_Choice]:
     choices = [_replicated(sharding)]
-    for label in _sharded_labels(sharding, layouts, mesh_dim):
-        choice = _sharded(sharding, label)
+    for label, shard in _sharded_labels(sharding, layouts, mesh_dim):
+        choice = _sharded(sharding, label, shard)
         if choice is not None:
             choices.append(choice)
+    if sharding.unpack and (choice := _unpacked(sharding, layouts, mesh_dim, mesh_size)) is not None:
+        choices.append(choice)
     for reduce_op in ("sum", "avg"):
         choice = _partial(sharding, layouts, mesh_dim, reduce_op)
         if choice is not None:
@@ -119,19 +127,38 @@ def _replicated(sharding: OpSharding) -> _Choice:
     )
 
 
-def _sharded_labels(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int) -> list[Label]:
-    found: list[Label] = []
+def _sharded_labels(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int
+) -> list[tuple[Label, Shard]]:
+    """The labels that some operand has sharded, with how it is: the parts of a packed shard count, not its dim."""
+    found: list[tuple[Label, Shard]] = []
     for labels, layout in zip(sharding.operands, layouts, strict=True):
         if labels is not None and layout is not None and isinstance(p := layout.placements[mesh_dim], Shard):
             label = labels[p.dim]
-            if label is not None and label not in found:
-                found.append(label)
+            if label is not None and (label, p.with_dim(0)) not in found:
+                found.append((label, p.with_dim(0)))
     return found
 
 
-def _sharded(sharding: OpSharding, label: Label) -> _Choice | None:
+def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, size: int) -> _Choice | None:
+    """Packed shards taken apart: each part is sharded along a dimension of a result."""
+    packed = layouts[0].placements[mesh_dim] if layouts and layouts[0] is not None else None
+    for dim, sizes, result_dim in sharding.unpack:
+        if packed is PackedShard(dim, sizes):
+            after = tuple(shape[result_dim] for shape in sharding.result_shapes)
+            if sizes == after or all(n % size == 0 for n in (*sizes, *after)):
+                results = (Shard(result_dim),) * len(after)
+                return _Choice((packed,), (False,), results, ("unpacked", dim), packed=True)
+    return None
+
+
+def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None:
+    packed = isinstance(shard, PackedShard)
+    if packed and sharding.call is not None:
+        # What replaces the local call may ask at which index the shard begins.
+        return None
     contracted = not any(label in labels for labels in sharding.results)
-    if contracted and sharding.reduce is None:
+    if contracted and sharding.reduce is None and label not in sharding.combined:
         return None
     # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
     whole_terms = (
@@ -144,7 +171,7 @@ def _sharded(sharding: OpSharding, label: Label) -> _Choice | None:
         if labels is None:
             operands.append(None)
         elif label in labels:
-            operands.append(Shard(labels.index(label)))
+            operands.append(shard.with_dim(labels.index(label)))
         else:
             operands.append(Partial() if i in to_partial else Replicate())
         partial_grad.append(operands[-1] is Replicate())
@@ -152,11 +179,12 @@ def _sharded(sharding: OpSharding, label: Label) -> _Choice | None:
         return None
     results: tuple[Placement, ...]
     if not contracted:
-        results = tuple(Shard(labels.index(label)) for labels in sharding.results)
+        results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
     else:
-        combined = Replicate() if sharding.reduce == "call" else Partial(sharding.reduce or "sum")
+        called = sharding.reduce == "call" or label in sharding.combined
+        combined = Replicate() if called else Partial(sharding.reduce or "sum")
         results = (combined,) * len(sharding.results)
-    return _Choice(tuple(operands), tuple(partial_grad), results, label)
+    return _Choice(tuple(operands), tuple(partial_grad), results, label, packed)
 
 
 def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
@@ -172,24 +200,30 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
     return _Choice(operands, partial_grad, (kind,) * len(sharding.results))
 
 
-def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], label: Label | None, shards: int) -> bool:
+def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
     """Whether the dimensions of a label, which may differ in size, are cut at the same places, and whether every rank
     gets an element where the operation cannot do without."""
+    label = choice.label
     if label is None:
         return True
-    shapes = [None if layout is None else layout.shape for layout in layouts]
-    sizes = {
+    shapes = tuple(None if layout is None else layout.shape for layout in layouts)
+    sizes = _sizes_of(label, (*sharding.operands, *sharding.results), (*shapes, *sharding.result_shapes))
+    if not choice.packed:
+        if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
+            return False
+        return len(set(sizes)) == 1 or all(size % shards == 0 for size in sizes)
+    return len(set(sizes)) <= 1 and label not in sharding.nonempty
+
+
+def _sizes_of(label: Label, named: tuple, shapes: tuple) -> list[int]:
+    """Sizes of the dimensions that are called ``label``."""
+    return [
         shape[i]
-        for labels, shape in zip(
-            (*sharding.operands, *sharding.results), (*shapes, *sharding.result_shapes), strict=True
-        )
+        for labels, shape in zip(named, shapes, strict=True)
         if labels is not None and shape is not None
         for i, own in enumerate(labels)
         if own == label
-    }
-    if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
-        return False
-    return len(sizes) == 1 or all(size % shards == 0 for size in sizes)
+    ]
 
 
 def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) -> tuple[float, float]:

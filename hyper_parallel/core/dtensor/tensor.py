@@ -9,7 +9,7 @@ from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.platform import Platform
@@ -202,7 +202,9 @@ def _even_global_shape(
 ) -> tuple[int, ...]:
     shape = list(local_shape)
     for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, PackedShard) and isinstance(placement.sizes, tuple):
+            shape[placement.dim] = sum(placement.sizes)
+        elif isinstance(placement, Shard):
             shape[placement.dim] *= mesh.shape[mesh_dim]
     return tuple(shape)
 

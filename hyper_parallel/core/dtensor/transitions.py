@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.chunking import packed_ranges, shard_sizes
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
     from hyper_parallel.platform.base import Platform
 
-__all__ = ["Step", "Transitions", "transitions_of"]
+__all__ = ["Step", "Transitions", "by_rank", "take_packed", "transitions_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def _sizes(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
     placement = layout.placements[mesh_dim]
     if not isinstance(placement, Shard) or layout.mesh.get_coordinate() is None:
         return ()
-    return chunk_sizes(layout.size_within(placement.dim, mesh_dim), layout.mesh.shape[mesh_dim])
+    return shard_sizes(placement, layout.size_within(placement.dim, mesh_dim), layout.mesh.shape[mesh_dim])
 
 
 class Transitions:
@@ -114,9 +114,10 @@ class Transitions:
 
     def gather_data(self, x: Any, step: Step) -> Any:
         """The all-gathered data of a ``Shard -> Replicate`` step, outside autograd."""
-        return collectives.all_gather(
+        data = collectives.all_gather(
             self.platform.detach(x), step.mesh, step.mesh_dim, step.source.dim, step.source_sizes
         )
+        return self._by_part(data, step.source, step.mesh.shape[step.mesh_dim])
 
     def share(self, x: Any, step: Step, data: Any) -> Any:
         """The gathered ``data`` as a function of the shard ``x``, for consumers that return the full cotangent."""
@@ -147,10 +148,10 @@ class Transitions:
 
     def _slice_forward(self, ctx: Any, x: Any, step: Step) -> Any:
         ctx.step = step
-        rank, sizes = step.mesh.get_local_rank(step.mesh_dim), step.target_sizes
-        return self.platform.clone(
-            self.platform.narrow(self.platform.detach(x), step.target.dim, sum(sizes[:rank]), sizes[rank])
-        )
+        rank, sizes, x = step.mesh.get_local_rank(step.mesh_dim), step.target_sizes, self.platform.detach(x)
+        if isinstance(step.target, PackedShard):
+            return take_packed(x, step.target, rank, len(sizes), self.platform)
+        return self.platform.clone(self.platform.narrow(x, step.target.dim, sum(sizes[:rank]), sizes[rank]))
 
     def _gather_cotangent(self, ctx: Any, g: Any) -> Any:
         step = _reverse(ctx.step)
@@ -200,8 +201,22 @@ class Transitions:
     def _reduce_scatter_forward(self, ctx: Any, x: Any, step: Step) -> Any:
         ctx.step = step
         op = step.source.reduce_op if isinstance(step.source, Partial) else "sum"
-        return collectives.reduce_scatter(
-            self.platform.detach(x), step.mesh, step.mesh_dim, step.target.dim, step.target_sizes, op
+        x = by_rank(self.platform.detach(x), step.target, step.mesh.shape[step.mesh_dim], self.platform)
+        return collectives.reduce_scatter(x, step.mesh, step.mesh_dim, step.target.dim, step.target_sizes, op)
+
+    def _by_part(self, data: Any, source: Shard, size: int) -> Any:
+        """What was gathered rank by rank, in the order of the whole tensor: the inverse of `by_rank`."""
+        if not isinstance(source, PackedShard) or size == 1:
+            return data
+        pieces: list[tuple[int, int, int]] = []
+        position = 0
+        for rank in range(size):
+            for start, length in packed_ranges(source, rank, size):
+                pieces.append((start, position, length))
+                position += length
+        return self.platform.cat(
+            [self.platform.narrow(data, source.dim, at, length) for _, at, length in sorted(pieces) if length],
+            source.dim,
         )
 
     def _gather_scattered_cotangent(self, ctx: Any, g: Any) -> Any:
@@ -269,6 +284,24 @@ class Transitions:
 
     def _converted_cotangent(self, ctx: Any, g: Any) -> Any:
         return ctx.convert(g)
+
+
+def take_packed(x: Any, placement: PackedShard, rank: int, size: int, platform: Platform) -> Any:
+    """What ``rank`` of ``size`` ranks holds of the whole plain tensor ``x``: a new tensor."""
+    ranges = packed_ranges(placement, rank, size)
+    pieces = [platform.narrow(x, placement.dim, start, length) for start, length in ranges if length]
+    if not pieces:
+        return platform.clone(platform.narrow(x, placement.dim, 0, 0))
+    return platform.cat(pieces, placement.dim) if len(pieces) > 1 else platform.clone(pieces[0])
+
+
+def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
+    """The whole plain tensor ``x`` with its elements in the order in which the ranks hold them, so that a collective
+    can cut it at consecutive places."""
+    if not isinstance(placement, PackedShard) or size == 1:
+        return x
+    pieces = [take_packed(x, placement, rank, size, platform) for rank in range(size)]
+    return platform.cat([piece for piece in pieces if platform.shape_of(piece)[placement.dim]], placement.dim)
 
 
 def _reverse(step: Step) -> Step:

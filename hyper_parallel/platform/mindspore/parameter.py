@@ -101,7 +101,7 @@ def _local_part(parameter: Any, data: Any) -> Any:
     if shape == tuple(layout.local_shape):
         return data
     if shape == tuple(layout.shape):
-        return data[layout.local_slices()].contiguous() if layout.shape else data
+        return data[layout.local_index()].contiguous() if layout.shape else data
     raise ValueError(
         f"parameter {parameter.name!r} has shape {tuple(layout.shape)}, on this rank {tuple(layout.local_shape)}; "
         f"the new data has shape {shape}"

@@ -89,7 +89,7 @@ class ModuleVerbs(Platform):
                 torch.utils.swap_tensors(parameter, nn.Parameter(local, parameter.requires_grad))
             wrap_parameter(parameter, layout)
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):
-                parameter.grad = gradient[layout.local_slices()].clone()
+                parameter.grad = gradient[layout.local_index()].clone()
 
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False

@@ -1,8 +1,10 @@
-"""Joining tensors and taking them apart along a dimension, which must be whole. Linear: partial sums stay partial."""
+"""Joining tensors and taking them apart along a dimension, which must be whole, or packed in just these parts. Linear:
+partial sums stay partial."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.rules import rule
@@ -42,7 +44,7 @@ def stack(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int]) -> OpSharding | None:
+def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = None) -> OpSharding | None:
     """``x`` taken apart into pieces of ``sizes``."""
     if any(size < 0 for size in sizes) or sum(sizes) != x[dim]:
         return None
@@ -52,6 +54,9 @@ def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int]) -> OpSharding | N
         results=(labels,) * len(sizes),
         result_shapes=tuple((*x[:dim], size, *x[dim + 1 :]) for size in sizes),
         terms=((0,),),
+        localize=localize,
+        # Unequal pieces are cut by their sizes: a number of chunks would cut the shards at other places.
+        unpack=((dim, tuple(sizes), dim),) if localize or len(set(sizes)) == 1 else (),
     )
 
 
@@ -64,14 +69,15 @@ def _pieces(length: int, size: int) -> list[int]:
 def split(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Pieces of one size, the last one possibly smaller, or of the sizes given."""
     x, (size, dim) = shapes[0], statics[:2]
-    if not x:
+    if not x or size == 0:
         return None
     dim = axis(dim, len(x))
-    if not isinstance(size, int):
-        return _parts(x, dim, tuple(size))
-    if size < 1:
-        return None
-    return _parts(x, dim, _pieces(x[dim], size))
+
+    def localize(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+        here = tuple(layout.local_shape[dim] for layout in result_layouts)
+        return statics if sum(here) == x[dim] else (here, *statics[1:])
+
+    return _parts(x, dim, _pieces(x[dim], size) if isinstance(size, int) else tuple(size), localize)
 
 
 @rule("chunk")

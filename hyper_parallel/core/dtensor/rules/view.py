@@ -28,14 +28,19 @@ def reshape(shapes: tuple, statics: tuple) -> OpSharding | None:
     before: list[str | None] = [None] * len(x)
     after: list[str | None] = [None] * len(shape)
     pairs = _same_leading(x, shape) if 0 in x else _outermost_pairs(x, shape)
+    unpack = []
     for i, j in pairs:
         before[i] = after[j] = f"d{i}"
+        if 0 < shape[j] < x[i] and x[i] % shape[j] == 0:
+            # (3 * heads * size) -> (3, heads, size), where query, key and value are packed: sharded by heads.
+            unpack.append((i, (x[i] // shape[j],) * shape[j], j + 1))
     return OpSharding(
         operands=(tuple(before),),
         results=(tuple(after),),
         result_shapes=(shape,),
         terms=_LINEAR,
         localize=_local_shape,
+        unpack=tuple(unpack),
     )
 
 

@@ -53,6 +53,19 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
     return dispatch(CONVERSIONS["linear_unary" if linear else "pointwise"], func, (x, *rest), kwargs)
 
 
+@handles(T.add_, T.sub_, T.mul_, T.div_)
+def update(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``plain.mul_(number)`` with a distributed number, such as the total norm of gradients of which only some are
+    distributed: every rank has the whole number, and what is written stays plain."""
+    if len(args) == 2 and not is_dtensor(args[0]):
+        x, number = args
+        if not number.dim() and not (torch.is_grad_enabled() and number.requires_grad):
+            number = number.full_tensor()
+            with no_dispatch():
+                return func(x, number, **kwargs)
+    return dispatch(OP_TABLE[func], func, args, kwargs)
+
+
 # ---------------------------------------------------------------------------------------------------- losses
 
 #: loss -> keywords that take tensors.
@@ -177,8 +190,10 @@ def set_item(func: Any, args: tuple, kwargs: dict) -> None:
         dispatch(OP_TABLE[func], func, args, kwargs)
         return
     mask = items[0]
-    if len(items) == 1 and tuple(mask.shape) == tuple(x.shape[: mask.dim()]) and (
-        not isinstance(value, T) or not value.dim()
+    if (
+        len(items) == 1
+        and tuple(mask.shape) == tuple(x.shape[: mask.dim()])
+        and (not isinstance(value, T) or not value.dim())
     ):
         x.masked_fill_(mask.reshape((*mask.shape, *(1,) * (x.dim() - mask.dim()))), value)
     else:
@@ -199,6 +214,6 @@ def copy_into(func: Any, args: tuple, kwargs: dict) -> Any:
         layout = x._layout
         if tuple(source.shape) == tuple(layout.shape) and layout.cotangent is layout and not source.requires_grad:
             with no_dispatch():
-                x.copy_(source[layout.local_slices()])
+                x.copy_(source[layout.local_index()])
             return x
     return dispatch(OP_TABLE[func], func, args, kwargs)

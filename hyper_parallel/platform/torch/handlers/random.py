@@ -60,7 +60,7 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             synchronize(layout.mesh)
         whole = torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device)
         func(whole, *args, **kwargs)
-        x.copy_(whole[layout.local_slices()])
+        x.copy_(whole[layout.local_index()])
     return x
 
 
@@ -73,7 +73,7 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     synchronize(layout.mesh)
     with no_dispatch():
         whole = func(torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device), *args[1:], **rest)
-        local = whole[layout.local_slices()].clone()
+        local = whole[layout.local_index()].clone()
         local.requires_grad_(kwargs.get("requires_grad", False))
     assert not is_dtensor(local)
     return wrap(local, layout)
