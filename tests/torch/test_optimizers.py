@@ -1,47 +1,28 @@
-"""Optimizers, gradient clipping and loss scaling on distributed parameters equal those on plain ones."""
+"""What optimizers, gradient clipping and loss scaling call and are called by, on distributed parameters.
+
+`test_optimizer_matrix` trains with every optimizer.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import _muon as muon
 
 from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, parallelize_module
 from tests.support.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
-#: name of the optimizer -> options to try besides the defaults.
-OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
-    "SGD": [{"momentum": 0.9, "nesterov": True}, {"foreach": True}, {"foreach": False}, {"fused": True}],
-    "Adam": [{"amsgrad": True}, {"foreach": True, "weight_decay": 0.1}, {"foreach": False}, {"fused": True}],
-    "AdamW": [{"foreach": True, "amsgrad": True}, {"foreach": False}, {"fused": True}, {"maximize": True}],
-    "Adagrad": [{"foreach": True}, {"fused": True}],
-    "Adadelta": [{"foreach": True}, {"foreach": False}],
-    "Adamax": [{"foreach": True}, {"foreach": False}],
-    "NAdam": [{"foreach": True}, {"foreach": False}],
-    "RAdam": [{"foreach": True}, {"foreach": False}],
-    "RMSprop": [{"foreach": True, "centered": True, "momentum": 0.5}, {"foreach": False}],
-    "Rprop": [{"foreach": True}, {"foreach": False}],
-    "ASGD": [{"foreach": True}, {"foreach": False}],
-    "Adafactor": [{"foreach": True}, {"foreach": False}],
-    "LBFGS": [{"max_iter": 3}],
-    "Muon": [],
-}
 
-
-def models(mesh: Any, bias: bool = True) -> tuple[nn.Module, nn.Module]:
+def models(mesh: Any) -> tuple[nn.Module, nn.Module]:
     """A plain model and the same one sharded unevenly over two or three ranks."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 7, bias=bias), nn.Tanh(), nn.Linear(7, 3, bias=bias)).to(device())
+    plain = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).to(device())
     sharded = copy.deepcopy(plain)
     parallelize_module(sharded, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return plain, sharded
@@ -49,60 +30,6 @@ def models(mesh: Any, bias: bool = True) -> tuple[nn.Module, nn.Module]:
 
 def loss_of(model: nn.Module, step: int) -> Any:
     return model(randn(5, 4, seed=step)).pow(2).mean()
-
-
-@on_mesh()
-def optimizer_steps(mesh: Any, name: str, options: dict[str, Any]) -> None:
-    with in_full_precision():
-        compare_steps(mesh, name, options)
-
-
-@contextmanager
-def in_full_precision() -> Iterator[None]:
-    """Muon iterates in bfloat16, which rounds differently on shards; here the algorithm is compared."""
-    original = muon._zeropower_via_newtonschulz
-    exec(inspect.getsource(original).replace(".bfloat16()", ".float()"), vars(muon))
-    try:
-        yield
-    finally:
-        muon._zeropower_via_newtonschulz = original
-
-
-def compare_steps(mesh: Any, name: str, options: dict[str, Any]) -> None:
-    plain, sharded = models(mesh, bias=name != "Muon")
-    cls = getattr(torch.optim, name)
-    optimizers = [cls(m.parameters(), **{"lr": 1e-2, **options}) for m in (plain, sharded)]
-    for step in range(3):
-        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
-
-            def closure(model: nn.Module = model, optimizer: Any = optimizer, step: int = step) -> Any:
-                optimizer.zero_grad()
-                loss = loss_of(model, step)
-                loss.backward()
-                return loss
-
-            closure()
-            optimizer.step(closure if name == "LBFGS" else None)
-        # In the middle the state goes through a state dict into a new optimizer.
-        if step == 1:
-            state = copy.deepcopy(optimizers[1].state_dict())
-            optimizers[1] = cls(sharded.parameters(), **{"lr": 1e-2, **options})
-            optimizers[1].load_state_dict(state)
-    for (path, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-        assert isinstance(q, DTensor)
-        close(q, p, f"{name} {options} {path}", tolerance=2e-5)
-    if name not in ("LBFGS", "Adafactor"):
-        for p, state in optimizers[1].state.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    assert value._layout is p._layout, f"{name} keeps {key} as {value.placements}"
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(pool: Any, name: str) -> None:
-    for options in [{}, *OPTIMIZERS[name]]:
-        pool.run(2, optimizer_steps, name, options)
-    pool.run(3, optimizer_steps, name, {})
 
 
 @on_mesh(2, 2, names=("dp", "tp"))

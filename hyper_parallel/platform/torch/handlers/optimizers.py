@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
@@ -24,10 +25,12 @@ _ELEMENTWISE = words("SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop
 
 
 def hook_optimizers(tensor_class: type) -> None:
-    """Wrap ``step`` of the element-wise optimizers, and let them choose their faster variants for DTensors."""
-    supported = getattr(torch_optimizer, "_foreach_supported_types", [])
-    if tensor_class not in supported:
-        supported.append(tensor_class)
+    """Wrap ``step`` of the element-wise optimizers, and let optimizers and gradient clipping choose the variants over
+    lists for DTensors wherever they choose them for plain tensors."""
+    for module in (torch_optimizer, _foreach_utils):
+        supported = getattr(module, "_foreach_supported_types", [])
+        if tensor_class not in supported:
+            supported.append(tensor_class)
     for name in _ELEMENTWISE:
         cls = getattr(torch.optim, name)
         if "step" in vars(cls):
