@@ -38,6 +38,7 @@ _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
     "implicit_replication": "hyper_parallel.core.dtensor.modes",
     "init_device_mesh": "hyper_parallel.core.dtensor.device_mesh",
+    "loss_parallel": "hyper_parallel.core.tensor_parallel.loss",
     "manual_seed": "hyper_parallel.core.dtensor.random",
     "ones": "hyper_parallel.core.dtensor.factories",
     "parallelize_module": "hyper_parallel.core.tensor_parallel.api",
@@ -46,6 +47,7 @@ _HOME_OF = {
     "register_platform": "hyper_parallel.platform",
     "register_sharding": "hyper_parallel.core.dtensor.custom_ops",
     "strict": "hyper_parallel.core.dtensor.modes",
+    "vocab_parallel_cross_entropy": "hyper_parallel.core.tensor_parallel.loss",
     "zeros": "hyper_parallel.core.dtensor.factories",
 }
 

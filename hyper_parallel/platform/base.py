@@ -316,6 +316,36 @@ class Platform(ABC):
     def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
         """Add a dimension of size 1. Differentiable."""
 
+    @abstractmethod
+    def to_dtype(self, x: Tensor, dtype: Any) -> Tensor:
+        """``x`` converted to the dtype of the framework, or ``x`` itself. Differentiable."""
+
+    @abstractmethod
+    def amax(self, x: Tensor, dim: int) -> Tensor:
+        """The largest along ``dim``, which has elements and keeps size 1; in float32 where ``x`` is narrower."""
+
+    @abstractmethod
+    def sum_along(self, x: Tensor, dim: int) -> Tensor:
+        """The sum along ``dim``, which keeps size 1. Of no elements: zeros that lead back to ``x``. Differentiable."""
+
+    @abstractmethod
+    def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
+        """``exp(x - shift) / scale``, of the shape of ``x``, in the wider of the dtypes. Called where nothing is
+        recorded, so it may compute in place."""
+
+    @abstractmethod
+    def log(self, x: Tensor) -> Tensor:
+        """Natural logarithm. Differentiable."""
+
+    @abstractmethod
+    def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        """Of ``x`` along ``dim`` the elements at ``index``, which has size 1 there and otherwise the shape of ``x``.
+        Differentiable."""
+
+    @abstractmethod
+    def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        """``x``, which may be overwritten, with ``source`` added where `gather` would read. Differentiable."""
+
     # ---------------------------------------------------------------- devices and random numbers
     @abstractmethod
     def to_device(self, x: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ PATHS = {
         "PrepareModuleInputOutput",
     ],
     "hyper_parallel.core.tensor_parallel.api": ["parallelize_module"],
+    "hyper_parallel.core.tensor_parallel": ["loss_parallel", "vocab_parallel_cross_entropy"],
+    "hyper_parallel.core.tensor_parallel.loss": ["loss_parallel", "vocab_parallel_cross_entropy"],
     "hyper_parallel.debug": ["CommDebugMode"],
 }
 

@@ -154,7 +154,6 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda x, **_: x.argmax(),
         lambda x, **_: x.argmax(-1),
         lambda x, **_: torch.argmin(x, dim=0, keepdim=True),
-        lambda x, **_: torch.logsumexp(x, 1),
         lambda x, **_: x.std(),
         lambda x, **_: x.var(1, correction=0),
         lambda x, **_: x.var(dim=(0, 1), unbiased=False, keepdim=True),
@@ -258,12 +257,14 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda x, y, **_: torch.concat(tensors=[x, y], dim=1),
     ],
     "stack": [lambda x, y, **_: torch.stack([x, y]), lambda x, y, **_: torch.stack((x, y), dim=-1)],
-    "along_dims": [
+    "softmax": [
         lambda x, **_: F.softmax(x, -1),
         lambda x, **_: torch.softmax(x, dim=0),
         lambda x, **_: x.softmax(1, dtype=torch.float64),
-        lambda x, **_: F.log_softmax(x, dim=-1),
-        lambda x, **_: x.log_softmax(0),
+    ],
+    "log_softmax": [lambda x, **_: F.log_softmax(x, dim=-1), lambda x, **_: x.log_softmax(0)],
+    "logsumexp": [lambda x, **_: torch.logsumexp(x, 1), lambda x, **_: x.logsumexp((0, 1), keepdim=True)],
+    "along_dims": [
         lambda x, **_: x.cumsum(1),
         lambda x, **_: torch.cumprod(x, dim=0),
         lambda x, **_: x.cummax(0),

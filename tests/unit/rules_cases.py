@@ -139,6 +139,19 @@ def _softmax(operands: tuple, statics: tuple) -> Any:
     return e / e.sum(axis=dims, keepdims=True)
 
 
+def _log_sum_exp(operands: tuple, statics: tuple) -> Any:
+    x, dims = operands[0], _axes(statics[0])
+    largest = np.max(x, axis=dims, keepdims=True)
+    largest = np.where(np.isfinite(largest), largest, 0.0)
+    with np.errstate(divide="ignore"):
+        y = largest + np.log(np.exp(x - largest).sum(axis=dims, keepdims=True))
+    return y if statics[1] else y.squeeze(tuple(range(x.ndim)) if dims is None else dims)
+
+
+def _log_softmax(operands: tuple, statics: tuple) -> Any:
+    return operands[0] - _log_sum_exp(operands, ((statics[0],), True))
+
+
 def _sort(operands: tuple, statics: tuple) -> Any:
     x, (dim,) = operands[0], statics[0]
     return [np.sort(x, axis=dim), np.argsort(x, axis=dim)]
@@ -476,6 +489,17 @@ JOIN = [
 ]
 
 ALONG = [
+    Case("softmax", "abc->abc", (floats(5, 3, 4),), (-1, None), lambda o, s: _softmax(o, (s[:1],))),
+    Case("softmax", "ab->ab", (floats(5, 3),), (0, None), lambda o, s: _softmax(o, (s[:1],))),
+    Case("softmax", "ab->ab", (floats(0, 3),), (1, None), lambda o, s: _softmax(o, (s[:1],))),
+    Case("log_softmax", "abc->abc", (floats(5, 3, 4),), (1, None), lambda o, s: np.log(_softmax(o, (s[:1],)))),
+    Case("log_softmax", "a->a", (1e4 * floats(5),), (0, None), _log_softmax),
+    Case("log_softmax", "->", (floats(),), (0, None), lambda o, s: o[0] * 0),
+    Case("logsumexp", "abc->ab", (floats(5, 3, 4),), ((-1,), False), _log_sum_exp),
+    Case("logsumexp", "ab->a.", (floats(5, 3),), ((1,), True), _log_sum_exp),
+    Case("logsumexp", "ab->b", (np.where(floats(5, 3) > 0, -np.inf, 1e4),), ((0,), False), _log_sum_exp),
+    Case("logsumexp", "..->", (floats(5, 3),), (None, False), _log_sum_exp),
+    Case("logsumexp", "a..->a", (floats(5, 3, 4),), ((1, 2), False), _log_sum_exp),
     Case("along_dims", "ab.->ab.", (floats(5, 3, 4),), ((-1,), 1), _softmax),
     Case("along_dims", ".b.->.b.", (floats(5, 3, 4),), ((0, 2), 1), lambda o, s: np.flip(o[0], s[0])),
     Case("along_dims", "..->..", (floats(5, 3),), (None, 1), lambda o, s: np.roll(o[0], 1)),
@@ -551,34 +575,34 @@ def _losses() -> list[Case]:
         for smoothing in (0.0, 0.1):
             statics = (reduction, -1, smoothing)
             cases += [
-                Case("cross_entropy", f"n.,n->{n}", (floats(5, 4), target), statics, _cross_entropy),
-                Case("cross_entropy", f"n.,n,.->{n}", (floats(5, 4), target, weight), statics, _cross_entropy),
+                Case("cross_entropy", f"nc,n->{n}", (floats(5, 4), target), statics, _cross_entropy),
+                Case("cross_entropy", f"nc,n,c->{n}", (floats(5, 4), target, weight), statics, _cross_entropy),
                 Case(
                     "cross_entropy",
-                    f"n.,n.,_->{n}",
+                    f"nc,nc,_->{n}",
                     (floats(5, 4), _probabilities(5, 4), None),
                     statics,
                     _cross_entropy,
                 ),
                 Case(
                     "cross_entropy",
-                    f"n.d,nd,_->{nd}",
+                    f"ncd,nd,_->{nd}",
                     (floats(3, 4, 2), grid, None),
                     (reduction, 2, smoothing),
                     _cross_entropy,
                 ),
                 Case(
                     "cross_entropy",
-                    f"n.d,n.d,.->{nd}",
+                    f"ncd,ncd,c->{nd}",
                     (floats(3, 4, 2), _probabilities(3, 4, 2), weight),
                     statics,
                     _cross_entropy,
                 ),
-                Case("cross_entropy", ".,->", (floats(4), one), statics, _cross_entropy),
+                Case("cross_entropy", "c,->", (floats(4), one), statics, _cross_entropy),
             ]
         cases += [
-            Case("nll_loss", f"n.,n->{n}", (floats(5, 4), target), (reduction, -1), _nll_loss),
-            Case("nll_loss", f"n.d,nd,.->{nd}", (floats(3, 4, 2), grid, weight), (reduction, 2), _nll_loss),
+            Case("nll_loss", f"nc,n->{n}", (floats(5, 4), target), (reduction, -1), _nll_loss),
+            Case("nll_loss", f"ncd,nd,c->{nd}", (floats(3, 4, 2), grid, weight), (reduction, 2), _nll_loss),
         ]
     return cases
 

@@ -86,6 +86,8 @@ REFUSED: list[tuple[str, tuple, tuple]] = [
     ("cross_entropy", ((4, 3), (3,), None), ("mean", -100, 0.0)),
     ("cross_entropy", ((4, 3), (4, 2), None), ("mean", -100, 0.0)),
     ("cross_entropy", ((4, 3), (4,), None), ("median", -100, 0.0)),
+    ("cross_entropy", ((4, 3), (4,), None), ("mean", -100, 1.5)),
+    ("cross_entropy", ((4, 3), (4,), (4,)), ("mean", -100, 0.0)),
     ("nll_loss", ((), (), None), ("mean", -100)),
 ]
 

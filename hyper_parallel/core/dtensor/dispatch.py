@@ -12,7 +12,8 @@ from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.gathered import run_gathered
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.modes import is_implicit_replication
+from hyper_parallel.core.dtensor.loss_operands import distribute_labels
+from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_loss_parallel
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, operand_key
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
@@ -23,6 +24,7 @@ from hyper_parallel.platform.base import NativeOp
 __all__ = ["dispatch"]
 
 _ELEMENTWISE = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "pointwise_", "add_", "mul_", "linear_"})
+_LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _PLANS: dict[tuple, _Plan] = {}
 _MAX_PLANS = 1 << 16
 
@@ -155,7 +157,13 @@ def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
             return run_gathered(func, args, kwargs)
     operands, statics = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
-    key = (op, layouts) if op.name in _ELEMENTWISE else (op, layouts, statics)
+    if op.name in _ELEMENTWISE:
+        key: tuple = (op, layouts)
+    else:
+        if op.name in _LOSSES and is_loss_parallel():
+            operands = distribute_labels(operands)
+            layouts = tuple([operand_key(x) for x in operands])
+        key = (op, layouts, statics)
     plan = _PLANS.get(key)
     if plan is None:
         plan = None if op.name == "replicate" else _make_plan(op, func, operands, layouts, statics)

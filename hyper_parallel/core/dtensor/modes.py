@@ -6,10 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["implicit_replication", "is_implicit_replication", "is_strict", "strict"]
+__all__ = [
+    "implicit_replication",
+    "is_implicit_replication",
+    "is_loss_parallel",
+    "is_strict",
+    "loss_parallel",
+    "strict",
+]
 
 _STRICT: ContextVar[bool] = ContextVar("hyper_parallel_strict", default=False)
 _IMPLICIT: ContextVar[bool] = ContextVar("hyper_parallel_implicit_replication", default=False)
+_LOSS: ContextVar[bool] = ContextVar("hyper_parallel_loss_parallel", default=False)
 
 
 @contextmanager
@@ -54,3 +62,44 @@ def implicit_replication() -> Iterator[None]:
 def is_implicit_replication() -> bool:
     """Whether the caller is inside `implicit_replication`."""
     return _IMPLICIT.get()
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside, a classification loss of distributed logits takes plain targets and class weights.
+
+    For logits that are sharded over their classes, as a column-parallel head gives them. Targets and class weights of
+    ``cross_entropy`` and ``nll_loss`` (functions and modules) may then be what they are without parallelism: plain
+    tensors, the same on all ranks that share the samples. A plain target holds either all samples or, where a mesh
+    dimension shards the samples, those of this rank; plain class weights hold all classes. Outside they must be
+    DTensors.
+
+    That the logits are not gathered does not depend on the context: `softmax`, `log_softmax`, `logsumexp`,
+    `cross_entropy` and `nll_loss` of tensors sharded over their classes always work on the shards. Nor does backward:
+    it may run inside or outside.
+
+    Contexts nest, and an exception leaves them as it found them.
+
+    Example:
+        >>> import torch
+        >>> import torch.nn.functional as F
+        >>> from hyper_parallel import Shard, distribute_tensor, init_device_mesh, loss_parallel
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(1)])
+        >>> with loss_parallel():
+        ...     loss = F.cross_entropy(logits, torch.tensor([0, 3]))
+        >>> round(loss.item(), 4)
+        1.3863
+
+    Source: ``torch.distributed.tensor.parallel.loss_parallel``.
+    """
+    token = _LOSS.set(True)
+    try:
+        yield
+    finally:
+        _LOSS.reset(token)
+
+
+def is_loss_parallel() -> bool:
+    """Whether the caller is inside `loss_parallel`."""
+    return _LOSS.get()

@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.collectives import copied, dense
+from hyper_parallel.platform.mindspore.empty import connected_zeros
 from hyper_parallel.platform.mindspore.seeds import COUNTERS
 
 __all__ = ["LocalVerbs"]
@@ -44,6 +45,32 @@ class LocalVerbs:
 
     def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
         return ops.expand_dims(x, dim)
+
+    def to_dtype(self, x: Tensor, dtype: Any) -> Tensor:
+        return x if x.dtype == dtype else x.astype(dtype)
+
+    def amax(self, x: Tensor, dim: int) -> Tensor:
+        # Converted first: the kernel on CPU takes no bfloat16.
+        return ops.amax(x if x.dtype in (ms.float32, ms.float64) else x.astype(ms.float32), dim, True)
+
+    def sum_along(self, x: Tensor, dim: int) -> Tensor:
+        shape = tuple(x.shape)
+        if 0 in shape:
+            return connected_zeros((*shape[:dim], 1, *shape[dim + 1 :]), x.dtype, (x,))
+        return mint.sum(x, dim, True)
+
+    def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = ops.exp(x - shift)
+        return y if scale is None else y / scale
+
+    def log(self, x: Tensor) -> Tensor:
+        return ops.log(x)
+
+    def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        return ops.gather_elements(x, dim, index)
+
+    def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        return ops.tensor_scatter_elements(x, index, source, dim, "add")
 
     def to_device(self, x: Tensor) -> Tensor:
         return x  # tensors move to the device of the context when an operation reads them

@@ -89,7 +89,8 @@ def _repeat(func: Any, xs: tuple, statics: tuple) -> Any:
     return func(xs[0], *statics[2], **dict(statics[3]))
 
 
-OPS.update(rows("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny LogSumExp Any AnyExt", _repeated("reduce_whole")))
+OPS.update(rows("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt", _repeated("reduce_whole")))
+OPS["LogSumExp"] = _repeated("logsumexp")
 OPS.update(rows("Argmax Argmin DeprecatedArgmax DeprecatedArgmin", _repeated("reduce_whole", keepdim_at=0)))
 OPS.update(rows("Var Std DeprecatedVar DeprecatedStd", _repeated("reduce_whole", keepdim_at=3)))
 OPS.update(rows("MaxDim MinDim ArgMaxWithValue ArgMinWithValue", _repeated("reduce_pair")))
@@ -156,7 +157,21 @@ def _along(dim_at: int, results: int, default: int | None = -1) -> NativeOp:
     return row("along_dims", bind, call)
 
 
-OPS["Softmax"] = OPS["LogSoftmax"] = OPS["LogSoftmaxExt"] = _along(1, 1)
+def _softmax(name: str, has_dtype: bool = False) -> NativeOp:
+    """``f(x, dim)`` or ``f(x, dim, dtype)``; MindSpore also gives the dim in a tuple."""
+
+    def bind(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+        dim = _argument(args, kwargs, 1, ("dim", "axis"), None)
+        dims = dims_of(-1 if dim is None else dim) or (-1,)
+        dtype = _argument(args, kwargs, 2, ("dtype",), None) if has_dtype else None
+        return args[:1], (dims[0], dtype, hashable(args[1:]), tuple(kwargs.items()))
+
+    return row(name, bind, _repeat)
+
+
+OPS["Softmax"] = _softmax("softmax")
+OPS["LogSoftmax"] = _softmax("log_softmax")
+OPS["LogSoftmaxExt"] = _softmax("log_softmax", has_dtype=True)
 OPS["CumSum"] = OPS["CumProd"] = OPS["CumsumExt"] = _along(1, 1)
 OPS["ReverseV2"] = OPS["Flip"] = _along(1, 1, None)
 OPS["Roll"] = _along(2, 1, None)

@@ -103,6 +103,36 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.unsqueeze`."""
         return x.unsqueeze(dim)
 
+    def to_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `Platform.to_dtype`."""
+        return x.to(dtype)
+
+    def amax(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """See `Platform.amax`."""
+        largest = x.amax(dim, keepdim=True)
+        return largest if largest.dtype is torch.float64 else largest.float()
+
+    def sum_along(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """See `Platform.sum_along`."""
+        return x.sum(dim, keepdim=True)
+
+    def shifted_exp(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Platform.shifted_exp`."""
+        y = torch.sub(x, shift).exp_()
+        return y if scale is None else y.div_(scale)
+
+    def log(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Platform.log`."""
+        return x.log()
+
+    def gather(self, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        """See `Platform.gather`."""
+        return torch.gather(x, dim, index.long())
+
+    def scatter_add(self, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """See `Platform.scatter_add`."""
+        return x.scatter_add_(dim, index.long(), source)
+
     # ------------------------------------------------------------------------------------------------ devices, random
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.to_device`. A meta tensor stays one."""

@@ -29,9 +29,10 @@ einsum             any number                      equation, as in numpy.einsum
 sum, mean          x                               dims (tuple or None), keepdim
 amax, amin         x                               dims (tuple or None), keepdim
 reduce_whole       x                               dims (tuple or None), keepdim; the dims reduced must be whole:
-                                                   argmax, logsumexp, var, all
+                                                   argmax, var, all
 reduce_pair        x                               as reduce_whole, two results: max with indices, var_mean
 vector_norm        x                               p, dims (tuple or None), keepdim
+logsumexp          x                               dims (tuple or None), keepdim
 -----------------  ------------------------------  ------------------------------------------------------------------
 reshape            x                               shape (may contain -1)
 permute            x                               dims
@@ -49,8 +50,10 @@ repeat_interleave  x                               repeats (an int), dim
 pad                x                               (before, after) for each dimension of x
 cat, stack         any number                      dim
 -----------------  ------------------------------  ------------------------------------------------------------------
-along_dims         x                               dims that must be whole, number of results of x's shape: softmax,
-                                                   log_softmax, cumsum, sort, flip, roll, tril
+along_dims         x                               dims that must be whole, number of results of x's shape:
+                                                   cumsum, sort, flip, roll, tril
+softmax            x                               dim, dtype to convert x to first or None
+log_softmax        x                               as softmax
 topk               x                               k, dim (two results)
 gather             x, index                        dim
 index_select       x, index (1-D)                  dim
@@ -62,7 +65,8 @@ rms_norm           x, weight|None                  as layer_norm
 embedding          ids, weight (vocab, features)   padding_idx or None (no max_norm, no scale_grad_by_freq)
 attention          q, k, v, mask|None              is_causal, dropout probability (q (..., heads, length, features);
                                                    fewer k/v heads: GQA)
-cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing (classes in dim 1, or 0)
+cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing, dtype of the result or
+                                                   None for that of the logits (classes in dim 1, or 0)
 nll_loss           log_probs, target, weight|None  reduction, ignore_index
 dropout            x                               p, training
 -----------------  ------------------------------  ------------------------------------------------------------------
@@ -112,5 +116,6 @@ from hyper_parallel.core.dtensor.rules import (  # noqa: E402, F401
     norm,
     reduction,
     replicate,
+    softmax,
     view,
 )

@@ -9,7 +9,7 @@ from hyper_parallel.core.dtensor.rules.labels import axes, axis, named, whole
 
 @rule("along_dims")
 def along_dims(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Results of x's shape: softmax, cumsum, sort, flip."""
+    """Results of x's shape: cumsum, sort, flip."""
     x, (dims, results) = shapes[0], statics[:2]
     labels = whole(named(x), axes(dims, len(x)))
     return OpSharding(operands=(labels,), results=(labels,) * results, result_shapes=(tuple(x),) * results)

@@ -12,6 +12,7 @@ from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
     Table,
     UnboundCallError,
+    autocast_dtype,
     find,
     global_shape,
     signature,
@@ -24,12 +25,11 @@ __all__ = ["table"]
 T: Any = torch.Tensor
 
 
-
 def table() -> Table:
     """Rows of operations along whole dimensions, and of those whose operands are gathered."""
     rows: Table = {}
     for name in ("softmax", "log_softmax"):
-        row = NativeOp("along_dims", _bind_softmax, _call_softmax(getattr(torch, name)))
+        row = NativeOp(name, _bind_softmax, _call_softmax(getattr(torch, name)))
         rows.update(dict.fromkeys(find([name], torch, T, F, torch.special), row))
     for name, results in (("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 2), ("cummin", 2)):
         row = NativeOp("along_dims", _bind_cumulative(results), _call_cumulative(getattr(torch, name)))
@@ -56,11 +56,11 @@ def _bind_softmax(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
         x, dim, dtype = _softmax_arguments(func, args, {k: v for k, v in kwargs.items() if k != "_stacklevel"})
     if not isinstance(dim, int):
         raise UnboundCallError
-    return (x,), ((dim,), 1, dtype)
+    return (x,), (dim, autocast_dtype(x) if dtype is None else dtype)
 
 
 def _call_softmax(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda func, operands, statics: kernel(operands[0], statics[0][0], dtype=statics[2])
+    return lambda func, operands, statics: kernel(operands[0], statics[0], dtype=statics[1])
 
 
 def _bind_cumulative(results: int) -> Callable[..., Any]:
@@ -140,7 +140,6 @@ def _bind_topk(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 def _call_topk(func: Any, operands: tuple, statics: tuple) -> Any:
     return torch.topk(operands[0], *statics)
-
 
 
 def _replicated() -> Table:

@@ -13,6 +13,7 @@ from hyper_parallel.platform.base import NativeOp
 __all__ = [
     "Table",
     "UnboundCallError",
+    "autocast_dtype",
     "elementwise",
     "find",
     "global_shape",
@@ -97,6 +98,17 @@ def signature(*required: str, **defaults: Any) -> Callable[[Any, tuple, dict], l
         return values
 
     return unpack
+
+
+def autocast_dtype(x: Any) -> torch.dtype | None:
+    """The dtype in which autocast runs an operation on ``x`` that it wants in full precision, None for its own.
+
+    For operations that core computes itself: autocast sees native ones only.
+    """
+    device = x.device.type
+    if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(device):
+        return torch.float32
+    return None
 
 
 def words(text: str) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.platform.base import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, signature
+from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, autocast_dtype, signature
 
 __all__ = ["table"]
 
@@ -147,21 +147,24 @@ def _reject_deprecated(size_average: Any, reduce: Any) -> None:
 def _bind_cross_entropy(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     x, target, weight, average, ignore, reduce, reduction, smoothing = _cross_entropy_arguments(func, args, kwargs)
     _reject_deprecated(average, reduce)
-    return (x, target, weight), (reduction, ignore, float(smoothing))
+    return (x, _classes(target), weight), (reduction, ignore, float(smoothing), autocast_dtype(x))
+
+
+def _classes(target: Any) -> Any:
+    """Targets may be bytes too, in which an index does not fit."""
+    return target.long() if target.dtype is torch.uint8 else target
 
 
 def _call_cross_entropy(func: Any, operands: tuple, statics: tuple) -> Any:
     x, target, weight = operands
-    reduction, ignore_index, smoothing = statics
-    return F.cross_entropy(
-        x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
-    )
+    reduction, ignore_index, smoothing, _ = statics
+    return F.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing)
 
 
 def _bind_nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     x, target, weight, average, ignore, reduce, reduction = _nll_arguments(func, args, kwargs)
     _reject_deprecated(average, reduce)
-    return (x, target, weight), (reduction, ignore)
+    return (x, _classes(target), weight), (reduction, ignore)
 
 
 def _call_nll_loss(func: Any, operands: tuple, statics: tuple) -> Any:

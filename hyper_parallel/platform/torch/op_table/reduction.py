@@ -43,9 +43,11 @@ def _reductions() -> Table:
         rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_extremum, call)))
         row = NativeOp(name, _bind_whole_extremum, call)
         WHOLE_EXTREMUM.update(dict.fromkeys(find([name[1:]], torch, T), row))
-    names = words("argmax argmin prod all any logsumexp std var count_nonzero nansum nanmean")
+    names = words("argmax argmin prod all any std var count_nonzero nansum nanmean")
     row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
     rows.update(dict.fromkeys(find(names, torch, T), row))
+    row = NativeOp("logsumexp", _bind_reduce_whole, _call_reduce_whole)
+    rows.update(dict.fromkeys(find(["logsumexp"]), row))
     row = NativeOp("reduce_pair", _bind_extremum_pair, _call_pair)
     for name in ("max", "min"):
         rows.update(dict.fromkeys(find([name], torch, T), row))

@@ -1,0 +1,179 @@
+"""Losses over sharded classes: `loss_parallel` for DTensors, `vocab_parallel_cross_entropy` for local logits."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from hyper_parallel.core.dtensor.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.modes import loss_parallel
+from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.dtensor.rules.labels import axis, without
+from hyper_parallel.core.dtensor.rules.loss import class_dim, sharded_cross_entropy
+from hyper_parallel.core.dtensor.tensor import DTensor
+
+__all__ = ["loss_parallel", "vocab_parallel_cross_entropy"]
+
+_REDUCTIONS = ("none", "mean", "sum")
+_COMPARED: WeakSet[DeviceMesh] = WeakSet()
+
+
+def vocab_parallel_cross_entropy(
+    local_logits: Any,
+    target: Any,
+    mesh: DeviceMesh,
+    *,
+    dim: int | None = None,
+    vocab_size: int | None = None,
+    weight: Any = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy of logits of which each rank holds some classes, on plain tensors.
+
+    The logits are not gathered: two all-reduces of a few numbers a sample in forward, none in backward.
+
+    Args:
+        local_logits: this rank's classes of the logits, of any floating point dtype, shape (N, classes),
+            (N, classes, d1, ...) or (classes,); with ``dim=-1`` (..., classes). Sums are in float32 at least. The
+            gradient is that of the shard.
+        target: the class of each sample, integers of the shape of ``local_logits`` without its classes, the same on
+            all ranks of the mesh; or this rank's classes of the probabilities, of the shape and placement of
+            ``local_logits``.
+        mesh: 1-D mesh over which the classes are sharded, in consecutive parts; take ``mesh["tp"]`` of a larger one.
+        dim: dimension of the classes. Default: as ``cross_entropy`` of the frameworks has it, 1, or 0 of a single
+            sample.
+        vocab_size: number of classes. Default: those of this rank times the ranks. To be given where the parts are not
+            equal; they are then those of `distribute_tensor`: 5 over 4 ranks are 2, 2, 1, 0.
+        weight: weight of each class, shape (vocab_size,), the same on all ranks.
+        ignore_index: a target that does not count. Not for probabilities.
+        reduction: ``"none"``, ``"mean"`` (divided by the weights of the targets, or for probabilities by the number of
+            samples) or ``"sum"``. It is over the samples that the caller gives: with several data-parallel ranks a
+            mean is that of this rank's samples.
+        label_smoothing: between 0 and 1, the share of the target that is spread over all classes.
+
+    Returns:
+        A plain tensor, the same on all ranks of the mesh, of the dtype of ``local_logits``: without dimensions, or
+        with ``"none"`` of the shape of the samples.
+
+    Raises:
+        TypeError: for a DTensor (use the framework's cross entropy), or what is no tensor.
+        ValueError: for a mesh with several dimensions, an unknown reduction, ``label_smoothing`` out of range, shapes
+            that do not fit, class weights that need a gradient with targets that are classes.
+        IndexError: for a target that is no class, on CPU; on other devices, where looking would make the host wait,
+            the loss is not a number.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import init_device_mesh, vocab_parallel_cross_entropy
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> loss = vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), mesh)
+        >>> round(loss.item(), 4)
+        1.3863
+
+    Source: ``vocab_parallel_cross_entropy`` of Megatron-LM; arguments of ``torch.nn.functional.cross_entropy``.
+    """
+    platform = mesh.platform
+    _check_options(mesh, reduction, label_smoothing)
+    for name, x in (("local_logits", local_logits), ("target", target), ("weight", weight)):
+        _check_plain(platform, name, x, optional=name == "weight")
+    logits, dim = _layout_of_logits(local_logits, mesh, dim, vocab_size)
+    layouts = (
+        logits,
+        _layout_of_target(target, logits, dim),
+        None if weight is None else _layout_of_weight(weight, logits, dim),
+    )
+    with platform.no_dispatch():
+        mine = weight
+        if layouts[2] is not None:
+            mine = platform.narrow(weight, 0, layouts[2].local_offset[0], layouts[2].local_shape[0])
+        statics = (reduction, ignore_index, float(label_smoothing))
+        return sharded_cross_entropy(platform, (local_logits, target, mine), statics, layouts, dim)
+
+
+def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy takes a mesh with one dimension, got {mesh}: the classes are sharded over "
+            "one of them; give that as a mesh of its own, such as mesh['tp']"
+        )
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
+
+
+def _check_plain(platform: Any, name: str, x: Any, optional: bool) -> None:
+    if x is None and optional:
+        return
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"{name} of vocab_parallel_cross_entropy must be a plain local tensor, got a DTensor: call the framework's "
+            "cross_entropy on DTensors, within loss_parallel() if the target is plain, or give to_local()"
+        )
+    if not platform.is_tensor(x):
+        raise TypeError(f"{name} of vocab_parallel_cross_entropy must be a tensor, got {type(x).__name__}")
+
+
+def _layout_of_logits(
+    local_logits: Any, mesh: DeviceMesh, dim: int | None, vocab_size: int | None
+) -> tuple[Layout, int]:
+    shape = list(mesh.platform.shape_of(local_logits))
+    if not shape:
+        raise ValueError("local_logits need a dimension of classes, got a tensor without dimensions")
+    if not mesh.platform.is_floating_point(local_logits):
+        raise ValueError(f"local_logits must be of a floating point dtype, got {local_logits.dtype}")
+    dim = class_dim(tuple(shape)) if dim is None else axis(dim, len(shape))
+    rank, size = mesh.get_local_rank(0), mesh.shape[0]
+    if mesh not in _COMPARED:
+        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
+        everyone = mesh.platform.all_gather_object((shape, dim, vocab_size), mesh.platform_group(0), size)
+        _COMPARED.add(mesh)
+    else:
+        everyone = [(shape, dim, vocab_size) if i == rank else None for i in range(size)]
+    total = shape[dim] * size if vocab_size is None else vocab_size
+    parts = chunk_sizes(total, size)
+    for other, seen in enumerate(everyone):
+        if seen is None:
+            continue
+        theirs, their_dim, their_total = seen
+        samples, their_samples = without(shape, (dim,)), without(theirs, (their_dim,))
+        if their_dim != dim or their_total != vocab_size or samples != their_samples:
+            raise ValueError(
+                f"local_logits must differ between ranks in their classes only: rank {rank} gave shape {tuple(shape)}, "
+                f"dim {dim} and vocab_size={vocab_size}, rank {other} gave shape {tuple(theirs)}, dim {their_dim} and "
+                f"vocab_size={their_total}"
+            )
+        if theirs[dim] != parts[other]:
+            raise ValueError(
+                f"rank {other} of {size} holds {parts[other]} of {total} classes, and its local_logits of shape "
+                f"{tuple(theirs)} have {theirs[dim]} in dimension {dim}: give vocab_size= where the parts are not "
+                "equal, and dim=-1 where the classes come last"
+            )
+    shape[dim] = total
+    return get_layout(mesh, (Shard(dim),), shape), dim
+
+
+def _layout_of_target(target: Any, logits: Layout, dim: int) -> Layout:
+    shape = tuple(logits.mesh.platform.shape_of(target))
+    samples = without(logits.shape, (dim,))
+    if logits.mesh.platform.is_floating_point(target):
+        if shape == logits.local_shape:
+            return logits
+    elif shape == samples:
+        return get_layout(logits.mesh, (Replicate(),), samples)
+    raise ValueError(
+        f"the target has shape {shape} and dtype {target.dtype}: for local_logits of shape {tuple(logits.local_shape)} "
+        f"with the classes in dimension {dim} it must hold integers of shape {samples}, or probabilities of shape "
+        f"{tuple(logits.local_shape)}; dim=-1 when the classes come last"
+    )
+
+
+def _layout_of_weight(weight: Any, logits: Layout, dim: int) -> Layout:
+    shape = tuple(logits.mesh.platform.shape_of(weight))
+    if shape != (logits.shape[dim],):
+        raise ValueError(f"weight must have one entry for each of {logits.shape[dim]} classes, got shape {shape}")
+    return get_layout(logits.mesh, (Shard(0),), shape)
