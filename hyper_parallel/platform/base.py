@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = ["NativeOp", "Platform"]
+__all__ = ["ModuleKind", "NativeOp", "Platform"]
 
 Tensor = Any
 Module = Any
@@ -51,6 +51,21 @@ class NativeOp:
     call: Callable[[Any, tuple, Any], Any]
 
 
+@dataclass(frozen=True)
+class ModuleKind:
+    """Where the modules of one class keep what the styles shard.
+
+    Attributes:
+        weight: attribute of the weight.
+        bias: attribute of the bias, which may be absent or None on a module; None for a class without one.
+        out_dim: dimension of a linear layer's weight that holds the output features: 0 for (out, in), 1 for (in, out).
+    """
+
+    weight: str = "weight"
+    bias: str | None = "bias"
+    out_dim: int = 0
+
+
 class Platform(ABC):
     """What core asks of a backend. Instances are singletons; get one with `hyper_parallel.platform.get_platform`."""
 
@@ -67,6 +82,9 @@ class Platform(ABC):
     Parameter: Any
     Module: Any
     Size: Any
+    #: Classes of linear and embedding layers, with where they keep their parameters; subclasses count too.
+    linear_kinds: ClassVar[dict[type, ModuleKind]]
+    embedding_kinds: ClassVar[dict[type, ModuleKind]]
 
     @classmethod
     @abstractmethod
@@ -78,22 +96,70 @@ class Platform(ABC):
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
 
-    @abstractmethod
     def is_linear_module(self, module: Module) -> bool:
-        """Whether ``module`` computes ``x @ weight.T + bias`` with ``weight`` of shape (out_features, in_features)."""
+        """Whether ``module`` computes ``x @ weight.T + bias``, or ``x @ weight + bias`` where its kind says so."""
+        return _kind_of(module, self.linear_kinds) is not None
 
-    @abstractmethod
     def is_embedding_module(self, module: Module) -> bool:
         """Whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
+        return _kind_of(module, self.embedding_kinds) is not None
 
-    @abstractmethod
-    def weight_name(self, module: Module) -> str:
-        """Attribute under which a linear, embedding or norm module keeps its weight (``"weight"``,
-        ``"embedding_table"``, ``"gamma"``)."""
+    def kind_of(self, module: Module) -> ModuleKind:
+        """Where a linear or embedding module keeps its parameters.
 
-    @abstractmethod
-    def bias_name(self, module: Module) -> str | None:
-        """Attribute of the bias, or None when the module has none (or it is switched off)."""
+        Raises:
+            TypeError: for another module.
+        """
+        kind = _kind_of(module, self.linear_kinds) or _kind_of(module, self.embedding_kinds)
+        if kind is None:
+            raise TypeError(f"{type(module).__name__} is no linear or embedding module")
+        return kind
+
+    def register_linear_module(
+        self, cls: type, *, weight: str = "weight", bias: str | None = "bias", out_dim: int = 0
+    ) -> None:
+        """Let `ColwiseParallel` and `RowwiseParallel` treat ``cls`` as a linear layer.
+
+        Its forward must compute ``x @ weight.T + bias`` from the attributes with operations of the framework.
+
+        Args:
+            cls: class of modules, subclasses included.
+            weight: attribute of the weight, of shape (out_features, in_features).
+            bias: attribute of the bias, of shape (out_features,); None for a class without one.
+            out_dim: 1 for a weight of shape (in_features, out_features), as GPT-2's Conv1D has it.
+
+        Raises:
+            TypeError: when ``cls`` is no class. ValueError: for another ``out_dim``.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import get_platform
+            >>> class Projection(torch.nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.kernel = torch.nn.Parameter(torch.ones(4, 6))
+            ...     def forward(self, x):
+            ...         return x @ self.kernel
+            >>> platform = get_platform("torch-cpu")
+            >>> platform.register_linear_module(Projection, weight="kernel", bias=None, out_dim=1)
+            >>> platform.is_linear_module(Projection())
+            True
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"register_linear_module takes a class of modules, got {cls!r}")
+        if out_dim not in (0, 1):
+            raise ValueError(f"out_dim is 0 for a weight of shape (out, in) and 1 for (in, out), got {out_dim!r}")
+        self.linear_kinds[cls] = ModuleKind(weight, bias, out_dim)
+
+    def register_embedding_module(self, cls: type, *, weight: str = "weight") -> None:
+        """Let the styles treat ``cls`` as an embedding, which looks rows up in the attribute ``weight``.
+
+        Raises:
+            TypeError: when ``cls`` is no class.
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"register_embedding_module takes a class of modules, got {cls!r}")
+        self.embedding_kinds[cls] = ModuleKind(weight, None)
 
     @abstractmethod
     def requires_grad(self, x: Tensor) -> bool:
@@ -372,3 +438,8 @@ class Platform(ABC):
     @abstractmethod
     def op_table(self) -> Mapping[Any, NativeOp]:
         """Native operation (function object or name) -> `NativeOp`."""
+
+
+def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:
+    """The kind of the nearest class that ``module`` is an instance of."""
+    return next((kinds[cls] for cls in type(module).__mro__ if cls in kinds), None)

@@ -72,6 +72,8 @@ def wrong_plans(mesh: Any) -> None:
     with fails(ValueError, "'up'", "two styles"):
         parallelize_module(model(), mesh, {"up": ColwiseParallel(), "u*": RowwiseParallel()})
     with fails(TypeError, "'up'", "ParallelStyle"):
+        parallelize_module(model(), mesh, {"up": ColwiseParallel})
+    with fails(ValueError, "'up'", "'wise'", "'rowwise'", "'colwise'"):
         parallelize_module(model(), mesh, {"up": "wise"})
     with fails(TypeError, "parallelize_plan"):
         parallelize_module(model(), mesh, [ColwiseParallel()])
@@ -85,13 +87,16 @@ def wrong_plans(mesh: Any) -> None:
     tied = lab.load(lab.Tied(8, 4), np.random.default_rng(0))
     with fails(ValueError, "'embedding' and 'head' share", "Shard(dim=1)", "Shard(dim=0)"):
         parallelize_module(tied, mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
-    parallelize_module(tied, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
+    with fails(ValueError, "'head' shares its parameter 'weight' with 'embedding'", "[Shard(dim=0)]", "no style"):
+        parallelize_module(tied, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
+    # A plan for one side only can still be applied to that side itself.
+    parallelize_module(tied.embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
     with fails(ValueError, "of 'head' is placed [Shard(dim=0)] already", "RowwiseParallel"):
         parallelize_module(tied, mesh, {"head": RowwiseParallel()})
 
     # All or nothing: the first entry is fine and must not have been applied.
     untouched = model()
-    with fails(ValueError, "''", "Mlp"):
+    with fails(ValueError, "'Mlp' is a Mlp"):
         parallelize_module(untouched, mesh, {"up": ColwiseParallel(), "": RowwiseParallel()})
     assert not isinstance(untouched.up.weight, DTensor)
 

@@ -57,9 +57,15 @@ def test_modules_that_styles_know(
 ) -> None:
     assert platform.is_linear_module(module) is linear
     assert platform.is_embedding_module(module) is embedding
-    assert platform.weight_name(module) == weight
-    assert platform.bias_name(module) == bias
-    assert weight in dict(platform.named_parameters(module))
+    own = dict(platform.named_parameters(module))
+    assert weight in own
+    if linear or embedding:
+        kind = platform.kind_of(module)
+        assert kind.weight == weight
+        assert (kind.bias if kind.bias in own else None) == bias
+    else:
+        with pytest.raises(TypeError, match="no linear or embedding module"):
+            platform.kind_of(module)
 
 
 def test_walking(platform: Any) -> None:

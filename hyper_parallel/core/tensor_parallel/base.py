@@ -7,9 +7,9 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
-from hyper_parallel.platform import Platform
 
 __all__ = ["ModuleStyle", "ParallelStyle", "mark_applied"]
 
@@ -73,12 +73,26 @@ class ModuleStyle(ParallelStyle):
         mark_applied(module, self)
         return module
 
-    def parameter_placements(self, module: Any, platform: Platform) -> dict[str, Placement]:
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        super().check(module, device_mesh, where)
+        own = dict(device_mesh.platform.named_parameters(module))
+        for name, placement in self.parameter_placements(module, device_mesh).items():
+            if name not in own:
+                raise ValueError(
+                    f"{self!r} names the parameter {name!r}, and {where!r} ({type(module).__name__}) has "
+                    f"{', '.join(map(repr, own)) or 'none of its own'}: correct the name, or name the submodule in the "
+                    "plan"
+                )
+            shape = tuple(own[name].shape)
+            what = f"parameter {name!r} of {where!r}, of shape {shape},"
+            get_layout(device_mesh, normalize_placements((placement,), device_mesh, len(shape), what), shape)
+
+    def parameter_placements(self, module: Any, mesh: DeviceMesh) -> dict[str, Placement]:
         """How the style places parameters that ``module`` itself holds, by name; all others are replicated."""
         return {}
 
     def _partition(self, module: Any, mesh: DeviceMesh) -> None:
-        for name, placement in self.parameter_placements(module, mesh.platform).items():
+        for name, placement in self.parameter_placements(module, mesh).items():
             distribute_parameter(module, name, mesh, (placement,), src_data_rank=self.src_data_rank)
         for _, submodule in list(mesh.platform.named_modules(module)):
             replicate_rest(submodule, mesh, self.src_data_rank)

@@ -9,7 +9,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 
-__all__ = ["as_slots", "check_placement", "check_same_length", "leave", "place"]
+__all__ = ["as_single", "as_slots", "check_placement", "check_same_length", "leave", "place"]
 
 Slots = tuple  # of Placement or None
 
@@ -72,6 +72,18 @@ def as_slots(value: Any, keyword: str, style: str) -> tuple[Placement | None, ..
         if slot is not None:
             check_placement(slot, keyword, style)
     return tuple(slots)
+
+
+def as_single(value: Any, keyword: str, style: str) -> Placement | None:
+    """A layout keyword that takes one placement: itself, or alone in a tuple.
+
+    Raises:
+        TypeError: for anything but placements and None. ValueError: for more than one.
+    """
+    slots = as_slots(value, keyword, style)
+    if len(slots) != 1:
+        raise ValueError(f"{style}({keyword}=...) takes one placement, got {len(slots)}")
+    return slots[0]
 
 
 def check_placement(value: Any, keyword: str, style: str) -> None:

@@ -5,20 +5,28 @@ module needs (`convert`), and its outputs to the layout that the plan asks for.
 """
 
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
+from hyper_parallel.core.tensor_parallel.names import register_style
+from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
 from hyper_parallel.core.tensor_parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
+from hyper_parallel.core.tensor_parallel.replicated import NoParallel
 from hyper_parallel.core.tensor_parallel.sequence import SequenceParallel
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "HeadNormParallel",
+    "NoParallel",
     "ParallelStyle",
+    "ParameterParallel",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "register_style",
 ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle
-from hyper_parallel.core.tensor_parallel.convert import as_slots, leave, place
+from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
+from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
 from hyper_parallel.platform import Platform
+from hyper_parallel.platform.base import ModuleKind
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
@@ -16,14 +19,16 @@ __all__ = ["ColwiseParallel", "RowwiseParallel"]
 class _WeightParallel(ModuleStyle):
     """What `ColwiseParallel` and `RowwiseParallel` share."""
 
-    #: Per kind of module: placements of weight and bias.
-    _linear: ClassVar[tuple[Placement, Placement]]
+    #: Whether the output features of a linear module are sharded (else the input features).
+    _splits_outputs: ClassVar[bool]
+    #: How the weight of an embedding is sharded.
     _embedding: ClassVar[Placement]
     #: Default layouts, and what a linear and an embedding module need as input.
     _default_input: ClassVar[Placement]
     _default_output: ClassVar[Placement]
     _needed_by_linear: ClassVar[Placement]
     _needed_by_embedding: ClassVar[Placement] = Replicate()
+    replicate_heads: bool = False
 
     def __init__(
         self,
@@ -31,56 +36,119 @@ class _WeightParallel(ModuleStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        packed: int | Sequence[int] | None = None,
+        heads: int | Sequence[int] | None = None,
     ) -> None:
         name = type(self).__name__
-        slots = as_slots(input_layouts, "input_layouts", name), as_slots(output_layouts, "output_layouts", name)
-        for keyword, value in zip(("input_layouts", "output_layouts"), slots, strict=True):
-            if len(value) != 1:
-                raise ValueError(f"{name}({keyword}=...) takes one placement, got {len(value)}")
-        self.input_layouts: tuple[Placement] = (slots[0][0] or self._default_input,)
-        self.output_layouts: tuple[Placement] = (slots[1][0] or self._default_output,)
+        self.input_layouts: tuple[Placement] = (as_single(input_layouts, "input_layouts", name) or self._default_input,)
+        self.output_layouts: tuple[Placement] = (
+            as_single(output_layouts, "output_layouts", name) or self._default_output,
+        )
         self.use_local_output = use_local_output
+        self.packed = None if packed is None else PackedShard(0, packed).sizes
+        self.heads = as_heads(heads, name)
+        if isinstance(self.heads, tuple) and isinstance(self.packed, tuple) and len(self.heads) != len(self.packed):
+            raise ValueError(f"{name}: heads={self.heads} and packed={self.packed} name different numbers of parts")
+        if isinstance(self.heads, int) and self.packed is not None:
+            raise ValueError(f"{name}: with packed={self.packed}, heads takes one number for each part")
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
-        super().check(module, device_mesh, where)
-        platform = device_mesh.platform
-        if not (platform.is_linear_module(module) or platform.is_embedding_module(module)):
+        platform, name = device_mesh.platform, type(self).__name__
+        linear = platform.is_linear_module(module)
+        if not (linear or platform.is_embedding_module(module)):
             raise ValueError(
-                f"{type(self).__name__} parallelises linear and embedding modules, {where!r} is a "
-                f"{type(module).__name__}: name its linear layers in the plan, or use PrepareModuleInput, "
-                "PrepareModuleOutput or SequenceParallel for the module itself"
+                f"{name} parallelises linear and embedding modules, {where!r} is a {type(module).__name__}: name its "
+                "linear layers in the plan, use PrepareModuleInput, PrepareModuleOutput or SequenceParallel for the "
+                "module itself, ParameterParallel for parameters of its own, or, if it computes what a linear layer "
+                "does, register_linear_module"
             )
+        if not linear and (self.packed is not None or self.heads is not None):
+            raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
+        parts = self._parts(module, platform, where) or (self._features(module, platform),)
+        super().check(module, device_mesh, where)
+        if self.heads is not None:
+            check_heads(self.heads, parts, device_mesh, where, may_replicate=self.replicate_heads)
 
-    def parameter_placements(self, module: Any, platform: Platform) -> dict[str, Placement]:
-        weight, bias = platform.weight_name(module), platform.bias_name(module)
-        if platform.is_embedding_module(module):
-            return {weight: self._embedding}
-        return {weight: self._linear[0]} if bias is None else {weight: self._linear[0], bias: self._linear[1]}
+    def parameter_placements(self, module: Any, mesh: DeviceMesh) -> dict[str, Placement]:
+        platform = mesh.platform
+        kind = platform.kind_of(module)
+        if not platform.is_linear_module(module):
+            return {kind.weight: self._embedding}
+        if self._whole(mesh):
+            return {}
+        parts = self._parts(module, platform)
+        shard = Shard(0) if parts is None else PackedShard(0, parts)
+        placements: dict[str, Placement] = {kind.weight: shard.with_dim(self._split_dim(kind))}
+        if kind.bias in dict(platform.named_parameters(module)):
+            placements[kind.bias or ""] = shard if self._splits_outputs else Replicate()
+        return placements
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         platform = mesh.platform
         linear = platform.is_linear_module(module)
         needed = self._needed_by_linear if linear else self._needed_by_embedding
         layout = self.input_layouts[0]
+        if not self._splits_outputs and linear and (parts := self._parts(module, platform)) is not None:
+            needed = PackedShard(-1, parts)
+            layout = needed if layout is Shard(-1) else layout
 
         def convert(x: Any) -> Any:
             size = None
             if linear and isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
                 # The weight knows the number of features, so uneven shards of them need no word from the user.
-                size = getattr(module, platform.weight_name(module)).shape[1]
+                kind = platform.kind_of(module)
+                size = getattr(module, kind.weight).shape[1 - kind.out_dim]
             return place(x, mesh, layout, needed, f"the input of {type(module).__name__}", size)
 
         return self._on_first_input(args, kwargs, convert, type(module).__name__)
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        return leave(
-            output, mesh, self.output_layouts[0], self.use_local_output, f"the output of {type(module).__name__}"
-        )
+        desired: Placement | None = self.output_layouts[0]
+        if self._splits_outputs and desired is Shard(-1):
+            if self._whole(mesh):
+                desired = None
+                if self.use_local_output:
+                    return local_heads(output, self.heads, mesh)
+            elif self.packed is not None or isinstance(self.heads, tuple):
+                desired = None
+        return leave(output, mesh, desired, self.use_local_output, f"the output of {type(module).__name__}")
+
+    def _whole(self, mesh: DeviceMesh) -> bool:
+        """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
+        return self.replicate_heads and isinstance(self.heads, int) and self.heads < mesh.size()
+
+    def _split_dim(self, kind: ModuleKind) -> int:
+        return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
+
+    def _features(self, module: Any, platform: Platform) -> int:
+        """How many features are split."""
+        kind = platform.kind_of(module)
+        return int(getattr(module, kind.weight).shape[self._split_dim(kind)])
+
+    def _parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
+        """Features of each matrix in a packed weight, None for a weight that is one matrix."""
+        if self.packed is None and not isinstance(self.heads, tuple):
+            return None
+        features = self._features(module, platform)
+        if self.packed is None and isinstance(self.heads, tuple):
+            sizes: int | tuple[int, ...] = sizes_of_heads(features, self.heads, where or type(module).__name__)
+        else:
+            sizes = self.packed or 1
+        try:
+            return PackedShard(0, sizes).resolve(features).sizes  # type: ignore[return-value]
+        except ValueError as error:
+            name = type(self).__name__
+            raise ValueError(f"{name}(packed={self.packed}) on {where or type(module).__name__!r}: {error}") from None
 
     def __repr__(self) -> str:
+        further = "".join(
+            f", {keyword}={getattr(self, keyword)}"
+            for keyword in ("packed", "heads", "replicate_heads")
+            if getattr(self, keyword)
+        )
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-            f"use_local_output={self.use_local_output})"
+            f"use_local_output={self.use_local_output}{further})"
         )
 
 
@@ -94,9 +162,17 @@ class ColwiseParallel(_WeightParallel):
         input_layouts: placement of a plain input; default ``Replicate()``. A DTensor brings its own.
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: give the output as a plain local tensor.
+        packed: for a weight that is several matrices in one (query, key and value; gate and up): the output features of
+            each, or the number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``output_layouts`` means
+            `PackedShard`: taken apart with ``split`` or ``chunk``, each part is ``Shard(-1)``.
+        heads: number of attention heads in the output features: checked, so that every rank gets whole heads. A tuple
+            is for a packed weight, one number for each part, and implies ``packed``.
+        replicate_heads: for keys and values of fewer heads than there are ranks. Every rank keeps the whole weight, and
+            a local output holds the one head that this rank's query heads use: each head is on ``ranks / heads`` ranks.
 
     Raises:
-        TypeError: when a layout is no placement. ValueError: for more than one.
+        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
+            that contradict each other; when applied, for heads that the ranks cannot share evenly.
 
     Example:
         >>> from hyper_parallel import ColwiseParallel, Replicate
@@ -106,11 +182,32 @@ class ColwiseParallel(_WeightParallel):
     Source: ``torch.distributed.tensor.parallel.ColwiseParallel``; Megatron-LM (Shoeybi et al. 2019).
     """
 
-    _linear = (Shard(0), Shard(0))
+    _splits_outputs = True
     _embedding = Shard(1)
     _default_input = Replicate()
     _default_output = Shard(-1)
     _needed_by_linear = Replicate()
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        packed: int | Sequence[int] | None = None,
+        heads: int | Sequence[int] | None = None,
+        replicate_heads: bool = False,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+            packed=packed,
+            heads=heads,
+        )
+        if replicate_heads and not isinstance(self.heads, int):
+            raise ValueError(f"ColwiseParallel(replicate_heads=True) needs the number of heads, got heads={heads!r}")
+        self.replicate_heads = replicate_heads
 
 
 class RowwiseParallel(_WeightParallel):
@@ -124,9 +221,14 @@ class RowwiseParallel(_WeightParallel):
         input_layouts: placement of a plain input; default ``Shard(-1)``. A DTensor brings its own.
         output_layouts: placement of the output; default ``Replicate()``.
         use_local_output: give the output as a plain local tensor.
+        packed: for a weight whose input features are several groups one after the other: the size of each group, or the
+            number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``input_layouts`` then means
+            `PackedShard`.
+        heads: number of attention heads in the input features: checked, so that every rank gets whole heads.
 
     Raises:
-        TypeError: when a layout is no placement. ValueError: for more than one.
+        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
+            that contradict each other; when applied, for heads that the ranks cannot share evenly.
 
     Example:
         >>> from hyper_parallel import RowwiseParallel, Shard
@@ -136,7 +238,7 @@ class RowwiseParallel(_WeightParallel):
     Source: ``torch.distributed.tensor.parallel.RowwiseParallel``; Megatron-LM (Shoeybi et al. 2019).
     """
 
-    _linear = (Shard(1), Replicate())
+    _splits_outputs = False
     _embedding = Shard(0)
     _default_input = Shard(-1)
     _default_output = Replicate()

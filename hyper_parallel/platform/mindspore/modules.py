@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn
 
+from hyper_parallel.platform.base import ModuleKind
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 
 __all__ = ["ModuleVerbs"]
-
-_LINEAR = (nn.Dense, mint.nn.Linear)
-_EMBEDDING = (nn.Embedding, mint.nn.Embedding, nn.EmbeddingLookup)
-_WEIGHTS = ("weight", "embedding_table", "gamma")
-_BIASES = ("bias", "beta")
-
 
 class ModuleVerbs:
     """The groups "types and checks" and "modules" of the contract."""
@@ -25,24 +20,15 @@ class ModuleVerbs:
     Parameter = Parameter
     Module = nn.Cell
     Size = tuple
+    linear_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Dense: ModuleKind(), mint.nn.Linear: ModuleKind()}
+    embedding_kinds: ClassVar[dict[type, ModuleKind]] = {
+        nn.Embedding: ModuleKind("embedding_table", None),
+        nn.EmbeddingLookup: ModuleKind("embedding_table", None),
+        mint.nn.Embedding: ModuleKind(bias=None),
+    }
 
     def is_tensor(self, x: Any) -> bool:
         return isinstance(x, Tensor)
-
-    def is_linear_module(self, module: Any) -> bool:
-        return isinstance(module, _LINEAR)
-
-    def is_embedding_module(self, module: Any) -> bool:
-        return isinstance(module, _EMBEDDING)
-
-    def weight_name(self, module: Any) -> str:
-        for name in _WEIGHTS:
-            if name in module._params:
-                return name
-        raise AttributeError(f"{type(module).__name__} has none of the parameters {', '.join(_WEIGHTS)}")
-
-    def bias_name(self, module: Any) -> str | None:
-        return next((name for name in _BIASES if module._params.get(name) is not None), None)
 
     def is_floating_point(self, x: Any) -> bool:
         return x.dtype in _FLOATS

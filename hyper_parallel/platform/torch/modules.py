@@ -3,53 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.base import ModuleKind, Platform
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
-__all__ = ["ModuleVerbs", "register_embedding_module", "register_linear_module"]
-
-#: Classes that count as linear and embedding layers, with their subclasses.
-_LINEAR: list[type] = [nn.Linear]
-_EMBEDDING: list[type] = [nn.Embedding]
-
-
-def register_linear_module(cls: type) -> None:
-    """Let `ColwiseParallel` and `RowwiseParallel` treat ``cls`` as a linear layer: it computes
-    ``F.linear(x, self.weight, self.bias)`` with a weight of shape (out_features, in_features)."""
-    if cls not in _LINEAR:
-        _LINEAR.append(cls)
-
-
-def register_embedding_module(cls: type) -> None:
-    """Let the styles treat ``cls`` as an embedding: it looks rows up in ``self.weight`` with ``F.embedding``."""
-    if cls not in _EMBEDDING:
-        _EMBEDDING.append(cls)
-
+__all__ = ["ModuleVerbs"]
 
 class ModuleVerbs(Platform):
     """The verbs of `Platform` about modules."""
 
-    def is_linear_module(self, module: Any) -> bool:
-        """See `Platform.is_linear_module`."""
-        return isinstance(module, tuple(_LINEAR))
-
-    def is_embedding_module(self, module: Any) -> bool:
-        """See `Platform.is_embedding_module`."""
-        return isinstance(module, tuple(_EMBEDDING))
-
-    def weight_name(self, module: nn.Module) -> str:
-        """See `Platform.weight_name`."""
-        return "weight"
-
-    def bias_name(self, module: nn.Module) -> str | None:
-        """See `Platform.bias_name`."""
-        return None if getattr(module, "bias", None) is None else "bias"
+    linear_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Linear: ModuleKind()}
+    embedding_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Embedding: ModuleKind(bias=None)}
 
     def named_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """See `Platform.named_modules`."""

@@ -1,0 +1,125 @@
+"""What `parallelize_module` finds out about attention modules: their heads, and the norms inside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
+from hyper_parallel.core.tensor_parallel.heads import check_heads
+from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
+
+__all__ = ["check_projections", "head_norms"]
+
+Match = tuple[str, Any, ParallelStyle]
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups")
+_HEAD_SIZE = ("head_dim", "head_size", "attention_head_size")
+_KEY_OR_VALUE = re.compile(r"(w?[kv]|key|value)(_?(proj|linear|layer|a|b))?$", re.IGNORECASE)
+_QUERY_OR_KEY_NORM = re.compile(r"(q|k|query|key)_?(norm|ln|layer_?norm|rms_?norm)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The heads of an attention module, as its attributes have them, with the attribute's name."""
+
+    heads: tuple[str, int]
+    key_value_heads: tuple[str, int]
+    size: int | None
+
+    @staticmethod
+    def of(module: Any) -> _Attention | None:
+        """None for a module that has no such attribute of its own. What its config says besides counts too."""
+        if not any(_number(module, names) for names in (_HEADS, _KEY_VALUE_HEADS, _HEAD_SIZE)):
+            return None
+        holders = (module, getattr(module, "config", None))
+        heads, key_value, size = (
+            next((found for holder in holders if (found := _number(holder, names))), None)
+            for names in (_HEADS, _KEY_VALUE_HEADS, _HEAD_SIZE)
+        )
+        return None if heads is None else _Attention(heads, key_value or heads, None if size is None else size[1])
+
+    def of_projection(self, name: str, features: int) -> tuple[str, int] | None:
+        """The heads that a projection has; None when it is none that is known here (a fused one, for instance)."""
+        for heads in (self.key_value_heads, self.heads) if _KEY_OR_VALUE.match(name) else (self.heads,):
+            if self.size is None:
+                return heads if features % heads[1] == 0 else None
+            if features == heads[1] * self.size:
+                return heads
+        return None
+
+
+def _number(holder: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
+    for name in names:
+        value = getattr(holder, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return name, value
+    return None
+
+
+def check_projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Raise ValueError where a plan shards heads that the ranks cannot share evenly: local code counts whole heads."""
+    for path, module, style, attention in _projections(matches, modules, mesh):
+        kind = mesh.platform.kind_of(module)
+        features = int(getattr(module, kind.weight).shape[kind.out_dim])
+        name = path.rpartition(".")[2]
+        if style.use_local_output and style.heads is None and style.packed is None:
+            found = attention.of_projection(name, features)
+            if found is not None:
+                check_heads(found[1], (features,), mesh, path, source=f" ({found[0]})")
+
+
+def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> list[Match]:
+    """Styles for the norms inside sharded heads that the plan does not name.
+
+    Raises:
+        ValueError: for a norm over all heads together, which no rank has.
+    """
+    planned = {id(module) for _, module, _ in matches}
+    found: dict[str, Match] = {}
+    for path, module, style, attention in _projections(matches, modules, mesh):
+        parent = path.rpartition(".")[0]
+        kind = mesh.platform.kind_of(module)
+        features = int(getattr(module, kind.weight).shape[kind.out_dim])
+        for name, norm, size in _norms(parent, modules, mesh):
+            if id(norm) in planned:
+                continue
+            if size == attention.size and size != features:
+                where = f"{parent}.{name}" if parent else name
+                found[where] = (where, norm, HeadNormParallel(use_local_output=style.use_local_output))
+            elif size == features and style.use_local_output and _QUERY_OR_KEY_NORM.match(name):
+                raise ValueError(
+                    f"{name!r} normalises all {size} features of {path!r} together, and the plan gives each rank a "
+                    f"part of them: give {path!r} output_layouts=Replicate(), or use_local_output=False and {name!r} "
+                    "HeadNormParallel(use_local_output=False)"
+                )
+    return list(found.values())
+
+
+def _projections(
+    matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
+) -> Iterator[tuple[str, Any, ColwiseParallel, _Attention]]:
+    """The linear layers of attention modules whose output features the plan shards and leaves so."""
+    for path, module, style in matches:
+        if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
+            attention = _Attention.of(modules[path.rpartition(".")[0]]) if path else None
+            if attention is not None and mesh.platform.is_linear_module(module):
+                yield path, module, style, attention
+
+
+def _norms(parent: str, modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[tuple[str, Any, int]]:
+    """(name, module, size) of the modules directly below ``parent`` all of whose parameters are vectors of one size."""
+    platform = mesh.platform
+    for path, module in modules.items():
+        above, _, name = path.rpartition(".")
+        if not name or above != parent or len(list(platform.named_modules(module))) > 1:
+            continue
+        shapes = {tuple(parameter.shape) for _, parameter in platform.named_parameters(module)}
+        if len(shapes) == 1 and len(shape := shapes.pop()) == 1:
+            yield name, module, shape[0]

@@ -1,0 +1,148 @@
+"""A plan and a model: which module gets which style, and whether all of it fits."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import warnings
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.modes import is_strict
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.tensor_parallel.attention import check_projections, head_norms
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
+from hyper_parallel.core.tensor_parallel.names import style_by_name
+
+__all__ = ["Plan", "resolve_plan"]
+
+Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
+Match = tuple[str, Any, ParallelStyle]
+
+
+def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
+    """(path, module, style) for all that is to be applied, in the order in which it can be. Changes nothing.
+
+    Args:
+        plan: as `parallelize_module` takes it.
+        model: module of the platform.
+        mesh: 1-D mesh.
+
+    Raises:
+        TypeError, ValueError: for all that does not fit; see `parallelize_module`.
+    """
+    if isinstance(plan, (ParallelStyle, str)):
+        plan = {"": plan}
+    if not isinstance(plan, dict):
+        raise TypeError(f"parallelize_plan must be a style, its name, or a dict of them, got {type(plan).__name__}")
+    modules = dict(mesh.platform.named_modules(model))
+    matches = _match(plan, modules)
+    _check_styles(matches, mesh)
+    check_projections(matches, modules, mesh)
+    matches += head_norms(matches, modules, mesh)
+    # What is inside goes first: a style that replicates all below its module leaves alone what is distributed already.
+    matches.sort(key=lambda match: -len(match[0].split(".")) if match[0] else 0)
+    _check_ties(matches, modules, mesh)
+    return matches
+
+
+def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> list[Match]:
+    """What the plan names, in plan order."""
+    matches: list[Match] = []
+    for pattern, given in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"a plan maps module paths to styles, got the key {pattern!r}")
+        style = style_by_name(given, pattern) if isinstance(given, str) else given
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(f"the plan gives {pattern!r} {style!r}, which is no ParallelStyle and no name of one")
+        found = [(path, module, style) for path, module in modules.items() if _path_matches(path, pattern)]
+        if not found:
+            _report_no_match(pattern, modules)
+        matches += found
+    return matches
+
+
+def _path_matches(path: str, pattern: str) -> bool:
+    if not path or not pattern:
+        return path == pattern
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _report_no_match(pattern: str, modules: dict[str, Any]) -> None:
+    near = difflib.get_close_matches(pattern, [path for path in modules if path], n=3, cutoff=0.4)
+    hint = f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
+    message = f"the plan's {pattern!r} matches no module{hint}"
+    if is_strict():
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=5)
+
+
+def _check_styles(matches: list[Match], mesh: DeviceMesh) -> None:
+    """Raise ValueError for a style that does not fit its module, or another style of it."""
+    styles_of: dict[int, list[tuple[str, ParallelStyle]]] = {}
+    for path, module, style in matches:
+        style.check(module, mesh, path or type(module).__name__)
+        for earlier_path, earlier in styles_of.setdefault(id(module), []):
+            if style.excludes(earlier):
+                raise ValueError(
+                    f"the plan gives {path!r} two styles, {earlier!r} (as {earlier_path!r}) and {style!r}: keep one"
+                )
+        styles_of[id(module)].append((path, style))
+
+
+def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Raise ValueError when the plan places one parameter, which several modules share, in two ways, or distributes
+    it in one module and forgets the other."""
+    platform = mesh.platform
+    placement_of: dict[int, tuple[str, ParallelStyle, Placement]] = {}
+    covered: set[int] = set()
+    for path, module, style in matches:
+        if not isinstance(style, ModuleStyle):
+            continue
+        for below, submodule in platform.named_modules(module):
+            if id(submodule) not in covered:
+                covered.add(id(submodule))
+                placements = {} if below else style.parameter_placements(module, mesh)
+                where = ".".join(filter(None, (path, below)))
+                _check_parameters(where, submodule, style, placements, mesh, placement_of)
+    for path, module in modules.items():
+        if id(module) in covered:
+            continue
+        for name, parameter in platform.named_parameters(module):
+            if id(parameter) in placement_of:
+                other_path, style, placement = placement_of[id(parameter)]
+                raise ValueError(
+                    f"{path!r} shares its parameter {name!r} with {other_path!r}, which {style!r} places "
+                    f"[{placement!r}], and the plan gives {path!r} no style: give it one that places the parameter the "
+                    "same way. An embedding and a head that are tied go together as RowwiseParallel and "
+                    "ColwiseParallel, which both shard the vocabulary"
+                )
+
+
+def _check_parameters(
+    path: str,
+    module: Any,
+    style: ModuleStyle,
+    placements: dict[str, Placement],
+    mesh: DeviceMesh,
+    placement_of: dict[int, tuple[str, ParallelStyle, Placement]],
+) -> None:
+    """Compare the placements of one module's parameters with those that they have, or get by another module."""
+    for name, parameter in mesh.platform.named_parameters(module):
+        placement = get_layout(mesh, (placements.get(name, Replicate()),), tuple(parameter.shape)).placements[0]
+        if isinstance(parameter, DTensor) and parameter.placements != (placement,):
+            raise ValueError(
+                f"parameter {name!r} of {path!r} is placed {list(parameter.placements)} already, by a module that "
+                f"shares it, and {style!r} would place it [{placement!r}]: modules that share a parameter need styles "
+                "that place it the same way"
+            )
+        other_path, other, earlier = placement_of.setdefault(id(parameter), (path, style, placement))
+        if earlier is not placement:
+            raise ValueError(
+                f"{other_path!r} and {path!r} share the parameter {name!r}, and the plan places it in two ways: "
+                f"{earlier!r} by {other!r} and {placement!r} by {style!r}. An embedding and a head that are tied go "
+                "together as RowwiseParallel and ColwiseParallel, which both shard the vocabulary"
+            )

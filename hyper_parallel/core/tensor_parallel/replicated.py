@@ -1,0 +1,66 @@
+"""`NoParallel`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
+
+__all__ = ["NoParallel"]
+
+
+class NoParallel(ModuleStyle):
+    """Replicate a module and all below it on the mesh, with the layouts of input and output explicit.
+
+    For what every rank computes alike, such as the router of experts, between modules that are sharded: its parameters
+    are distributed tensors as theirs are, so that one optimizer step and one gradient norm cover all.
+
+    Args:
+        input_layout: placement of a plain first input; default ``Replicate()``. It is gathered where it is sharded.
+        output_layout: placement of the output; default ``Replicate()``.
+        use_local_output: give the output as a plain local tensor.
+
+    Raises:
+        TypeError: when a layout is no placement. ValueError: for more than one.
+
+    Example:
+        >>> from hyper_parallel import NoParallel
+        >>> NoParallel()
+        NoParallel(input_layout=Replicate(), output_layout=Replicate(), use_local_output=True)
+
+    Source: ``torchtitan.distributed.NoParallel``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layout: Placement | None = None,
+        output_layout: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        name = type(self).__name__
+        self.input_layout = as_single(input_layout, "input_layout", name) or Replicate()
+        self.output_layout = as_single(output_layout, "output_layout", name) or Replicate()
+        self.use_local_output = use_local_output
+
+    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        what = f"the input of {type(module).__name__}"
+        return self._on_first_input(
+            args,
+            kwargs,
+            lambda x: place(x, mesh, self.input_layout, Replicate(), what),
+            type(module).__name__,
+        )
+
+    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+        what = f"the output of {type(module).__name__}"
+        return leave(output, mesh, self.output_layout, self.use_local_output, what)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layout={self.input_layout}, output_layout={self.output_layout}, "
+            f"use_local_output={self.use_local_output})"
+        )
