@@ -30,11 +30,13 @@ class Net(nn.Cell):
         return self.head(x)
 
 
-def make_net(mesh: Any = None) -> Net:
-    """The same numbers every time; with a mesh, parallelized."""
+def make_net(mesh: Any = None, frozen: tuple[str, ...] = ()) -> Net:
+    """The same numbers every time; with a mesh, parallelized. Parameters whose name starts with one of ``frozen`` are
+    frozen before."""
     net, rng = Net(), np.random.default_rng(0)
     for p in net.get_parameters():
         p.set_data(Tensor(rng.standard_normal(p.shape).astype(np.float32) * 0.3))
+        p.requires_grad = not (frozen and p.name.startswith(frozen))
     if mesh is None:
         return net
     # As users do: the network has run before, so primitives have seen its parameters with their old shapes.
@@ -48,16 +50,16 @@ def make_net(mesh: Any = None) -> Net:
     return parallelize_module(net, mesh, plan)
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Token ids (4, 5) and targets (20,)."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(1 + seed)
     ids, targets = rng.integers(0, VOCABULARY, (4, 5)), rng.integers(0, VOCABULARY, 20)
     return Tensor(ids.astype(np.int32)), Tensor(targets.astype(np.int32))
 
 
-def loss_of(net: nn.Cell) -> Any:
+def loss_of(net: nn.Cell, seed: int = 0) -> Any:
     """A function without arguments that gives the loss on `batch`."""
-    ids, targets = batch()
+    ids, targets = batch(seed)
     return lambda: ops.cross_entropy(net(ids).reshape(-1, VOCABULARY), targets)
 
 

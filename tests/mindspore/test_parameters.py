@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
 
-from hyper_parallel import DTensor, Shard, distribute_tensor
+from hyper_parallel import DTensor, Shard, distribute_tensor, implicit_replication
 from tests.mindspore.nets import Net, batch, error_of, make_net, whole
 from tests.support.spmd import on_mesh
 
@@ -152,3 +152,28 @@ def host_values(mesh: Any) -> list[Any]:
 def test_values_on_the_host_are_global(pool: Any) -> None:
     numbers = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert pool.run(2, host_values) == [[numbers, numbers, (6,), 15.0, 15.0, 15, True, "TypeError", False, 1]] * 2
+
+
+@on_mesh()
+def plain_parameters_as_left_operands(mesh: Any) -> list[Any]:
+    """Python does not ask the DTensor first, and MindSpore looks at the left operand only."""
+    values = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
+    x, scale = distribute_tensor(Tensor(values), mesh, [Shard(0)]), ms.Parameter(Tensor(3.0))
+    results = [scale + x, scale - x, scale * x, scale / x, scale // x, scale % x, scale**x, scale == x, scale != x]
+    wanted = [3 + values, 3 - values, 3 * values, 3 / values, 3 // values, 3 % values, 3**values]
+    wanted += [values == 3, values != 3]
+    ms.ops.assign(scale, x.sum())
+    matrix = ms.Parameter(Tensor(np.ones((2, 4), np.float32)))
+    with implicit_replication():
+        product = whole(matrix @ x)
+    return [
+        [w.shape for r, w in zip(results, wanted, strict=True) if not np.allclose(whole(r), w)],
+        float(scale),
+        product.tolist(),
+        error_of(lambda: matrix @ x).startswith("ValueError: MatMulExt got a plain tensor (operand 0"),
+    ]
+
+
+def test_plain_parameters_as_left_operands(pool: Any) -> None:
+    wanted = [[], 36.0, [[16.0, 20.0]] * 2, True]
+    assert pool.run(2, plain_parameters_as_left_operands) == [wanted] * 2

@@ -15,9 +15,11 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.graph import api as graph_api
 from mindspore.ops.operations.nn_ops import AllFinite
 
+from hyper_parallel.platform.mindspore.losses import wrap_losses
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+from hyper_parallel.platform.mindspore.optimizers import hook_optimizers, run_compiled_step
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["fill_holes"]
 
@@ -35,8 +37,9 @@ def fill_holes() -> None:
     _wrap_call(AllFinite, lambda prim, tensors: functools.reduce(ops.logical_or, map(_has_infinity, tensors)))
     for name in ("__getitem__", "__setitem__"):
         _check_index(name)
-    for optimizer in (nn.Optimizer, ms.experimental.optim.Optimizer):
-        _run_on_locals(optimizer)
+    _reflect_operators(Parameter._get_base_class(Tensor))
+    hook_optimizers()
+    wrap_losses()
     _refuse_graphs()
 
 
@@ -89,33 +92,28 @@ def _check_index(name: str) -> None:
 _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
-# -------------------------------------------------------------------- optimizers
-#: These work with norms or means over whole parameters, which a rank with a shard does not see.
-_NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "AdaFactor", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
+# -------------------------------------------------------------------- plain parameters beside DTensors
+_REFLECTED = {
+    **{f"__{n}__": f"__r{n}__" for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")},
+    **{f"__{n}__": f"__{n}__" for n in ("eq", "ne")},
+}
 
 
-def _run_on_locals(optimizer: type) -> None:
-    """Optimizers update each element by itself: they run on the local tensors, at the speed of plain ones."""
-    plain_call = optimizer.__call__
-
-    @functools.wraps(plain_call)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self).__name__ in _NEED_WHOLE_PARAMETERS:
-            _check_whole(self)
-        with NoDispatch():
-            return plain_call(self, *args, **kwargs)
-
-    optimizer.__call__ = call  # type: ignore[method-assign]
+def _reflect_operators(parameter: type) -> None:
+    """In ``parameter * distributed`` Python does not ask the right operand first, as it does for other plain tensors,
+    of whose class DTensors are subclasses; MindSpore then looks at the left one only."""
+    for name, reflected in _REFLECTED.items():
+        setattr(parameter, name, _reflect(getattr(parameter, name), reflected))
 
 
-def _check_whole(optimizer: Any) -> None:
-    for p in optimizer.get_parameters():
-        if isinstance(p, InterceptedTensor) and p._layout is not None and not p._layout.replicated:
-            raise TypeError(
-                f"{type(optimizer).__name__} needs whole parameters, and {p.name!r} is placed "
-                f"{list(p._layout.placements)}: use an optimizer that updates each element by itself, such as "
-                "AdamWeightDecay"
-            )
+def _reflect(plain_operator: Callable[[Any, Any], Any], reflected: str) -> Callable[[Any, Any], Any]:
+    @functools.wraps(plain_operator)
+    def operator(self: Any, other: Any) -> Any:
+        if isinstance(other, InterceptedTensor) and is_dispatching():
+            return getattr(other, reflected)(self)
+        return plain_operator(self, other)
+
+    return operator
 
 
 # -------------------------------------------------------------------- graph mode
@@ -128,6 +126,8 @@ def _refuse_graphs() -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatching():
             return plain_call(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+        if isinstance(self.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
+            return run_compiled_step(plain_call, self, args, kwargs)
         found = next(_distributed((args, kwargs)), None)
         if found is not None and self.fn.__module__ == "mindspore.amp":
             return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only

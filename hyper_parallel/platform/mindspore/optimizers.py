@@ -1,0 +1,132 @@
+"""Optimizers and gradient clipping on distributed parameters.
+
+MindSpore's optimizers update each element by itself, with few exceptions: they step on the local tensors, compiled, at
+the speed of plain ones. `nn.AdaFactor`, and classes that are not MindSpore's own, of which nothing is known, run
+operation by operation through dispatch. Of the others that need more than an element, none has a kernel on CPU that
+could have shown it right, so they are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.ops.function import clip_func
+
+from hyper_parallel.platform.mindspore.grad import wrap_gradients
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+
+__all__ = ["hook_optimizers", "run_compiled_step"]
+
+#: These work with norms, means or factors of whole parameters, which a rank with a shard does not see.
+_NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
+
+
+def hook_optimizers() -> None:
+    """Wrap the call of MindSpore's two optimizer base classes, and clipping by the global norm."""
+    for base in (nn.Optimizer, ms.experimental.optim.Optimizer):
+        _wrap_call(base)
+    _wrap_clipping()
+
+
+def _wrap_call(base: type) -> None:
+    plain_call = base.__call__
+
+    @functools.wraps(plain_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_elementwise(self):
+            with NoDispatch():
+                return plain_call(self, *args, **kwargs)
+        if not is_dispatching() or _sharded_parameter(self) is None:
+            return plain_call(self, *args, **kwargs)
+        args = tuple(_distributed_gradients(self, arg) for arg in args)
+        with _replicated_state(), _written_in_operations(self):
+            return plain_call(self, *args, **kwargs)
+
+    base.__call__ = call  # type: ignore[method-assign]
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    names = {c.__name__ for c in type(optimizer).__mro__}
+    for name in _NEED_WHOLE_PARAMETERS:
+        if name in names and (p := _sharded_parameter(optimizer)) is not None:
+            raise TypeError(
+                f"{type(optimizer).__name__} needs whole parameters, and {p.name!r} is placed "
+                f"{list(p._layout.placements)}: use an optimizer that updates each element by itself, such as "
+                "AdamWeightDecay, or AdaFactor"
+            )
+    if "AdaFactor" in names:
+        return _sharded_parameter(optimizer) is None
+    return inspect.unwrap(type(optimizer).construct).__module__.startswith("mindspore.")
+
+
+def _sharded_parameter(optimizer: Any) -> Any:
+    for p in optimizer.get_parameters():
+        if isinstance(p, InterceptedTensor) and p._layout is not None and not p._layout.replicated:
+            return p
+    return None
+
+
+def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
+    """Plain local gradients, as MindSpore's own functions give them, as DTensors."""
+    parameters = tuple(optimizer.parameters)
+    if not isinstance(gradients, (tuple, list)) or len(gradients) != len(parameters):
+        return gradients
+    return tuple(wrap_gradients(tuple(gradients), parameters))
+
+
+def _replicated_state() -> Any:
+    """State that an optimizer made for itself is whole on every rank, and so are learning rates."""
+    # Core imports this package, so not at the top.
+    from hyper_parallel.core.dtensor.modes import implicit_replication
+
+    return implicit_replication()
+
+
+@contextmanager
+def _written_in_operations(optimizer: Any) -> Iterator[None]:
+    """`nn.AdaFactor` has two implementations; the one on CPU is a single primitive for whole parameters."""
+    fused = getattr(optimizer, "use_fused_ada_factor", None)
+    if fused:
+        optimizer.use_fused_ada_factor = False
+    try:
+        yield
+    finally:
+        if fused:
+            optimizer.use_fused_ada_factor = True
+
+
+def run_compiled_step(plain_call: Any, executor: Any, args: tuple, kwargs: dict) -> Any:
+    """The compiled ``construct`` of one of MindSpore's optimizers, called while interception is on.
+
+    Either the optimizer goes operation by operation, then its function is called as it is written, or a class derived
+    from an element-wise one called ``super().construct``, which steps on the local tensors.
+    """
+    if isinstance(executor.obj, nn.AdaFactor):
+        return executor.fn(*args, **kwargs)
+    with NoDispatch():
+        return plain_call(executor, *args, **kwargs)
+
+
+def _wrap_clipping() -> None:
+    """`ops.clip_by_global_norm` compares with a plain constant, and takes plain gradients of plain parameters."""
+    clip: Any = clip_func._ClipByGlobalNorm
+    plain_construct = clip.construct
+
+    @functools.wraps(plain_construct)
+    def construct(self: Any, x: Any) -> Any:
+        if not is_dispatching() or not any(isinstance(g, InterceptedTensor) for g in x):
+            return plain_construct(self, x)
+        with _replicated_state():
+            clipped = plain_construct(self, x)
+        # The norm is distributed, and so is what it divides.
+        return tuple(
+            c if isinstance(g, InterceptedTensor) else c.full_tensor() for c, g in zip(clipped, x, strict=True)
+        )
+
+    clip.construct = construct

@@ -1,0 +1,162 @@
+"""Ten steps of training with what loops have besides an optimizer equal those of the unsharded network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from hyper_parallel import CommDebugMode, DTensor
+from hyper_parallel.platform.mindspore.grad import value_and_grad
+from tests.mindspore.nets import loss_of, make_net, whole
+from tests.support.spmd import on_mesh
+
+STEPS = 10
+OPTIMIZERS: dict[str, Callable[[list], Any]] = {
+    "AdamWeightDecay": lambda p: nn.AdamWeightDecay(p, 0.01, weight_decay=0.01),
+    "SGD": lambda p: nn.SGD(p, 0.1, momentum=0.9, nesterov=True),
+}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a training loop does.
+
+    Attributes:
+        clip: maximal global norm of the gradients.
+        recompute: whether the feed-forward layers are computed again in backward.
+        micro_batches: over how many gradients are accumulated.
+        frozen: parameters whose name starts with one of these are frozen before the network is parallelized.
+        schedule: learning rate at each step.
+        scale: initial scale of a dynamic loss scaler; the loss of step 3 is infinite.
+        half: what computes in float16: "to_float" for the feed-forward layers, or a level of `auto_mixed_precision`.
+    """
+
+    clip: float | None = None
+    recompute: bool = False
+    micro_batches: int = 1
+    frozen: tuple[str, ...] = ()
+    schedule: Any = None
+    scale: float | None = None
+    half: str = ""
+
+
+FEATURES = {
+    "recompute": Features(recompute=True),
+    "accumulation": Features(micro_batches=3, clip=0.3),
+    "frozen": Features(frozen=("embedding", "down")),
+    "schedule": Features(schedule=lambda: nn.WarmUpLR(0.02, 5)),
+    "loss scaling": Features(scale=64.0, clip=0.3),
+    "half precision, layers": Features(half="to_float", scale=64.0),
+    "half precision, O2": Features(half="O2", scale=64.0),
+    "half precision, O3": Features(half="O3"),
+    "everything": Features(clip=0.3, recompute=True, micro_batches=2, frozen=("up.bias",), scale=16.0),
+}
+
+
+def build(mesh: Any, features: Features) -> Any:
+    net = make_net(mesh, frozen=features.frozen)
+    if features.recompute:
+        net.up.recompute()
+        net.down.recompute()
+    if features.half == "to_float":
+        net.up.to_float(ms.float16)
+        net.down.to_float(ms.float16)
+    elif features.half:
+        net = ms.amp.auto_mixed_precision(net, features.half, ms.float16)
+    return net
+
+
+def train(net: Any, name: str, features: Features) -> list[float]:
+    """Losses, summed over the micro batches of a step."""
+    parameters = list(net.trainable_params())
+    optimizer = OPTIMIZERS[name](parameters)
+    if features.schedule:
+        optimizer = nn.SGD(parameters, features.schedule(), momentum=0.9)
+    scaler = ms.amp.DynamicLossScaler(features.scale or 1.0, 2, 100)
+    losses = []
+    for step in range(STEPS):
+        total, gradients = 0.0, None
+        for micro_batch in range(features.micro_batches):
+            factor = float("inf") if features.scale and step == 3 else 1.0 / features.micro_batches
+
+            def scaled(micro_batch: int = micro_batch, factor: float = factor) -> Any:
+                loss = loss_of(net, micro_batch)() * factor
+                return scaler.scale(loss) if features.scale else loss
+
+            loss, new = value_and_grad(scaled, None, parameters)()
+            gradients = new if gradients is None else tuple(a + b for a, b in zip(gradients, new, strict=True))
+            total += float(whole(loss)) / (float(scaler.scale_value) if features.scale else 1.0)
+        losses.append(total)
+        if features.scale:
+            gradients = scaler.unscale(gradients)
+            finite = bool(ms.amp.all_finite(gradients))
+            scaler.adjust(Tensor(finite))
+            if not finite:
+                continue
+        if features.clip:
+            gradients = ops.clip_by_global_norm(gradients, features.clip)
+        optimizer(gradients)
+    if features.scale:
+        assert float(scaler.scale_value) == features.scale / 2
+    return losses
+
+
+@on_mesh()
+def ten_steps(mesh: Any, what: str, names: tuple[str, ...] = tuple(OPTIMIZERS)) -> list[str]:
+    features = FEATURES[what]
+    problems = []
+    for name in names:
+        # Adam divides gradients by their size, and so makes rounding errors of the small ones large.
+        tolerance = 1e-3 if not features.half else 5e-2 if name == "SGD" else 0.25
+        losses, nets, started = [], [], make_net()
+        for on in (None, mesh):
+            nets.append(build(on, features))
+            losses.append(train(nets[-1], name, features))
+        if not np.allclose(*losses, rtol=5e-2 if features.half else 1e-4, atol=1e-5):
+            problems.append(f"{name}: losses {losses}")
+        if abs(losses[0][0] - losses[0][-1]) < 1e-3:
+            problems.append(f"{name}: nothing was trained")
+        for p, q, old in zip(*(n.get_parameters() for n in (*nets, started)), strict=True):
+            wanted, got = whole(p) - whole(old), whole(q) - whole(old)
+            if p.requires_grad is not q.requires_grad or (p.name.startswith(features.frozen or "-") and got.any()):
+                problems.append(f"{name}: {p.name} is frozen")
+            if not np.linalg.norm(got - wanted) <= tolerance * np.linalg.norm(wanted):
+                problems.append(f"{name}: {p.name} {np.linalg.norm(got - wanted)} of {np.linalg.norm(wanted)}")
+            if "norm" not in p.name and not isinstance(q, DTensor):
+                problems.append(f"{name}: {p.name} is not distributed any more")
+    return problems
+
+
+@pytest.mark.parametrize("what", FEATURES)
+def test_ten_steps(pool: Any, what: str) -> None:
+    names = ("SGD",) if FEATURES[what].schedule else tuple(OPTIMIZERS)
+    assert pool.run(2, ten_steps, what, names) == [[], []]
+
+
+def test_ten_steps_on_uneven_shards(pool: Any) -> None:
+    assert pool.run(3, ten_steps, "everything", ("AdamWeightDecay",)) == [[]] * 3
+
+
+@on_mesh()
+def clipping(mesh: Any) -> list[Any]:
+    """One all-reduce for the norm, of gradients of distributed and of plain parameters together."""
+    results = []
+    for net in (make_net(), make_net(mesh)):
+        gradients = value_and_grad(loss_of(net), None, net.trainable_params())()[1]
+        with CommDebugMode() as comm:
+            clipped = ops.clip_by_global_norm(gradients, 0.1)
+        results.append([whole(g) for g in clipped])
+        same = all(type(c) is type(g) for c, g in zip(clipped, gradients, strict=True))
+    norm = float(np.sqrt(sum((g**2).sum() for g in results[1])))
+    equal = all(np.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*results, strict=True))
+    return [comm.get_comm_counts(), equal, same, round(norm, 5)]
+
+
+def test_clipping(pool: Any) -> None:
+    assert pool.run(2, clipping) == [[{"all_reduce": 1}, True, True, 0.1]] * 2
