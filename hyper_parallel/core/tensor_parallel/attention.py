@@ -14,7 +14,7 @@ from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
 
-__all__ = ["check_projections", "head_norms"]
+__all__ = ["Attention", "check_projections", "head_norms"]
 
 Match = tuple[str, Any, ParallelStyle]
 
@@ -26,7 +26,7 @@ _QUERY_OR_KEY_NORM = re.compile(r"(q|k|query|key)_?(norm|ln|layer_?norm|rms_?nor
 
 
 @dataclass(frozen=True)
-class _Attention:
+class Attention:
     """The heads of an attention module, as its attributes have them, with the attribute's name."""
 
     heads: tuple[str, int]
@@ -34,7 +34,7 @@ class _Attention:
     size: int | None
 
     @staticmethod
-    def of(module: Any) -> _Attention | None:
+    def of(module: Any) -> Attention | None:
         """None for a module that has no such attribute of its own. What its config says besides counts too."""
         if not any(_number(module, names) for names in (_HEADS, _KEY_VALUE_HEADS, _HEAD_SIZE)):
             return None
@@ -43,7 +43,7 @@ class _Attention:
             next((found for holder in holders if (found := _number(holder, names))), None)
             for names in (_HEADS, _KEY_VALUE_HEADS, _HEAD_SIZE)
         )
-        return None if heads is None else _Attention(heads, key_value or heads, None if size is None else size[1])
+        return None if heads is None else Attention(heads, key_value or heads, None if size is None else size[1])
 
     def of_projection(self, name: str, features: int) -> tuple[str, int] | None:
         """The heads that a projection has; None when it is none that is known here (a fused one, for instance)."""
@@ -90,7 +90,7 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
         for name, norm, size in _norms(parent, modules, mesh):
             if id(norm) in planned:
                 continue
-            if size == attention.size and size != features:
+            if size == attention.size:
                 where = f"{parent}.{name}" if parent else name
                 found[where] = (where, norm, HeadNormParallel(use_local_output=style.use_local_output))
             elif size == features and style.use_local_output and _QUERY_OR_KEY_NORM.match(name):
@@ -104,11 +104,11 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
 
 def _projections(
     matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
-) -> Iterator[tuple[str, Any, ColwiseParallel, _Attention]]:
+) -> Iterator[tuple[str, Any, ColwiseParallel, Attention]]:
     """The linear layers of attention modules whose output features the plan shards and leaves so."""
     for path, module, style in matches:
         if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
-            attention = _Attention.of(modules[path.rpartition(".")[0]]) if path else None
+            attention = Attention.of(modules[path.rpartition(".")[0]]) if path else None
             if attention is not None and mesh.platform.is_linear_module(module):
                 yield path, module, style, attention
 
