@@ -84,9 +84,7 @@ def check(lab: Any, case: Case, mesh: Any, arrays: list, combination: tuple, ref
         ]
         outputs = outputs_of(case.run(lab, *distributed))
         replicated = (Replicate(),) * mesh.ndim
-        weights = [
-            DTensor.from_local(lab.tensor(w), mesh, replicated) for w in weights_for(lab, outputs)
-        ]
+        weights = [DTensor.from_local(lab.tensor(w), mesh, replicated) for w in weights_for(lab, outputs)]
         return total(lab, outputs, weights).full_tensor(), outputs
 
     outputs, grads = lab.value_and_grads(loss, locals_)

@@ -160,8 +160,9 @@ def _bind_split(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 def _split(func: Any, xs: tuple, statics: tuple) -> Any:
+    # Not mint.split: in MindSpore 2.10 its gradient is wrong where a part is transposed twice.
     size, dim = statics[:2]
-    return mint.split(xs[0], list(size) if isinstance(size, tuple) else size, dim)
+    return ops.split(xs[0], list(size) if isinstance(size, tuple) else size, dim)
 
 
 def _bind_split_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:

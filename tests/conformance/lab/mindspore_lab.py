@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
+from tests.conformance.lab import forwards
 
+_LAB = sys.modules[__name__]
 Module = nn.Cell
 #: Combinations of placements that are tried for an operation: a collective costs milliseconds here.
 COMBINATIONS = 12
@@ -27,9 +30,7 @@ def numpy(x: Any) -> np.ndarray:
     return x.asnumpy()
 
 
-def value_and_grads(
-    function: Callable[..., Any], arrays: Sequence[np.ndarray]
-) -> tuple[Any, list[np.ndarray | None]]:
+def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
     """``function`` of plain tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating point
     argument (None for the others)."""
     inputs = [tensor(a) for a in arrays]
@@ -145,9 +146,7 @@ class Attention(nn.Cell):
 
     def construct(self, x: Any) -> Any:
         batch, length = x.shape[0], x.shape[1]
-        q, k, v = (
-            w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         scores = softmax(mint.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5, -1)
         return self.wo(mint.matmul(scores, v).transpose(1, 2).reshape(batch, length, -1))
 
@@ -188,6 +187,121 @@ class Tied(nn.Cell):
 
     def construct(self, ids: Any) -> Any:
         return self.head(ops.tanh(self.embedding(ids)))
+
+
+class RmsNorm(nn.Cell):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.ones((features,), np.float32)), name="weight")
+
+    def construct(self, x: Any) -> Any:
+        return rms_norm(x, self.weight)
+
+
+class GroupedAttention(nn.Cell):
+    """Attention with attributes that say how many heads it has."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim, self.normed = heads, kv_heads, head_dim, normed
+        features = heads * head_dim
+        self.wq = linear_module(features, features, False)
+        self.wk, self.wv = (linear_module(features, kv_heads * head_dim, False) for _ in range(2))
+        self.wo = linear_module(features, features, False)
+        if normed:
+            self.q_norm, self.k_norm = RmsNorm(head_dim), RmsNorm(head_dim)
+
+    def construct(self, x: Any) -> Any:
+        return forwards.grouped_attention(_LAB, self, x)
+
+
+class FusedAttention(nn.Cell):
+    """Attention with one weight for query, key and value."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, viewed: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim, self.normed = heads, kv_heads, head_dim, False
+        self.viewed = viewed
+        features = heads * head_dim
+        self.wqkv = linear_module(features, features + 2 * kv_heads * head_dim)
+        self.wo = linear_module(features, features)
+
+    def construct(self, x: Any) -> Any:
+        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_LAB, self, x)
+
+
+class FusedGated(nn.Cell):
+    """Gated feed-forward with one weight for gate and up."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.w13, self.w2 = linear_module(features, 2 * hidden), linear_module(hidden, features)
+
+    def construct(self, x: Any) -> Any:
+        return forwards.fused_gated(_LAB, self, x)
+
+
+class Experts(nn.Cell):
+    """The feed-forward layers of several experts, as stacked parameters."""
+
+    def __init__(self, count: int, features: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = ms.Parameter(
+            Tensor(
+                np.zeros(
+                    (
+                        count,
+                        features,
+                        2 * hidden,
+                    ),
+                    np.float32,
+                )
+            ),
+            name="gate_up",
+        )
+        self.down = ms.Parameter(
+            Tensor(
+                np.zeros(
+                    (
+                        count,
+                        hidden,
+                        features,
+                    ),
+                    np.float32,
+                )
+            ),
+            name="down",
+        )
+
+    def construct(self, x: Any) -> Any:
+        return forwards.experts(_LAB, self, x)
+
+
+class Projection(nn.Cell):
+    """A linear layer of its own kind: its weight is (in, out)."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.kernel = ms.Parameter(
+            Tensor(
+                np.zeros(
+                    (
+                        n_in,
+                        n_out,
+                    ),
+                    np.float32,
+                )
+            ),
+            name="kernel",
+        )
+        self.shift = ms.Parameter(Tensor(np.zeros((n_out,), np.float32)), name="shift")
+
+    def construct(self, x: Any) -> Any:
+        return matmul(x, self.kernel) + self.shift
+
+
+class LinearByAnotherName(mint.nn.Linear):
+    """A linear layer by subclass."""
 
 
 class Buffered(nn.Cell):
@@ -296,8 +410,9 @@ def stack(xs: Sequence[Any], dim: int) -> Any:
     return ops.stack(list(xs), dim)
 
 
-def split(x: Any, size: int, dim: int) -> Any:
-    return mint.split(x, size, dim)
+def split(x: Any, size: Any, dim: int) -> Any:
+    # The gradient of mint.split is wrong in MindSpore 2.10 where a part is transposed twice, on plain tensors.
+    return (mint.split if isinstance(x, DTensor) else ops.split)(x, size, dim)
 
 
 def chunk(x: Any, chunks: int, dim: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DTensor, get_platform
+from tests.conformance.lab import forwards
 
+_LAB = sys.modules[__name__]
 Module = nn.Module
 #: Combinations of placements that are tried for an operation, drawn at random when there are more.
 COMBINATIONS = 36
@@ -31,9 +34,7 @@ def numpy(x: Any) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-def value_and_grads(
-    function: Callable[..., Any], arrays: Sequence[np.ndarray]
-) -> tuple[Any, list[np.ndarray | None]]:
+def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
     """``function`` of plain leaf tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating
     point argument (None for the others)."""
     leaves = [tensor(a) for a in arrays]
@@ -43,11 +44,7 @@ def value_and_grads(
     loss, value = function(*leaves)
     loss.backward()
     return value, [
-        None
-        if not x.is_floating_point()
-        else np.zeros(x.shape, np.float32)
-        if x.grad is None
-        else x.grad.cpu().numpy()
+        None if not x.is_floating_point() else np.zeros(x.shape, np.float32) if x.grad is None else x.grad.cpu().numpy()
         for x in leaves
     ]
 
@@ -125,9 +122,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Any) -> Any:
         batch, length = x.shape[0], x.shape[1]
-        q, k, v = (
-            w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         scores = torch.softmax(torch.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5, dim=-1)
         return self.wo(torch.matmul(scores, v).transpose(1, 2).reshape(batch, length, -1))
 
@@ -167,6 +162,86 @@ class Tied(nn.Module):
 
     def forward(self, ids: Any) -> Any:
         return self.head(torch.tanh(self.embedding(ids)))
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Any) -> Any:
+        return rms_norm(x, self.weight)
+
+
+class GroupedAttention(nn.Module):
+    """Attention with attributes that say how many heads it has."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim, self.normed = heads, kv_heads, head_dim, normed
+        features = heads * head_dim
+        self.wq = linear_module(features, features, False)
+        self.wk, self.wv = (linear_module(features, kv_heads * head_dim, False) for _ in range(2))
+        self.wo = linear_module(features, features, False)
+        if normed:
+            self.q_norm, self.k_norm = RmsNorm(head_dim), RmsNorm(head_dim)
+
+    def forward(self, x: Any) -> Any:
+        return forwards.grouped_attention(_LAB, self, x)
+
+
+class FusedAttention(nn.Module):
+    """Attention with one weight for query, key and value."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, viewed: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim, self.normed = heads, kv_heads, head_dim, False
+        self.viewed = viewed
+        features = heads * head_dim
+        self.wqkv = linear_module(features, features + 2 * kv_heads * head_dim)
+        self.wo = linear_module(features, features)
+
+    def forward(self, x: Any) -> Any:
+        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_LAB, self, x)
+
+
+class FusedGated(nn.Module):
+    """Gated feed-forward with one weight for gate and up."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.w13, self.w2 = linear_module(features, 2 * hidden), linear_module(hidden, features)
+
+    def forward(self, x: Any) -> Any:
+        return forwards.fused_gated(_LAB, self, x)
+
+
+class Experts(nn.Module):
+    """The feed-forward layers of several experts, as stacked parameters."""
+
+    def __init__(self, count: int, features: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(count, features, 2 * hidden))
+        self.down = nn.Parameter(torch.zeros(count, hidden, features))
+
+    def forward(self, x: Any) -> Any:
+        return forwards.experts(_LAB, self, x)
+
+
+class Projection(nn.Module):
+    """A linear layer of its own kind: its weight is (in, out)."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.zeros(n_in, n_out))
+        self.shift = nn.Parameter(torch.zeros(n_out))
+
+    def forward(self, x: Any) -> Any:
+        return matmul(x, self.kernel) + self.shift
+
+
+class LinearByAnotherName(nn.Linear):
+    """A linear layer by subclass."""
 
 
 class Buffered(nn.Module):
@@ -269,7 +344,7 @@ def stack(xs: Sequence[Any], dim: int) -> Any:
     return torch.stack(list(xs), dim)
 
 
-def split(x: Any, size: int, dim: int) -> Any:
+def split(x: Any, size: Any, dim: int) -> Any:
     return torch.split(x, size, dim)
 
 
