@@ -1,0 +1,9 @@
+"""Models of Hugging Face's transformers, on the torch backends: `parallelize_model` applies a model's own plan.
+
+transformers itself is not imported here: the caller has, or there would be no model.
+"""
+
+from hyper_parallel.integrations.huggingface.api import parallelize_model
+from hyper_parallel.integrations.huggingface.saving import full_state_dict
+
+__all__ = ["full_state_dict", "parallelize_model"]

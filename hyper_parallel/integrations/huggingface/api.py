@@ -1,0 +1,99 @@
+"""`parallelize_model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.api import check_src_data_rank, distribute_tensor
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.tensor_parallel.api import parallelize_module
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.integrations.huggingface.attention import fit_heads
+from hyper_parallel.integrations.huggingface.head import fit_head
+from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
+
+__all__ = ["parallelize_model"]
+
+
+def parallelize_model(
+    model: Any,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    plan: dict[str, str | ParallelStyle | None] | None = None,
+    gather_logits: bool = True,
+    gather_heads: bool = False,
+    src_data_rank: int | None = 0,
+) -> Any:
+    """Tensor-parallelise a transformers model in place, by the plan that it brings along.
+
+    The model keeps its class, its methods (``generate``, ``gradient_checkpointing_enable``) and the keys of its state
+    dict. Inputs, outputs and caches are plain tensors, the same on every rank, but for the key and value heads in a
+    cache, of which each rank holds its own. Parameters that the plan does not name stay plain and are the same on every
+    rank.
+
+    Args:
+        model: a ``transformers.PreTrainedModel`` on a torch backend, of an architecture with a tensor-parallel plan
+            (``model.tp_plan``), or GPT-2.
+        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
+        plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, to a style
+            or its name; None takes an entry out.
+        gather_logits: whether the logits are plain and whole on every rank. Otherwise they are DTensors sharded over
+            the vocabulary, for a loss inside of `hyper_parallel.loss_parallel`.
+        gather_heads: what happens where the ranks cannot share the attention heads evenly: True computes such
+            attention in whole on every rank, with projections that are sharded still; False is an error.
+        src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
+            own and communicates nothing: they must be equal then.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: for what is no transformers model. ValueError: for a model without a plan, a style that is not
+            known here, heads that the ranks cannot share, a key of ``plan`` that names nothing, and all that
+            `parallelize_module` refuses. Nothing has been changed then.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hyper_parallel import init_device_mesh
+        >>> from hyper_parallel.integrations.huggingface import parallelize_model
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=4)
+        >>> model = parallelize_model(LlamaForCausalLM(config), init_device_mesh("cpu", (1,)))
+        >>> model.lm_head.weight.placements
+        (Shard(dim=0),)
+
+    Source: ``transformers.distributed.tensor_parallel.apply_tensor_parallelism``.
+    """
+    mesh = resolve_mesh(device_mesh, "parallelize_model")
+    platform = bind_platform(mesh.platform)
+    if not isinstance(model, platform.Module) or not hasattr(model, "config") or not hasattr(model, "base_model"):
+        raise TypeError(f"parallelize_model takes a model of transformers, got {type(model).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"parallelize_model needs a 1-D mesh, got one of shape {mesh.shape}: pass one dimension of it, as in "
+            "mesh['tp']"
+        )
+    check_src_data_rank(src_data_rank, mesh)
+    modules = dict(platform.named_modules(model))
+    styles = resolve_styles(named_plan(model, plan), modules, plan or {}, mesh)
+    local_sizes = fit_heads(styles, modules, mesh, gather_heads=gather_heads)
+    fit_head(model, styles, modules, mesh, gather_logits=gather_logits)
+    parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
+    for module, attribute, size in local_sizes:
+        setattr(module, attribute, size)
+    if src_data_rank is not None:
+        _broadcast_rest(modules, mesh, src_data_rank)
+    return model
+
+
+def _broadcast_rest(modules: dict[str, Any], mesh: DeviceMesh, src_data_rank: int) -> None:
+    """Make parameters that stay plain the same on every rank."""
+    platform = mesh.platform
+    with platform.no_grad():
+        for module in modules.values():
+            for _, parameter in platform.named_parameters(module):
+                if not isinstance(parameter, DTensor) and not platform.is_meta(parameter):
+                    whole = distribute_tensor(parameter, mesh, (Replicate(),), src_data_rank=src_data_rank)
+                    parameter.copy_(whole.to_local())

@@ -1,0 +1,97 @@
+"""Attention heads: which projections each rank can hold a part of, and the sizes that the code of the models reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.tensor_parallel.attention import Attention
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
+from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+
+__all__ = ["fit_heads"]
+
+#: Query heads for each key and value head: the code repeats keys and values as often.
+_GROUPS = "num_key_value_groups"
+#: Features of the query, and of the key: GPT-2 splits the output of its fused projection by it.
+_SPLIT = "split_size"
+
+
+def fit_heads(
+    styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh, *, gather_heads: bool
+) -> list[tuple[Any, str, int]]:
+    """Change the styles of attention projections to what the number of heads allows.
+
+    Args:
+        styles: by path; changed in place.
+        modules: all modules of the model, by path.
+        mesh: 1-D mesh.
+        gather_heads: whether attention that the ranks cannot share is computed in whole on every rank.
+
+    Returns:
+        (module, attribute, value) for the sizes that the code of the modules must find to compute with its own heads.
+
+    Raises:
+        ValueError: where heads cannot be shared and are not to be gathered; and for a module with fewer key and value
+            heads than ranks whose code this knows nothing about.
+    """
+    local_sizes: list[tuple[Any, str, int]] = []
+    for path, module in modules.items():
+        projections = _projections(path, styles, modules, mesh)
+        attention = Attention.of(module) if projections else None
+        if attention is None:
+            continue
+        heads, key_value, ranks = attention.heads[1], attention.key_value_heads[1], mesh.size()
+        if heads % ranks == 0 and key_value % ranks == 0:
+            if hasattr(module, _SPLIT):
+                local_sizes.append((module, _SPLIT, getattr(module, _SPLIT) // ranks))
+        elif heads % ranks == 0 and ranks % key_value == 0:
+            if getattr(module, _GROUPS, None) != heads // key_value:
+                raise ValueError(
+                    f"{path!r} has {key_value} key and value heads for {ranks} ranks, and {type(module).__name__} has "
+                    f"no attribute {_GROUPS}={heads // key_value} that could be set to {heads // ranks} for each rank: "
+                    "use gather_heads=True, or fewer ranks"
+                )
+            for below, features in projections.items():
+                if attention.of_projection(below.rpartition(".")[2], features) == attention.key_value_heads:
+                    styles[below] = ColwiseParallel(heads=key_value, replicate_heads=True)
+            local_sizes.append((module, _GROUPS, heads // ranks))
+        elif gather_heads:
+            _gather(path, styles)
+        else:
+            both = f"{heads} heads" if key_value == heads else f"{heads} heads and {key_value} key and value heads"
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (key_value % n == 0 or n % key_value == 0)]
+            raise ValueError(
+                f"{path!r} has {both}, which the {ranks} ranks of {mesh} cannot share: use a mesh of "
+                f"{', '.join(map(str, fitting))} ranks, or gather_heads=True, which computes attention in whole on "
+                "every rank"
+            )
+    return local_sizes
+
+
+def _projections(
+    path: str, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh
+) -> dict[str, int]:
+    """Output features of the projections directly below ``path`` that leave each rank its own heads, by path."""
+    found = {}
+    for below, style in styles.items():
+        if below and below.rpartition(".")[0] == path and mesh.platform.is_linear_module(modules[below]):
+            if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),) and style.use_local_output:
+                kind = mesh.platform.kind_of(modules[below])
+                found[below] = int(getattr(modules[below], kind.weight).shape[kind.out_dim])
+    return found
+
+
+def _gather(path: str, styles: dict[str, ParallelStyle]) -> None:
+    """Gather what the projections below ``path`` give, so that attention between them is that of a single device."""
+    for below, style in list(styles.items()):
+        if below.rpartition(".")[0] != path:
+            continue
+        if isinstance(style, ColwiseParallel):
+            styles[below] = ColwiseParallel(output_layouts=Replicate())
+        elif isinstance(style, RowwiseParallel):
+            styles[below] = RowwiseParallel(input_layouts=Replicate())
+        elif isinstance(style, HeadNormParallel):
+            del styles[below]

@@ -1,0 +1,58 @@
+"""The output head: logits gathered or sharded, and weights that it shares with the embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+
+__all__ = ["fit_head"]
+
+
+def fit_head(
+    model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh, *, gather_logits: bool
+) -> None:
+    """Give embedding and head styles that go together; ``styles`` is changed in place.
+
+    Raises:
+        ValueError: when the logits are to stay sharded and the model has no head over the vocabulary that is.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    path = next((path for path, module in modules.items() if module is head), None)
+    _complete_ties(path, styles, modules, mesh)
+    if gather_logits:
+        return
+    style = None if path is None else styles.get(path)
+    if path is None or not isinstance(style, ColwiseParallel):
+        raise ValueError(
+            f"gather_logits=False is for models whose plan shards a head over the vocabulary by columns, and "
+            f"{type(model).__name__} has {'no head' if path is None else f'{path!r} with the style {style!r}'}"
+        )
+    styles[path] = ColwiseParallel(
+        input_layouts=style.input_layouts[0], output_layouts=Shard(-1), use_local_output=False
+    )
+
+
+def _complete_ties(
+    head: str | None, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh
+) -> None:
+    """Where the plan shards one of an embedding and a head that share their weight, shard the other."""
+    platform = mesh.platform
+    holders: dict[int, list[str]] = {}
+    for path, module in modules.items():
+        for _, parameter in platform.named_parameters(module):
+            holders.setdefault(id(parameter), []).append(path)
+    for paths in holders.values():
+        planned = [path for path in paths if path in styles]
+        if not planned:
+            continue
+        for path in paths:
+            if path in styles:
+                continue
+            if platform.is_embedding_module(modules[path]) and isinstance(styles[planned[0]], ColwiseParallel):
+                styles[path] = RowwiseParallel(input_layouts=Replicate())
+            elif path == head and isinstance(styles[planned[0]], RowwiseParallel):
+                styles[path] = ColwiseParallel(output_layouts=Replicate())

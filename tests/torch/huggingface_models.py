@@ -1,0 +1,116 @@
+"""Tiny models of transformers with random weights, and what is run on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+BATCH, LENGTH = 2, 7
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,  # the default gives logits that are nearly equal
+}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 53,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+# Kernels for grouped products want rows of 16 bytes, on every rank.
+_MOE = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+
+#: Architecture and what differs from the sizes above.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, few key-value heads": ("Llama", {"num_key_value_heads": 2, "attn_implementation": "eager"}),
+    "llama, one key-value head": ("Llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama, odd sizes": (
+        "Llama",
+        {"vocab_size": 47, "hidden_size": 36, "intermediate_size": 41, "head_dim": 6, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 4}),
+    "gemma": ("Gemma", {"num_key_value_heads": 1, "head_dim": 8}),
+    "gemma 2": (
+        "Gemma2",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 5.0,
+            "sliding_window": 4,
+            "attn_implementation": "eager",
+        },
+    ),
+    "gemma 3": (
+        "Gemma3",
+        {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
+    ),
+    "gpt2": ("GPT2", {}),
+    "gpt2, eager": ("GPT2", {"attn_implementation": "eager", "scale_attn_by_inverse_layer_idx": True}),
+    "mixtral": ("Mixtral", _MOE),
+    "mixtral, eager": ("Mixtral", {**_MOE, "experts_implementation": "eager"}),
+    "llama, heads that do not divide": ("Llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "qwen3, heads that do not divide": ("Qwen3", {"head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "gpt2, heads that do not divide": ("GPT2", {"n_head": 5, "n_embd": 40}),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0],
+        },
+    ),
+}
+
+
+def build(case: str, **changes: Any) -> Any:
+    """The model of a case, the same on every rank."""
+    architecture, differs = CASES[case]
+    sizes = {**(_GPT2 if architecture == "GPT2" else _SIZES), **differs, **changes}
+    if architecture.startswith("Gemma3"):
+        config, cls = transformers.Gemma3TextConfig(**sizes), transformers.Gemma3ForCausalLM
+    else:
+        config = getattr(transformers, f"{architecture}Config")(**sizes)
+        cls = getattr(transformers, f"{architecture}ForCausalLM", None) or transformers.GPT2LMHeadModel
+    torch.manual_seed(0)
+    model = cls(config)
+    with torch.no_grad():  # norms and biases are ones and zeros, which hide mistakes
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def batch(vocabulary: int) -> dict[str, torch.Tensor]:
+    """Ids, a mask that pads the second row on the left, and labels that ignore the padding."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocabulary, (BATCH, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[1, :2], mask[1, :2] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
