@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 
 from hyper_parallel import CommDebugMode, DTensor
 from hyper_parallel.platform.mindspore.grad import value_and_grad
-from tests.mindspore.nets import loss_of, make_net, whole
+from tests.mindspore.nets import VOCABULARY, batch, loss_of, make_net, whole
 from tests.support.spmd import on_mesh
 
 STEPS = 10
@@ -34,6 +34,7 @@ class Features:
         frozen: parameters whose name starts with one of these are frozen before the network is parallelized.
         schedule: learning rate at each step.
         scale: initial scale of a dynamic loss scaler; the loss of step 3 is infinite.
+        reload: whether a new optimizer takes over the state in the middle.
         half: what computes in float16: "to_float" for the feed-forward layers, or a level of `auto_mixed_precision`.
     """
 
@@ -43,11 +44,12 @@ class Features:
     frozen: tuple[str, ...] = ()
     schedule: Any = None
     scale: float | None = None
+    reload: bool = False
     half: str = ""
 
 
 FEATURES = {
-    "recompute": Features(recompute=True),
+    "recompute": Features(recompute=True, reload=True),
     "accumulation": Features(micro_batches=3, clip=0.3),
     "frozen": Features(frozen=("embedding", "down")),
     "schedule": Features(schedule=lambda: nn.WarmUpLR(0.02, 5)),
@@ -81,6 +83,10 @@ def train(net: Any, name: str, features: Features) -> list[float]:
     scaler = ms.amp.DynamicLossScaler(features.scale or 1.0, 2, 100)
     losses = []
     for step in range(STEPS):
+        if features.reload and step == STEPS // 2:
+            state = {p.name: p for p in optimizer.get_parameters()}
+            optimizer = OPTIMIZERS[name](parameters)
+            assert ms.load_param_into_net(optimizer, state) == ([], [])
         total, gradients = 0.0, None
         for micro_batch in range(features.micro_batches):
             factor = float("inf") if features.scale and step == 3 else 1.0 / features.micro_batches
@@ -160,3 +166,22 @@ def clipping(mesh: Any) -> list[Any]:
 
 def test_clipping(pool: Any) -> None:
     assert pool.run(2, clipping) == [[{"all_reduce": 1}, True, True, 0.1]] * 2
+
+
+@on_mesh()
+def recompute_of_a_function(mesh: Any) -> bool:
+    ids, targets = batch()
+    results = []
+    for net in (make_net(), make_net(mesh)):
+
+        def loss(net: Any = net) -> Any:
+            return ops.cross_entropy(ms.recompute(net, ids).reshape(-1, VOCABULARY), targets)
+
+        results.append(value_and_grad(loss, None, net.trainable_params())())
+    (wanted, wanted_gradients), (got, gradients) = results
+    pairs = zip((got, *gradients), (wanted, *wanted_gradients), strict=True)
+    return all(np.allclose(whole(a), whole(b), rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+def test_recompute_of_a_function(pool: Any) -> None:
+    assert pool.run(2, recompute_of_a_function) == [True, True]

@@ -114,6 +114,23 @@ def kernels_over_lists(mesh: Any) -> None:
 
 
 @on_mesh()
+def plain_tensors_and_distributed_numbers(mesh: Any) -> None:
+    """What clipping without lists does to the gradients of parameters that are not distributed."""
+    number, plain = shard(randn(5), mesh, Shard(0)).sum(), randn(5, 3)
+    wanted = randn(5).sum()
+    for name in ("add_", "sub_", "mul_", "div_"):
+        got = randn(5, 3)
+        assert getattr(got, name)(number) is got and type(got) is torch.Tensor
+        close(got, getattr(randn(5, 3), name)(wanted))
+    close(plain.add_(number, alpha=2), randn(5, 3) + 2 * wanted)
+    with pytest.raises(ValueError, match="plain tensor"):
+        plain.mul_(shard(randn(5, 3), mesh, Shard(0)))
+    # Each rank would compute a part of its gradient, or all of it: nobody can tell.
+    with pytest.raises(ValueError, match="plain tensor"):
+        plain.mul_(shard(randn(5), mesh, Shard(0)).requires_grad_().sum())
+
+
+@on_mesh()
 def closures_and_step_hooks(mesh: Any) -> None:
     """Interception is off while an element-wise optimizer steps, but not in what the user hangs into it."""
     plain, sharded = models(mesh)
@@ -192,7 +209,13 @@ def test_optimizers_made_before() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
 
 
-JOBS = [loss_scaling, kernels_over_lists, closures_and_step_hooks, training_loop_with_hooks_on_the_optimizer]
+JOBS = [
+    plain_tensors_and_distributed_numbers,
+    loss_scaling,
+    kernels_over_lists,
+    closures_and_step_hooks,
+    training_loop_with_hooks_on_the_optimizer,
+]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)

@@ -57,7 +57,7 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
 def update(func: Any, args: tuple, kwargs: dict) -> Any:
     """``plain.mul_(number)`` with a distributed number, such as the total norm of gradients of which only some are
     distributed: every rank has the whole number, and what is written stays plain."""
-    if len(args) == 2 and not is_dtensor(args[0]):
+    if len(args) == 2 and not is_dtensor(args[0]) and is_dtensor(args[1]):
         x, number = args
         if not number.dim() and not (torch.is_grad_enabled() and number.requires_grad):
             number = number.full_tensor()
