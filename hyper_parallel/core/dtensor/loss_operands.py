@@ -67,5 +67,5 @@ def _unless_classes(placement: Placement, classes: int, otherwise: Placement) ->
 def _behind(placement: Placement, classes: int) -> Placement:
     """Where a dimension goes when the classes are left out."""
     if isinstance(placement, Shard) and placement.dim > classes:
-        return Shard(placement.dim - 1)
+        return placement.with_dim(placement.dim - 1)
     return placement

@@ -103,6 +103,8 @@ class VocabParallel:
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
         make = platform.autograd_function
+        self._add_class = make(self._add_class_forward, self._add_class_cotangent)
+        self._take_class = make(self._take_class_forward, self._take_class_cotangent)
         self._softmax = make(self._softmax_forward, self._softmax_cotangent)
         self._log_softmax = make(self._log_softmax_forward, self._log_softmax_cotangent)
         self._log_sum_exp = make(self._log_sum_exp_forward, self._log_sum_exp_cotangent)
@@ -130,7 +132,7 @@ class VocabParallel:
             return self.platform.clone(x)
         padded = self._with_a_class(x, classes)
         y = function(padded, *self._sums_of_exponentials(padded, classes), classes)
-        return y if classes.size else self.platform.narrow(y, classes.dim, 0, 0)
+        return y if classes.size else self._take_class(y, classes.dim)
 
     # ------------------------------------------------------------ losses of samples
     def cross_entropy(
@@ -333,16 +335,8 @@ class VocabParallel:
 
     def _with_a_class(self, x: Any, classes: Classes, dim: int | None = None, value: float = -math.inf) -> Any:
         """``x``; on a rank without classes one with ``value``, so that the rank takes part in every collective."""
-        if classes.size:
-            return x
         dim = classes.dim if dim is None else dim
-        shape = list(self.platform.shape_of(x))
-        if shape[dim]:
-            return x
-        shape[dim] = 1
-        # With a dimension more: of tensors of shape (0,) some backends lose the gradient in a concatenation.
-        rows = [self.platform.unsqueeze(x, 0), self.platform.zeros((1, *shape), x) + value]
-        return self.platform.cat(rows, dim + 1).reshape(tuple(shape))
+        return x if classes.size or self.platform.shape_of(x)[dim] else self._add_class(x, dim, value)
 
     # ------------------------------------------------------------ forward and backward of each
     def _full_sum(self, x: Any, classes: Classes) -> Any:
@@ -355,6 +349,26 @@ class VocabParallel:
         if not self.platform.requires_grad(x):
             return x
         return transitions_of(self.platform).copy(x, classes.mesh, classes.mesh_dims)
+
+    # Functions of their own, because backends lose track of gradients without elements, and what they lead to may
+    # communicate.
+    def _add_class_forward(self, ctx: Any, x: Any, dim: int, value: float) -> Any:
+        ctx.dim = dim
+        shape = list(self.platform.shape_of(x))
+        shape[dim] = 1
+        return self.platform.zeros(shape, x) + value
+
+    def _add_class_cotangent(self, ctx: Any, g: Any) -> Any:
+        return self._take_class(g, ctx.dim)
+
+    def _take_class_forward(self, ctx: Any, x: Any, dim: int) -> Any:
+        ctx.dim = dim
+        shape = list(self.platform.shape_of(x))
+        shape[dim] = 0
+        return self.platform.zeros(shape, x)
+
+    def _take_class_cotangent(self, ctx: Any, g: Any) -> Any:
+        return self._add_class(g, ctx.dim, 0.0)
 
     def _keep(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
         ctx.classes = classes

@@ -128,7 +128,7 @@ def _layout_of_logits(
         raise ValueError(f"local_logits must be of a floating point dtype, got {local_logits.dtype}")
     dim = class_dim(tuple(shape)) if dim is None else axis(dim, len(shape))
     rank, size = mesh.get_local_rank(0), mesh.shape[0]
-    if mesh not in _COMPARED:
+    if size > 1 and mesh not in _COMPARED:
         # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
         everyone = mesh.platform.all_gather_object((shape, dim, vocab_size), mesh.platform_group(0), size)
         _COMPARED.add(mesh)

@@ -16,6 +16,8 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
+from mindspore._c_expression import NoFallbackGuard
+from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.indexing import decode_index
 
@@ -29,16 +31,29 @@ def nothing_of(x: Tensor) -> Tensor:
     return mint.narrow(ops.reshape(x, (prod(x.shape),)), 0, 0, 0)
 
 
+class _Zeros(_Function):
+    """Zeros that lead back to tensors, to which they give the gradient zero. That leads back to them too, as the
+    gradient of what the zeros stand for does: in gradients of gradients collectives may wait on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
+        ctx.save_for_backward(*operands)
+        return ops.zeros(shape, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple:
+        operands = ctx.saved_tensors
+        with NoFallbackGuard():
+            zeros = [_Zeros.apply(tuple(x._shape), x.dtype, cotangent, *operands) for x in operands]
+        return None, None, *zeros
+
+
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
     """Zeros of which every operand is an input with gradient zero."""
-    parts = [nothing_of(x).astype(dtype) for x in operands if isinstance(x, Tensor) and x.dtype in _FLOATS]
+    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in _FLOATS]
     if dtype not in _FLOATS or not parts:
         return ops.zeros(shape, dtype)
-    nothing = mint.cat(parts, 0)
-    if 0 in shape:
-        return ops.reshape(nothing, shape)
-    # The sum over the empty dimension has shape (1,), which would add a dimension to a result without any.
-    return ops.reshape(ops.zeros(shape or (1,), dtype) + mint.sum(ops.reshape(nothing, (0, 1)), 0), shape)
+    return _Zeros.apply(shape, dtype, *parts)
 
 
 def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any, tuple, Any], Any]:

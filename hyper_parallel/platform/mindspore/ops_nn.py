@@ -205,7 +205,12 @@ def _cross_entropy(func: Any, xs: tuple, statics: tuple) -> Any:
     return ops.cross_entropy(xs[0], xs[1], xs[2], ignore, reduction, smoothing)
 
 
+def _bind_soft_cross_entropy(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    return (args[0], args[1], None), ("none", -100, 0.0)
+
+
 _add("NLLLoss", "nll_loss", _bind_nll, _nll)
+_add("SoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_soft_cross_entropy, _cross_entropy)
 _add("SparseSoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_sparse_cross_entropy, _cross_entropy)
 
 
@@ -231,5 +236,6 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "Dropout": lambda y: (y, None),
     "DropoutExt": lambda y: (y, None),
     "NLLLoss": lambda y: (y, None),
+    "SoftmaxCrossEntropyWithLogits": lambda y: (y, None),
     "FlashAttentionScore": lambda y: (None, None, None, y),
 }
