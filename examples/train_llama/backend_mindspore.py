@@ -12,7 +12,7 @@ from mindspore.experimental.optim import AdamW
 from config import VOCAB_SIZE, RunConfig
 from hyper_parallel import DeviceMesh, DTensor, parallelize_module
 from hyper_parallel.platform.mindspore.grad import value_and_grad
-from model_mindspore import Llama
+from model_mindspore import LlamaForCausalLM
 from plan import tensor_parallel_plan
 
 
@@ -20,7 +20,7 @@ class Trainer:
     """A model and its optimizer; sharded over `mesh`, or whole when that is None."""
 
     def __init__(self, run: RunConfig, weights: Path, mesh: DeviceMesh | None = None) -> None:
-        self.model = Llama(run.model)
+        self.model = LlamaForCausalLM(run.model)
         loaded = ms.load_checkpoint(str(weights), format="safetensors")
         ms.load_param_into_net(self.model, loaded, strict_load=True)
         if mesh is not None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from config import RunConfig
 from hyper_parallel import DeviceMesh, DTensor, get_platform, parallelize_module
-from model_torch import Llama
+from model_torch import LlamaForCausalLM
 from plan import tensor_parallel_plan
 
 
@@ -20,7 +20,7 @@ class Trainer:
 
     def __init__(self, run: RunConfig, weights: Path, mesh: DeviceMesh | None = None) -> None:
         self.device_type = get_platform().device_type
-        self.model = Llama(run.model)
+        self.model = LlamaForCausalLM(run.model)
         self.model.load_state_dict(load_file(weights))
         self.model.to(self.device_type)
         if mesh is not None:

@@ -5,69 +5,64 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
 VOCAB_SIZE = 256
 """Tokens are bytes."""
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """A Llama in miniature. Heads, hidden sizes and the sequence divide by 1, 2 and 4 processes."""
+class LlamaConfig:
+    """A Llama in miniature, its fields named as in Hugging Face's configuration of the same name.
 
-    dim: int = 128
-    layers: int = 2
-    heads: int = 8
-    kv_heads: int = 4
-    hidden_dim: int = 256
-    sequence_length: int = 64
-    norm_eps: float = 1e-5
+    Heads, hidden sizes and the sequence divide by 1, 2 and 4 processes.
+    """
+
+    vocab_size: int = VOCAB_SIZE
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 16
+    max_position_embeddings: int = 64
+    rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.heads
+    tie_word_embeddings: bool = False
 
     def check_divisible(self, processes: int) -> None:
         """Raise ValueError unless everything that is sharded has equal parts."""
         if processes < 1:
             raise ValueError("at least one process is needed")
-        for name in ("heads", "kv_heads", "hidden_dim", "sequence_length"):
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"):
             if getattr(self, name) % processes:
                 raise ValueError(f"{name} is {getattr(self, name)}, which does not divide among {processes} processes")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every parameter, the same in both frameworks."""
-        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (VOCAB_SIZE, self.dim)}
-        kv_dim = self.kv_heads * self.head_dim
-        for layer in range(self.layers):
-            prefix = f"layers.{layer}."
-            shapes[prefix + "attention_norm.weight"] = (self.dim,)
-            shapes[prefix + "attention.wq.weight"] = (self.dim, self.dim)
-            shapes[prefix + "attention.wk.weight"] = (kv_dim, self.dim)
-            shapes[prefix + "attention.wv.weight"] = (kv_dim, self.dim)
-            shapes[prefix + "attention.wo.weight"] = (self.dim, self.dim)
-            shapes[prefix + "ffn_norm.weight"] = (self.dim,)
-            shapes[prefix + "feed_forward.w1.weight"] = (self.hidden_dim, self.dim)
-            shapes[prefix + "feed_forward.w2.weight"] = (self.dim, self.hidden_dim)
-            shapes[prefix + "feed_forward.w3.weight"] = (self.hidden_dim, self.dim)
-        shapes["norm.weight"] = (self.dim,)
-        shapes["output.weight"] = (VOCAB_SIZE, self.dim)
+        """Name and shape of every parameter, the same in both frameworks. A tied head has none of its own."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        query_size = self.num_attention_heads * self.head_dim
+        key_size = self.num_key_value_heads * self.head_dim
+        for layer in range(self.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            shapes[prefix + "input_layernorm.weight"] = (self.hidden_size,)
+            shapes[prefix + "self_attn.q_proj.weight"] = (query_size, self.hidden_size)
+            shapes[prefix + "self_attn.k_proj.weight"] = (key_size, self.hidden_size)
+            shapes[prefix + "self_attn.v_proj.weight"] = (key_size, self.hidden_size)
+            shapes[prefix + "self_attn.o_proj.weight"] = (self.hidden_size, query_size)
+            shapes[prefix + "post_attention_layernorm.weight"] = (self.hidden_size,)
+            shapes[prefix + "mlp.gate_proj.weight"] = (self.intermediate_size, self.hidden_size)
+            shapes[prefix + "mlp.down_proj.weight"] = (self.hidden_size, self.intermediate_size)
+            shapes[prefix + "mlp.up_proj.weight"] = (self.intermediate_size, self.hidden_size)
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
         return shapes
-
-    def rotary_tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """Cosine and sine of every position's rotation, each (sequence_length, 1, head_dim / 2)."""
-        frequencies = self.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        angles = np.outer(np.arange(self.sequence_length), frequencies)[:, None, :]
-        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """How the model is trained. Every process derives the same weights, batches and sample from it."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: LlamaConfig = field(default_factory=LlamaConfig)
     steps: int = 100
     batch_size: int = 6
     learning_rate: float = 4e-3

@@ -1,12 +1,23 @@
-"""The model in MindSpore, parameter for parameter that of model_torch.py."""
+"""Llama in MindSpore, with Hugging Face's module, parameter and configuration names.
+
+Nothing in it knows about processes or shards: attention works on however many heads the projections return, so that
+`hyper_parallel.parallelize_module` spreads it by the strings of Hugging Face's plans (``base_model_tp_plan``).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from config import VOCAB_SIZE, ModelConfig
+
+def rotary_tables(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's rotation, each float32 (positions, 1, head_dim / 2)."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = np.outer(np.arange(positions), frequencies)[:, None, :]
+    return Tensor(np.cos(angles).astype(np.float32)), Tensor(np.sin(angles).astype(np.float32))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -17,103 +28,199 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def repeat_heads(x: Tensor, repeats: int) -> Tensor:
     """Each head of (batch, length, heads, head_dim) `repeats` times over, side by side."""
+    if repeats == 1:
+        return x
     batch, length, heads, head_dim = x.shape
     x = x.unsqueeze(3).expand((batch, length, heads, repeats, head_dim))
     return x.reshape(batch, length, heads * repeats, head_dim)
 
 
-class Embedding(mint.nn.Embedding):
+class LlamaEmbedding(mint.nn.Embedding):
     """mint.nn.Embedding through `gather`, because its own kernel is missing on CPU."""
 
     def construct(self, ids: Tensor) -> Tensor:
         return ops.gather(self.weight, ids, 0)
 
 
-class RMSNorm(nn.Cell):
-    """Root-mean-square norm in elementary operations (`ops.rms_norm` has no CPU kernel)."""
+class LlamaRMSNorm(nn.Cell):
+    """Root-mean-square norm over the last dimension, in elementary operations (`ops.rms_norm` has no CPU kernel)."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = Parameter(mint.ones(dim, dtype=ms.float32), name="weight")
+        self.variance_epsilon = eps
+        self.weight = Parameter(mint.ones(size, dtype=ms.float32), name="weight")
 
     def construct(self, x: Tensor) -> Tensor:
         mean_square = mint.mean(x * x, dim=-1, keepdim=True)
-        return x * mint.rsqrt(mean_square + self.eps) * self.weight
+        return x * mint.rsqrt(mean_square + self.variance_epsilon) * self.weight
 
 
-class Attention(nn.Cell):
+class KeyValueCache:
+    """Keys and values (batch, length, heads, head_dim) of the tokens seen so far, for each layer.
+
+    They are what the projections gave: sharded by heads, each rank keeps its own.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.length = 0
+        self._of_layer: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values of further tokens; return those of all."""
+        earlier = self._of_layer[layer]
+        if earlier is not None:
+            key, value = mint.cat((earlier[0], key), dim=1), mint.cat((earlier[1], value), dim=1)
+        self._of_layer[layer] = key, value
+        return key, value
+
+
+class LlamaAttention(nn.Cell):
     """Causal grouped-query attention over however many heads the projections return."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.queries_per_kv = config.heads // config.kv_heads
-        kv_dim = config.kv_heads * config.head_dim
-        self.wq = mint.nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = mint.nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = mint.nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = mint.nn.Linear(config.dim, config.dim, bias=False)
-        square = (config.sequence_length, config.sequence_length)
-        self.mask = Tensor(np.triu(np.full(square, -np.inf, np.float32), 1))
+        self.add_projections(config)
+        query_size = config.num_attention_heads * config.head_dim
+        self.o_proj = mint.nn.Linear(query_size, config.hidden_size, bias=False)
+        if getattr(config, "use_qk_norm", False):
+            self.q_norm: nn.Cell = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm: nn.Cell = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+        future = np.triu(np.full((config.max_position_embeddings,) * 2, -np.inf, np.float32), 1)
+        self.causal_mask = Tensor(future)
 
-    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def add_projections(self, config: Any) -> None:
+        """Make the layers that `project` uses."""
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = mint.nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = mint.nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = mint.nn.Linear(config.hidden_size, key_size, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each (batch, length, heads * head_dim)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         batch, length = x.shape[:2]
-        query = rotate(self.wq(x).view(batch, length, -1, self.head_dim), cos, sin)
-        key = rotate(self.wk(x).view(batch, length, -1, self.head_dim), cos, sin)
-        value = self.wv(x).view(batch, length, -1, self.head_dim)
-        key = repeat_heads(key, self.queries_per_kv)
-        value = repeat_heads(value, self.queries_per_kv)
+        query, key, value = (t.reshape(batch, length, -1, self.head_dim) for t in self.project(x))
+        query, key = rotate(self.q_norm(query), cos, sin), rotate(self.k_norm(key), cos, sin)
+        if cache is not None:
+            key, value = cache.extend(self.layer_idx, key, value)
+        repeats = query.shape[2] // key.shape[2]
+        key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         scores = ops.bmm(query * self.head_dim**-0.5, key.transpose(2, 3))
-        scores = scores + self.mask[:length, :length]
+        whole = key.shape[2]
+        scores = scores + self.causal_mask[whole - length : whole, :whole]
         mixed = ops.bmm(mint.nn.functional.softmax(scores, dim=-1), value)
-        return self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
-class FeedForward(nn.Cell):
+class LlamaMLP(nn.Cell):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.w1 = mint.nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = mint.nn.Linear(config.hidden_dim, config.dim, bias=False)
-        self.w3 = mint.nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.gate_proj = mint.nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = mint.nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = mint.nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.w2(mint.nn.functional.silu(self.w1(x)) * self.w3(x))
+        return self.down_proj(mint.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Cell):
+class LlamaDecoderLayer(nn.Cell):
     """Attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    attention_type: type[nn.Cell] = LlamaAttention
+    mlp_type: type[nn.Cell] = LlamaMLP
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.self_attn = self.attention_type(config, layer_idx)
+        self.mlp = self.mlp_type(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.ffn_norm(x))
+    def construct(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Llama(nn.Cell):
-    """From tokens (batch, length) to logits (batch, length, VOCAB_SIZE)."""
+class LlamaModel(nn.Cell):
+    """From tokens (batch, length) to their last hidden states (batch, length, hidden_size)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    layer_type: type[nn.Cell] = LlamaDecoderLayer
+
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.tok_embeddings = Embedding(VOCAB_SIZE, config.dim)
-        self.layers = nn.CellList([Block(config) for _ in range(config.layers)])
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = mint.nn.Linear(config.dim, VOCAB_SIZE, bias=False)
-        cos, sin = config.rotary_tables()
-        self.cos, self.sin = Tensor(cos), Tensor(sin)
+        self.embed_tokens = LlamaEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.CellList([self.layer_type(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.cos, self.sin = rotary_tables(config.max_position_embeddings, config.head_dim, config.rope_theta)
 
-    def construct(self, tokens: Tensor) -> Tensor:
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        x = self.tok_embeddings(tokens)
+    def construct(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        first = 0 if cache is None else cache.length
+        end = first + input_ids.shape[1]
+        if end > len(self.cos):
+            raise ValueError(f"the model was made for {len(self.cos)} tokens (max_position_embeddings), got {end}")
+        cos, sin = self.cos[first:end], self.sin[first:end]
+        x = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.output(self.norm(x))
+            x = layer(x, cos, sin, cache)
+        if cache is not None:
+            cache.length = end
+        return self.norm(x)
+
+
+class LlamaForCausalLM(nn.Cell):
+    """From tokens (batch, length) to logits (batch, length, vocab_size).
+
+    Args:
+        config: the fields of Hugging Face's ``LlamaConfig``: vocab_size, hidden_size, intermediate_size,
+            num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, max_position_embeddings,
+            rms_norm_eps, rope_theta, tie_word_embeddings; and use_qk_norm for the norms in each head that Qwen3 has.
+    """
+
+    model_type: type[nn.Cell] = LlamaModel
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.model = self.model_type(config)
+        self.lm_head = mint.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def construct(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        return self.lm_head(self.model(input_ids, cache))
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
+        """Continue each row by its most likely tokens.
+
+        Args:
+            input_ids: int (batch, length); all rows count, there is no padding.
+            max_new_tokens: how many are added.
+
+        Returns:
+            int (batch, length + max_new_tokens), the input first; the same on every rank.
+
+        Raises:
+            ValueError: when the head gives only this rank's part of the logits, or there are too many tokens.
+        """
+        cache = KeyValueCache(self.config.num_hidden_layers)
+        tokens, latest = [input_ids], input_ids
+        for _ in range(max_new_tokens):
+            logits = self(latest, cache)[:, -1]
+            if logits.shape[-1] != self.config.vocab_size:
+                raise ValueError(
+                    f"lm_head gives {logits.shape[-1]} logits of {self.config.vocab_size}: to generate, it has to "
+                    'gather them, as by "colwise_gather_output"'
+                )
+            latest = ops.argmax(logits, dim=-1).astype(input_ids.dtype).reshape(-1, 1)
+            tokens.append(latest)
+        return mint.cat(tokens, dim=1)

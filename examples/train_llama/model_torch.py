@@ -1,12 +1,20 @@
-"""The model in PyTorch. Nothing in it knows about processes or shards."""
+"""The model in PyTorch, with Hugging Face's names. Nothing in it knows about processes or shards."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import VOCAB_SIZE, ModelConfig
+from config import LlamaConfig
+
+
+def rotary_tables(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's rotation, each float32 (positions, 1, head_dim / 2)."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = np.outer(np.arange(positions), frequencies)[:, None, :]
+    return torch.from_numpy(np.cos(angles).astype(np.float32)), torch.from_numpy(np.sin(angles).astype(np.float32))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -15,79 +23,92 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal grouped-query attention over however many heads the projections return."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.config = config
         self.head_dim = config.head_dim
-        self.queries_per_kv = config.heads // config.kv_heads
-        kv_dim = config.kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length = x.shape[:2]
-        query = rotate(self.wq(x).view(batch, length, -1, self.head_dim), cos, sin)
-        key = rotate(self.wk(x).view(batch, length, -1, self.head_dim), cos, sin)
-        value = self.wv(x).view(batch, length, -1, self.head_dim)
-        key = key.repeat_interleave(self.queries_per_kv, dim=2)
-        value = value.repeat_interleave(self.queries_per_kv, dim=2)
+        query = rotate(self.q_proj(x).view(batch, length, -1, self.head_dim), cos, sin)
+        key = rotate(self.k_proj(x).view(batch, length, -1, self.head_dim), cos, sin)
+        value = self.v_proj(x).view(batch, length, -1, self.head_dim)
+        repeats = query.shape[2] // key.shape[2]
+        key = key.repeat_interleave(repeats, dim=2)
+        value = value.repeat_interleave(repeats, dim=2)
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
         )
-        return self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
-class FeedForward(nn.Module):
+class LlamaMLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class LlamaDecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Llama(nn.Module):
-    """From tokens (batch, length) to logits (batch, length, VOCAB_SIZE)."""
+class LlamaModel(nn.Module):
+    """From tokens (batch, length) to their last hidden states (batch, length, hidden_size)."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCAB_SIZE, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, VOCAB_SIZE, bias=False)
-        cos, sin = config.rotary_tables()
-        self.register_buffer("cos", torch.from_numpy(cos), persistent=False)
-        self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        cos, sin = rotary_tables(config.max_position_embeddings, config.head_dim, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        x = self.tok_embeddings(tokens)
+        x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.output(self.norm(x))
+        return self.norm(x)
+
+
+class LlamaForCausalLM(nn.Module):
+    """From tokens (batch, length) to logits (batch, length, vocab_size)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.model(tokens))

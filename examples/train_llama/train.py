@@ -111,7 +111,7 @@ def generate(trainer: Trainer, run: RunConfig, prompts: Sequence[bytes], show: b
     """
     generator = np.random.Generator(np.random.Philox(run.seed))
     texts = [bytearray(prompt) for prompt in prompts]
-    window = np.zeros((len(texts), run.model.sequence_length), np.int32)
+    window = np.zeros((len(texts), run.model.max_position_embeddings), np.int32)
     for _ in Progress(run.sample_bytes, "sample", show):
         for row, text in zip(window, texts, strict=True):
             context = text[-len(row) :]
@@ -126,7 +126,7 @@ def generate(trainer: Trainer, run: RunConfig, prompts: Sequence[bytes], show: b
 
 def train(run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer | None, record: Record) -> None:
     """Train both models step by step on the same batches. Only rank 0 has the unsharded one."""
-    length = run.model.sequence_length
+    length = run.model.max_position_embeddings
     show = unsharded is not None
     validation = validation_windows(corpus, run.validation_windows, length)
     record.unigram_bits_per_byte = unigram_entropy(validation[1])

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from config import ModelConfig
+from config import LlamaConfig
 
 
-def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+def initial_weights(config: LlamaConfig, seed: int) -> dict[str, np.ndarray]:
     """Llama's usual initialisation: normals scaled by fan-in, smaller for what feeds the residual."""
     generator = np.random.Generator(np.random.Philox(seed))
     weights = {}
@@ -20,14 +20,14 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
         if len(shape) == 1:
             weights[name] = np.ones(shape, np.float32)
             continue
-        scale = 0.5 if name == "tok_embeddings.weight" else shape[1] ** -0.5
-        if name.endswith(("wo.weight", "w2.weight")):
-            scale /= (2 * config.layers) ** 0.5
+        scale = 0.5 if name == "model.embed_tokens.weight" else shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            scale /= (2 * config.num_hidden_layers) ** 0.5
         weights[name] = (scale * generator.standard_normal(shape)).astype(np.float32)
     return weights
 
 
-def write_initial_weights(folder: Path, config: ModelConfig, seed: int) -> Path:
+def write_initial_weights(folder: Path, config: LlamaConfig, seed: int) -> Path:
     """Write the initial weights as safetensors, unless that file is there already; return its path.
 
     The name is a digest of the content and the file appears atomically, so any number of processes

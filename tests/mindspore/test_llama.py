@@ -1,0 +1,182 @@
+"""A Llama spread over ranks by the strings of Hugging Face's plans: logits, loss, all gradients and generated tokens
+equal the single process's, with the collectives of hand-written code."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, ops
+from mindspore.experimental.optim import AdamW
+
+from hyper_parallel import CommDebugMode, DTensor, Shard, implicit_replication, loss_parallel, parallelize_module
+from hyper_parallel.platform.mindspore.grad import value_and_grad
+from tests.conformance.checks import same
+from tests.mindspore.llama import CASES, FEW_HEADS, PLAN, Case, Config, make, tokens
+from tests.mindspore.nets import error_of, whole
+from tests.support.spmd import on_mesh
+
+
+def loss_of(logits: Any, targets: Tensor) -> Any:
+    """Cross entropy of what follows each token."""
+    classes = logits.shape[-1]
+    return ops.cross_entropy(logits[:, :-1].reshape(-1, classes), targets[:, 1:].reshape(-1))
+
+
+def run(model: Any, case: Case, ids: Tensor) -> tuple[Any, Any, dict[str, Any], dict[str, dict[str, int]]]:
+    """Loss, logits, gradients by name, and the collectives of forward, loss and backward."""
+    counts = {}
+
+    def function() -> tuple[Any, Any]:
+        with CommDebugMode() as comm, implicit_replication() if case.distributed_inside else contextlib.nullcontext():
+            logits = model(ids)
+        counts["forward"] = comm.get_comm_counts()
+        with CommDebugMode() as comm, loss_parallel() if case.sharded_loss else contextlib.nullcontext():
+            loss = loss_of(logits, ids)
+        counts["loss"] = comm.get_comm_counts()
+        return loss, logits
+
+    parameters = model.trainable_params()
+    with CommDebugMode() as comm:
+        (loss, logits), gradients = value_and_grad(function, None, parameters, has_aux=True)()
+    rest = {kind: counts["forward"].get(kind, 0) + counts["loss"].get(kind, 0) for kind in comm.get_comm_counts()}
+    counts["backward"] = {kind: n - rest[kind] for kind, n in comm.get_comm_counts().items() if n > rest[kind]}
+    return loss, logits, {p.name: g for p, g in zip(parameters, gradients, strict=True)}, counts
+
+
+@on_mesh()
+def compare(mesh: Any, case: Case) -> dict[str, dict[str, int]]:
+    """Raise AssertionError for what differs from the single process's model; return the collectives."""
+    ids = tokens(case.config)
+    plain, model = make(case), make(case, mesh)
+    loss, logits, gradients, _ = run(plain, case, ids)
+    got_loss, got_logits, got, counts = run(model, case, ids)
+    assert isinstance(got_logits, DTensor) == case.sharded_loss
+    if case.sharded_loss:
+        assert got_logits.placements == (Shard(2),)
+    same(whole(got_logits), logits.asnumpy(), "logits")
+    same(whole(got_loss), loss.asnumpy(), "loss")
+    assert set(got) == set(gradients)
+    for name, gradient in gradients.items():
+        same(whole(got[name]), gradient.asnumpy(), f"gradient of {name}")
+    return counts
+
+
+def expected(case: Case) -> dict[str, dict[str, int]]:
+    return {"forward": case.forward, "loss": {"all_reduce": 2} if case.sharded_loss else {}, "backward": case.backward}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_collectives(pool: Any, name: str, world: int) -> None:
+    assert pool.run(world, compare, CASES[name]) == [expected(CASES[name])] * world
+
+
+def test_fewer_key_value_heads_than_ranks(pool: Any) -> None:
+    assert pool.run(4, compare, FEW_HEADS) == [expected(FEW_HEADS)] * 4
+
+
+@on_mesh()
+def too_few_heads(mesh: Any) -> tuple[str, bool]:
+    model = make(FEW_HEADS)
+    error = error_of(parallelize_module, model, mesh, PLAN)
+    return error, any(isinstance(p, DTensor) for p in model.get_parameters())
+
+
+def test_key_value_heads_that_ranks_cannot_share_are_refused(pool: Any) -> None:
+    for error, changed in pool.run(4, too_few_heads):
+        assert "ValueError: 'model.layers.0.self_attn.k_proj' has 2 heads" in error
+        assert "replicate_heads=True" in error
+        assert not changed
+
+
+# ------------------------------------------------------------------ generation
+@on_mesh()
+def generated(mesh: Any, cases: list[Case]) -> list[bool]:
+    results = []
+    for case in cases:
+        prompt = tokens(case.config, length=3)
+        wanted = make(case).generate(prompt, 8).asnumpy()
+        assert wanted.shape == (2, 11) and len(set(wanted.ravel().tolist())) > 6  # not the same token all over
+        results.append(bool((make(case, mesh).generate(prompt, 8).asnumpy() == wanted).all()))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, [CASES["untied"], CASES["tied"]]), (4, [CASES["norms in heads"], CASES["fused"], FEW_HEADS])],
+)
+def test_greedy_generation_is_identical(pool: Any, world: int, cases: list[Case]) -> None:
+    assert pool.run(world, generated, cases) == [[True] * len(cases)] * world
+
+
+@on_mesh()
+def with_and_without_cache(mesh: Any) -> bool:
+    model, prompt = make(CASES["norms in heads"]), tokens(Config(), length=3)
+    ids = prompt.asnumpy()
+    for _ in range(8):
+        latest = model(Tensor(ids)).asnumpy()[:, -1].argmax(-1)
+        ids = np.concatenate([ids, latest[:, None].astype(np.int32)], 1)
+    return model.generate(prompt, 8).asnumpy().tolist() == ids.tolist()
+
+
+def test_cache_of_keys_and_values_changes_nothing(pool: Any) -> None:
+    assert pool.run(1, with_and_without_cache) == [True]
+
+
+@on_mesh()
+def unusable(mesh: Any) -> list[str]:
+    local_head = make(Case(Config(), {**PLAN, "lm_head": "colwise"}, {}, {}), mesh)
+    return [
+        error_of(local_head.generate, tokens(Config()), 2),
+        error_of(local_head.generate, tokens(Config(), length=25), 2),
+    ]
+
+
+def test_generation_refuses_parts_of_logits_and_too_many_tokens(pool: Any) -> None:
+    for part, long in pool.run(2, unusable):
+        assert "logits of 45: to generate, it has to gather them" in part
+        assert "max_position_embeddings" in long
+
+
+# ------------------------------------------------------------------ training
+@on_mesh()
+def trained(mesh: Any, case: Case) -> None:
+    """Ten steps of AdamW: the same losses and, in the end, the same weights."""
+    losses, weights = [], []
+    for model in (make(case), make(case, mesh)):
+        optimizer = AdamW(model.trainable_params(), lr=0.01, weight_decay=0.1)
+        losses.append([])
+        for step in range(10):
+            loss, _, gradients, _ = run(model, case, tokens(case.config, seed=step % 2))
+            optimizer(tuple(gradients.values()))
+            losses[-1].append(float(loss))
+        weights.append({p.name: whole(p) for p in model.trainable_params()})
+    assert losses[0][-2] < losses[0][0] - 1  # it learns
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
+    for name, wanted in weights[0].items():
+        same(weights[1][name], wanted, name, tolerance=2e-4)
+
+
+@pytest.mark.parametrize(("world", "name"), [(2, "tied, loss_parallel"), (4, "norms in heads")])
+def test_ten_steps_of_adamw(pool: Any, world: int, name: str) -> None:
+    pool.run(world, trained, CASES[name])
+
+
+@on_mesh()
+def kept_ties(mesh: Any) -> list[bool]:
+    model = make(CASES["tied"], mesh)
+    head = model.lm_head.weight
+    local = ms.grad(lambda: loss_of(model(tokens(Config())), tokens(Config())), None, [head])()[0]
+    return [
+        head is model.model.embed_tokens.weight,
+        head.placements == (Shard(0),),
+        local.shape == head.to_local().shape,
+    ]
+
+
+def test_tied_weights_stay_tied(pool: Any) -> None:
+    assert pool.run(2, kept_ties) == [[True] * 3] * 2
