@@ -37,6 +37,7 @@ def compare(
     *,
     takes: Any = None,
     gives: Any = None,
+    distributed_input: bool = False,
 ) -> dict[str, dict[str, int]]:
     """Parallelise a model and compare one forward and backward with the unsharded one.
 
@@ -46,6 +47,7 @@ def compare(
         array: the whole input.
         mesh: 1-D mesh.
         takes: placement with which the model is given its input as a plain local tensor; None: the whole of it.
+        distributed_input: give the input as a DTensor placed so instead.
         gives: placement of the plain local output; None: the whole of it.
 
     Returns:
@@ -65,6 +67,8 @@ def compare(
     counts: dict[str, dict[str, int]] = {}
 
     def distributed(x: Any) -> Any:
+        if distributed_input:
+            x = DTensor.from_local(x, mesh, [takes], shape=array.shape)
         with CommDebugMode() as comm:
             y = lab.call(sharded, x)
         counts["forward"] = comm.get_comm_counts()
@@ -172,29 +176,6 @@ def test_embedding(pool: Any, world_size: int, sizes: tuple[int, int]) -> None:
         for counts in pool.run(world_size, embedding, style, *sizes):
             wanted = {"forward": forward, "backward": backward} if world_size > 1 else {"forward": {}, "backward": {}}
             assert counts == wanted, style
-
-
-@spmd.on_mesh()
-def layouts(mesh: Any, style: str, given: int | None, wanted: int | None) -> Any:
-    kind = {"column": ColwiseParallel, "row": RowwiseParallel}[style]
-    takes = Replicate() if given is None else Shard(given)
-    gives = Replicate() if wanted is None else Shard(wanted)
-    return compare(
-        lambda lab: lab.linear_module(12, 24),
-        kind(input_layouts=takes, output_layouts=gives),
-        floats(12, 12, 12),
-        mesh,
-        takes=takes,
-        gives=gives,
-    )
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("style", ["column", "row"])
-def test_every_input_and_output_layout(pool: Any, style: str, world_size: int) -> None:
-    for given in (None, 0, 1, 2, -1):
-        for wanted in (None, 0, 1, 2, -1):
-            pool.run(world_size, layouts, style, given, wanted)
 
 
 @spmd.on_mesh()
