@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from hyper_parallel.core.dtensor.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -17,7 +17,8 @@ from hyper_parallel.core.dtensor.tensor import DTensor
 __all__ = ["loss_parallel", "vocab_parallel_cross_entropy"]
 
 _REDUCTIONS = ("none", "mean", "sum")
-_COMPARED: WeakSet[DeviceMesh] = WeakSet()
+#: (dim, vocab_size, classes of this rank if that is None) for which the ranks of a mesh have compared their shapes.
+_COMPARED: WeakKeyDictionary[DeviceMesh, set[tuple[int, int | None, int]]] = WeakKeyDictionary()
 
 
 def vocab_parallel_cross_entropy(
@@ -47,7 +48,8 @@ def vocab_parallel_cross_entropy(
         dim: dimension of the classes. Default: as ``cross_entropy`` of the frameworks has it, 1, or 0 of a single
             sample.
         vocab_size: number of classes. Default: those of this rank times the ranks. To be given where the parts are not
-            equal; they are then those of `distribute_tensor`: 5 over 4 ranks are 2, 2, 1, 0.
+            equal; they are then those of `distribute_tensor`: 5 over 4 ranks are 2, 2, 1, 0. The ranks compare their
+            shapes once for each number of classes, in the first call, which must happen on all of them.
         weight: weight of each class, shape (vocab_size,), the same on all ranks.
         ignore_index: a target that does not count. Not for probabilities.
         reduction: ``"none"``, ``"mean"`` (divided by the weights of the targets, or for probabilities by the number of
@@ -128,10 +130,12 @@ def _layout_of_logits(
         raise ValueError(f"local_logits must be of a floating point dtype, got {local_logits.dtype}")
     dim = class_dim(tuple(shape)) if dim is None else axis(dim, len(shape))
     rank, size = mesh.get_local_rank(0), mesh.shape[0]
-    if size > 1 and mesh not in _COMPARED:
+    compared = _COMPARED.setdefault(mesh, set())
+    key = (dim, vocab_size, shape[dim] if vocab_size is None else 0)
+    if size > 1 and key not in compared:
         # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
         everyone = mesh.platform.all_gather_object((shape, dim, vocab_size), mesh.platform_group(0), size)
-        _COMPARED.add(mesh)
+        compared.add(key)
     else:
         everyone = [(shape, dim, vocab_size) if i == rank else None for i in range(size)]
     total = shape[dim] * size if vocab_size is None else vocab_size

@@ -435,6 +435,26 @@ def cross_entropy(logits: Any, target: Any, reduction: str = "mean") -> Any:
     return ops.cross_entropy(logits, target.astype(ms.int32), reduction=reduction)
 
 
+def loss(
+    logits: Any, target: Any, weight: Any = None, reduction: str = "mean", smoothing: float = 0.0, ignore: int = -100
+) -> Any:
+    """Cross entropy with all its options."""
+    return ops.cross_entropy(logits, target, weight, ignore, reduction, smoothing)
+
+
+def loss_module(**options: Any) -> nn.Cell:
+    """The same as a cell; ``options`` in the words of the framework, which are alike."""
+    return nn.CrossEntropyLoss(**options)
+
+
+def nll(log_probabilities: Any, target: Any, weight: Any = None, reduction: str = "mean") -> Any:
+    return ops.nll_loss(log_probabilities, target, weight, reduction=reduction)
+
+
+def logsumexp(x: Any, dim: int) -> Any:
+    return ops.logsumexp(x, dim)
+
+
 def dropout(x: Any, p: float) -> Any:
     return ops.dropout(x, p, True)
 

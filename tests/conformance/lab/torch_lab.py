@@ -368,6 +368,26 @@ def cross_entropy(logits: Any, target: Any, reduction: str = "mean") -> Any:
     return F.cross_entropy(logits, target, reduction=reduction)
 
 
+def loss(
+    logits: Any, target: Any, weight: Any = None, reduction: str = "mean", smoothing: float = 0.0, ignore: int = -100
+) -> Any:
+    """Cross entropy with all its options."""
+    return F.cross_entropy(logits, target, weight, reduction=reduction, label_smoothing=smoothing, ignore_index=ignore)
+
+
+def loss_module(**options: Any) -> nn.Module:
+    """The same as a module; ``options`` in the words of the framework, which are alike."""
+    return nn.CrossEntropyLoss(**options)
+
+
+def nll(log_probabilities: Any, target: Any, weight: Any = None, reduction: str = "mean") -> Any:
+    return F.nll_loss(log_probabilities, target, weight, reduction=reduction)
+
+
+def logsumexp(x: Any, dim: int) -> Any:
+    return torch.logsumexp(x, dim)
+
+
 def dropout(x: Any, p: float) -> Any:
     return F.dropout(x, p, True)
 
