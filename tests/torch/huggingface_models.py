@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 
 BATCH, LENGTH = 2, 7
 
@@ -72,8 +71,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, eager": ("GPT2", {"attn_implementation": "eager", "scale_attn_by_inverse_layer_idx": True}),
     "mixtral": ("Mixtral", _MOE),
     "mixtral, eager": ("Mixtral", {**_MOE, "experts_implementation": "eager"}),
-    "llama, heads that do not divide": ("Llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "llama, heads that do not divide": (
+        "Llama",
+        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
     "qwen3, heads that do not divide": ("Qwen3", {"head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "gpt2, three heads": ("GPT2", {"n_head": 3, "n_embd": 36}),
+    "gpt2, upcast": ("GPT2", {"attn_implementation": "eager", "reorder_and_upcast_attn": True}),
     "gpt2, heads that do not divide": ("GPT2", {"n_head": 5, "n_embd": 40}),
     "qwen3 moe": (
         "Qwen3Moe",
@@ -91,13 +95,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(case: str, **changes: Any) -> Any:
     """The model of a case, the same on every rank."""
+    import transformers  # takes seconds: by the workers that need it, not by pytest
+
     architecture, differs = CASES[case]
     sizes = {**(_GPT2 if architecture == "GPT2" else _SIZES), **differs, **changes}
     if architecture.startswith("Gemma3"):
         config, cls = transformers.Gemma3TextConfig(**sizes), transformers.Gemma3ForCausalLM
     else:
         config = getattr(transformers, f"{architecture}Config")(**sizes)
-        cls = getattr(transformers, f"{architecture}ForCausalLM", None) or transformers.GPT2LMHeadModel
+        cls = getattr(transformers, "GPT2LMHeadModel" if architecture == "GPT2" else f"{architecture}ForCausalLM")
     torch.manual_seed(0)
     model = cls(config)
     with torch.no_grad():  # norms and biases are ones and zeros, which hide mistakes

@@ -118,7 +118,8 @@ def deepcopy_keeps_everything_apart(mesh: Any) -> None:
     module.weight.sum().backward()
     other = copy.deepcopy(module)
     assert isinstance(other.weight, nn.Parameter) and type(other.weight) is type(module.weight)
-    assert other.weight.placements == (Shard(0),) and other.weight.data_ptr() != module.weight.data_ptr()
+    assert other.weight.placements == (Shard(0),)
+    assert other.weight.to_local().data_ptr() != module.weight.to_local().data_ptr()
     assert other.weight.note == ["mine"] and other.weight.note is not module.weight.note
     close(other.weight.grad, module.weight.grad)
     with torch.no_grad():

@@ -80,7 +80,7 @@ def parallelize_model(
     styles = resolve_styles(named_plan(model, plan), modules, plan or {}, mesh)
     local_sizes = fit_heads(styles, modules, mesh, gather_heads=gather_heads)
     fit_head(model, styles, modules, mesh, gather_logits=gather_logits)
-    parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
+    parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
     if src_data_rank is not None:

@@ -77,10 +77,11 @@ def _projections(
     """Output features of the projections directly below ``path`` that leave each rank its own heads, by path."""
     found = {}
     for below, style in styles.items():
-        if below and below.rpartition(".")[0] == path and mesh.platform.is_linear_module(modules[below]):
-            if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),) and style.use_local_output:
-                kind = mesh.platform.kind_of(modules[below])
-                found[below] = int(getattr(modules[below], kind.weight).shape[kind.out_dim])
+        if not below or below.rpartition(".")[0] != path or not mesh.platform.is_linear_module(modules[below]):
+            continue
+        if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),) and style.use_local_output:
+            kind = mesh.platform.kind_of(modules[below])
+            found[below] = int(getattr(modules[below], kind.weight).shape[kind.out_dim])
     return found
 
 

@@ -12,7 +12,8 @@ __all__ = ["full_state_dict"]
 def full_state_dict(model: Any) -> dict[str, Any]:
     """The state dict of a parallelised model with whole plain tensors, for ``save_pretrained``.
 
-    All ranks of the mesh must call it; each gets all of it.
+    All ranks of the mesh must call it, and each gets all of it: ``model.save_pretrained(path, state_dict=weights)``.
+    Without ``state_dict``, ``save_pretrained`` is an error on the rank that writes.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +22,7 @@ def full_state_dict(model: Any) -> dict[str, Any]:
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         ...                      num_attention_heads=4)
         >>> model = parallelize_model(LlamaForCausalLM(config), init_device_mesh("cpu", (1,)))
-        >>> weights = full_state_dict(model)  # on all ranks, then on one: model.save_pretrained(path, state_dict=weights)
+        >>> weights = full_state_dict(model)
         >>> tuple(weights["lm_head.weight"].shape)
         (64, 32)
     """

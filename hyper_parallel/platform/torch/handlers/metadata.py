@@ -25,7 +25,7 @@ is_vulkan is_xla is_xpu is_npu itemsize layout name names ndim output_nr require
 
 _METHODS = words(
     """
-__dir__ _is_all_true _is_view _is_zerotensor _typed_storage data_ptr dim element_size get_device is_complex is_conj
+__dir__ _is_all_true _is_view _is_zerotensor _typed_storage dim element_size get_device is_complex is_conj
 is_contiguous is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_shared is_signed
 ndimension retain_grad storage storage_offset untyped_storage
 """
@@ -49,6 +49,20 @@ def _functions() -> list[Any]:
 @handles(*_functions())
 def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
     """The local tensor's answer is the distributed tensor's."""
+    with no_dispatch():
+        return func(*args, **kwargs)
+
+
+@handles(T.data_ptr)
+def data_ptr(func: Any, args: tuple, kwargs: dict) -> int:
+    """Address of the data, if all of it is here: who asks reads as much memory as the global shape says."""
+    layout = layout_of(args[0])
+    if tuple(layout.local_shape) != tuple(layout.shape):
+        raise RuntimeError(
+            f"data_ptr() of a DTensor of shape {tuple(layout.shape)} placed {list(layout.placements)}, of which this "
+            f"rank holds {tuple(layout.local_shape)}: use full_tensor() to save or pass on all of it, to_local() for "
+            "this rank's part"
+        )
     with no_dispatch():
         return func(*args, **kwargs)
 

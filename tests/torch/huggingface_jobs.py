@@ -1,0 +1,279 @@
+"""What the test pool runs for `test_huggingface`: each compares a parallelised model with the single-process one."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_parallel import (
+    CommDebugMode,
+    DTensor,
+    NoParallel,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    loss_parallel,
+)
+from hyper_parallel.integrations.huggingface import full_state_dict, parallelize_model
+from tests.support.spmd import device_mesh, on_mesh
+from tests.torch.huggingface_models import batch, build
+from tests.torch.support import close, full
+
+TOLERANCE = 2e-5
+
+
+def pair(mesh: Any, case: str, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+    """The model of a case, and a parallelised copy."""
+    single = build(case, **(changes or {}))
+    return single, parallelize_model(copy.deepcopy(single), mesh, **options)
+
+
+def compare_steps(single: Any, model: Any, context: AbstractContextManager | None = None) -> dict[str, Any]:
+    """Loss, logits and all gradients of one step; the collectives of forward and backward.
+
+    Both draw random numbers from the same state.
+    """
+    inputs = batch(single.config.vocab_size)
+    results, counts = [], {}
+    for one in (single, model):
+        torch.manual_seed(5)
+        with (context or nullcontext()) if one is model else nullcontext():
+            with CommDebugMode() as forward:
+                result = one(**inputs)
+            with CommDebugMode() as backward:
+                result.loss.backward()
+        results.append(result)
+        counts = {"forward": forward.get_comm_counts(), "backward": backward.get_comm_counts()}
+    wanted, got = results
+    close(got.logits, wanted.logits, "logits", TOLERANCE)
+    close(got.loss, wanted.loss, "loss", TOLERANCE)
+    compare_gradients(single, model)
+    return {**counts, "logits": got.logits}
+
+
+def compare_gradients(single: Any, model: Any) -> None:
+    for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            assert isinstance(p.grad, DTensor) == isinstance(p, DTensor), name
+            close(p.grad, q.grad, f"gradient of {name}", TOLERANCE)
+
+
+def same_words(single: Any, model: Any, **how: Any) -> None:
+    """Both generate the same ids."""
+    inputs = batch(single.config.vocab_size)
+    del inputs["labels"]
+    words = []
+    for one in (single, model):
+        torch.manual_seed(7)
+        words.append(one.generate(**inputs, **{"max_new_tokens": 4, "do_sample": False, **how}))
+    assert torch.equal(*words), (how, words)
+
+
+@on_mesh()
+def equals(mesh: Any, case: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Everything of one model: logits, loss, gradients, generated words, keys. Gives the numbers of collectives."""
+    single, model = pair(mesh, case, **options)
+    assert list(model.state_dict()) == list(single.state_dict())
+    counts = compare_steps(single, model)
+    assert not isinstance(counts.pop("logits"), DTensor)
+    same_words(single, model)
+    same_words(single, model, use_cache=False)
+    return counts
+
+
+@on_mesh()
+def placements(mesh: Any, case: str, names: list[str]) -> list[Any]:
+    """How parameters lie; None for those that are plain."""
+    parameters = dict(pair(mesh, case)[1].named_parameters(remove_duplicate=False))
+    return [parameters[name].placements[0] if isinstance(parameters[name], DTensor) else None for name in names]
+
+
+@on_mesh()
+def sharded_logits(mesh: Any, case: str) -> dict[str, Any]:
+    """The loss of logits that are never gathered."""
+    single, model = pair(mesh, case, gather_logits=False)
+    counts = compare_steps(single, model, loss_parallel())
+    logits = counts.pop("logits")
+    assert logits.placements == (Shard(2),) and logits.shape[-1] == single.config.vocab_size
+    return counts
+
+
+@on_mesh()
+def checkpointing(mesh: Any, case: str, use_reentrant: bool) -> None:
+    """Layers that are computed again in backward."""
+    single, model = pair(mesh, case)
+    for one in (single, model):
+        one.train()
+        one.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    compare_steps(single, model)
+
+
+@on_mesh()
+def dropout(mesh: Any) -> None:
+    """Dropout outside of attention draws what a single process draws; inside, where every rank has all heads."""
+    outside = {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
+    gathered = {
+        "transformer.h.*.attn.c_attn": "colwise_gather_output",
+        "transformer.h.*.attn.c_proj": "rowwise_split_input",
+    }
+    for changes, options in ((outside, {}), ({**outside, "attn_pdrop": 0.3}, {"plan": gathered})):
+        single, model = pair(mesh, "gpt2, eager", changes, **options)
+        compare_steps(single.train(), model.train())
+
+
+@on_mesh()
+def low_precision(mesh: Any, case: str) -> None:
+    """In bfloat16, weights and autocast, a parallelised model is as near to float32 as a single process."""
+    exact = build(case)
+    inputs = batch(exact.config.vocab_size)
+    wanted = exact(**inputs)
+    wanted.loss.backward()
+    for autocast in (False, True):
+        single = build(case) if autocast else build(case).to(torch.bfloat16)
+        model = parallelize_model(copy.deepcopy(single), mesh)
+        errors = []
+        for one in (single, model):
+            with torch.autocast(mesh.device_type, torch.bfloat16, enabled=autocast):
+                result = one(**inputs)
+            result.loss.backward()
+            off = [
+                (full(p.grad).float() - q.grad).norm()
+                for p, q in zip(one.parameters(), exact.parameters(), strict=True)
+            ]
+            errors.append([(result.logits.float() - wanted.logits).norm().item(), torch.stack(off).norm().item()])
+        for single_error, error in zip(*errors, strict=True):
+            assert error < 1.5 * single_error, (autocast, errors)
+
+
+@on_mesh()
+def training(mesh: Any, case: str) -> None:
+    """Steps of AdamW with clipped gradients, where plain and distributed parameters meet."""
+    single, model = pair(mesh, case)
+    inputs = batch(single.config.vocab_size)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (single, model)]
+    for _ in range(3):
+        norms = []
+        for one, optimizer in zip((single, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(**inputs).loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5))
+            optimizer.step()
+        close(norms[1], norms[0], "norm", 1e-4)
+    for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+        close(p, q, name, 1e-3)
+
+
+@on_mesh()
+def generating(mesh: Any, case: str) -> None:
+    """Other ways to generate than greedily with a growing cache."""
+    single, model = pair(mesh, case)
+    same_words(single, model, cache_implementation="static")
+    same_words(single, model, num_beams=2)
+    same_words(single, model, do_sample=True, top_k=5)
+    same_words(single, model, max_new_tokens=12)  # beyond the sliding window
+
+
+@on_mesh()
+def saving(mesh: Any, case: str) -> None:
+    """What is saved is the whole model, loads as any other, and cannot be saved in parts by mistake."""
+    single, model = pair(mesh, case)
+    weights = full_state_dict(model)
+    if mesh.get_rank() != 0:  # transformers writes on rank 0 only
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, state_dict=weights)
+        loaded = type(single).from_pretrained(folder).state_dict()
+        assert list(loaded) == list(single.state_dict())
+        for name, value in single.state_dict().items():
+            assert torch.equal(loaded[name], value), name
+        with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
+            model.save_pretrained(Path(folder) / "mistake")
+
+
+@on_mesh()
+def copies(mesh: Any, case: str) -> None:
+    """A deep copy computes with its own parameters."""
+    single, model = pair(mesh, case)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    compare_steps(single, twin)
+
+
+@on_mesh()
+def from_one_rank(mesh: Any) -> None:
+    """All parameters are those of ``src_data_rank``, the plain ones too."""
+    single, model = build("llama"), build("llama")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(abs(mesh.get_local_rank() - 1))
+    compare_steps(single, parallelize_model(model, mesh, src_data_rank=1))
+
+
+@on_mesh()
+def changed_plans(mesh: Any) -> None:
+    """Entries of the user come before the model's own; None takes one out."""
+    changes = {"model.layers.1.mlp.*_proj": None, "lm_head": "replicate", "model.embed_tokens": None}
+    single = build("llama")
+    with pytest.raises(ValueError, match=r"takes 'model.layers.1.mlp.\*_proj' out"):
+        parallelize_model(copy.deepcopy(single), mesh, plan=changes)
+    changes = {f"model.layers.*.mlp.{name}_proj": None for name in ("gate", "up", "down")}
+    model = copy.deepcopy(single)
+    parallelize_model(
+        model,
+        mesh,
+        plan={**changes, "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": NoParallel()},
+    )
+    assert not isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
+    assert model.lm_head.weight.placements == (Replicate(),)
+    compare_steps(single, model)
+
+
+def errors() -> None:
+    """Wrong use is an error that changes nothing."""
+    mesh, two_dimensions = device_mesh(), device_mesh(1, 2, names=("dp", "tp"))
+    if mesh is None:
+        return
+
+    import transformers
+
+    def refused(error: type[Exception], words: str, case: str = "llama", **options: Any) -> None:
+        model = build(case)
+        with pytest.raises(error, match=words):
+            parallelize_model(model, options.pop("mesh", mesh), **options)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        model(**batch(model.config.vocab_size))
+
+    odd = "heads that do not divide"
+    refused(ValueError, r"layers\.0\.self_attn' has 6 heads and 3 key.*ranks.*gather_heads=True", f"llama, {odd}")
+    refused(ValueError, r"h\.0\.attn' has 5 heads, which the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
+    refused(ValueError, "no such module; the nearest are 'model.norm'", plan={"model.nrom": "replicate"})
+    refused(ValueError, "no name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
+    refused(ValueError, "parameter 'model.norm.weight' the style", plan={"model.norm.weight": "sequence_parallel"})
+    refused(ValueError, "src_data_rank=2", src_data_rank=2)
+    refused(ValueError, "gather_logits=False is for", plan={"lm_head": None}, gather_logits=False)
+    experts = {"model.layers.*.mlp.experts.down_proj": None}
+    refused(ValueError, "not their parameter 'down_proj'", "mixtral", plan=experts)
+    with pytest.raises(TypeError, match="takes a model of transformers, got Linear"):
+        parallelize_model(torch.nn.Linear(2, 2), mesh)
+    tiny = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    bert = transformers.BertModel(transformers.BertConfig(**tiny))
+    with pytest.raises(ValueError, match=r"BertModel brings no tensor-parallel plan.*'bert'.*plan="):
+        parallelize_model(bert, mesh)
+    refused(ValueError, r"needs a 1-D mesh", mesh=two_dimensions)
+
+
+@on_mesh()
+def twice(mesh: Any) -> None:
+    """A model that is parallelised already is refused."""
+    _, model = pair(mesh, "llama")
+    with pytest.raises(ValueError, match="has the style"):
+        parallelize_model(model, mesh)
