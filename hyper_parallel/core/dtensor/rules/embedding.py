@@ -36,11 +36,13 @@ def _look_up(
         return native(operands, statics)
     rows = ids - operand_layouts[1].local_offset[0]
     elsewhere = (rows < 0) | (rows >= size)
+    # Ids outside the whole vocabulary stay as they are: the look-up does with them what it does on a single device.
+    known = (ids >= 0) & (ids < vocabulary)
     if size == 0:
         # A row to look up, which keeps the result connected to the weight: its backward may communicate.
         weight = platform.cat([weight, platform.zeros((1, operand_layouts[1].local_shape[1]), weight)], 0)
     found = native(
-        (platform.masked_fill(rows, elsewhere, 0), weight),
+        (platform.masked_fill(rows, elsewhere & known, 0), weight),
         (_local_padding(statics[0], operand_layouts[1]), *statics[1:]),
     )
     return platform.masked_fill(found, platform.unsqueeze(elsewhere, -1), 0.0)
