@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,27 @@ def _without_ids(counts: Counter, module: str) -> Counter:
 
 def placement(name: Any) -> Any:
     return Replicate() if name == R else Shard(name)
+
+
+def table() -> list[str]:
+    """The rows of the table in docs/styles.md."""
+    names = {R: "`Replicate()`", 0: "`Shard(0)`", 1: "`Shard(1)`", 2: "`Shard(2)`", -1: "`Shard(-1)`"}
+    classes = {"colwise": "`ColwiseParallel`", "rowwise": "`RowwiseParallel`", "whole": "`NoParallel`"}
+    rows = ["| style | module | input | output | forward | backward |", "|---|---|---|---|---|---|"]
+    for style, module in MATRIX[:6]:
+        for given in (R, 1, -1) if module == "linear" else (R,):
+            for wanted in (R, 1, -1):
+                cells = [classes[style], module, names[given], names[wanted]]
+                cells += [
+                    ", ".join(sorted(counts.elements())) or "-" for counts in expected(style, module, given, wanted)
+                ]
+                rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def test_table_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "styles.md").read_text()
+    assert "\n".join(table()) in text
 
 
 @spmd.on_mesh()
