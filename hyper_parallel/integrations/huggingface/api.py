@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.integrations.huggingface.attention import fit_heads
+from hyper_parallel.integrations.huggingface.between import fit_between
 from hyper_parallel.integrations.huggingface.head import fit_head
 from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
 
@@ -79,6 +80,7 @@ def parallelize_model(
     modules = dict(platform.named_modules(model))
     styles = resolve_styles(named_plan(model, plan), modules, plan or {}, mesh)
     local_sizes = fit_heads(styles, modules, mesh, gather_heads=gather_heads)
+    fit_between(styles, modules, mesh)
     fit_head(model, styles, modules, mesh, gather_logits=gather_logits)
     parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
     for module, attribute, size in local_sizes:

@@ -1,0 +1,67 @@
+"""Parameters that the plan does not name and that stand where features are sharded, such as those of activations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.tensor_parallel.attention import Attention
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
+from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+
+__all__ = ["fit_between"]
+
+
+def fit_between(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """See to the gradients of what is computed between a projection by columns and one by rows.
+
+    A module there whose parameters are single numbers gets a style that reduces their gradients, of which each rank
+    computes a part. In attention modules, norms inside heads are seen to by `parallelize_module`; linear layers there
+    read the hidden states, which are whole.
+
+    Args:
+        styles: by path; changed in place.
+        modules: all modules of the model, by path.
+        mesh: 1-D mesh.
+
+    Raises:
+        ValueError: for larger parameters that the plan does not name: as plain ones their gradients would be wrong.
+    """
+    platform = mesh.platform
+    for above in _with_sharded_features(styles):
+        if Attention.of(modules[above]) is not None:
+            continue
+        for path, module in modules.items():
+            if path != above and not path.startswith(f"{above}."):
+                continue
+            if platform.is_linear_module(module) or any(_is_below(path, planned) for planned in styles):
+                continue
+            sizes = {name: math.prod(tuple(parameter.shape)) for name, parameter in platform.named_parameters(module)}
+            if not sizes:
+                continue
+            if max(sizes.values()) > 1 or path == above:
+                raise ValueError(
+                    f"the plan shards the features between the projections of {above!r} and does not name the "
+                    f"parameters {', '.join(map(repr, sizes))} of {path!r}, which may be computed with there: give "
+                    f"{path!r} a style with plan={{...}}, such as 'replicated_with_grad_allreduce' for a norm inside "
+                    "heads, or take the projections out of the plan"
+                )
+            styles[path] = HeadNormParallel()
+
+
+def _with_sharded_features(styles: dict[str, ParallelStyle]) -> list[str]:
+    """Paths of the modules that directly hold a projection by columns, its features left sharded, and one by rows."""
+    columns, rows = set(), set()
+    for path, style in styles.items():
+        if path and isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
+            columns.add(path.rpartition(".")[0])
+        elif path and isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),):
+            rows.add(path.rpartition(".")[0])
+    return sorted(columns & rows)
+
+
+def _is_below(path: str, planned: str) -> bool:
+    return path == planned or path.startswith(f"{planned}.")
