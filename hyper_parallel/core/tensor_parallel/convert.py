@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 
-__all__ = ["as_single", "as_slots", "check_placement", "check_same_length", "leave", "place"]
+__all__ = [
+    "as_single",
+    "as_slots",
+    "check_placement",
+    "check_same_length",
+    "convert_inputs",
+    "convert_outputs",
+    "leave",
+    "place",
+]
 
 Slots = tuple  # of Placement or None
 
@@ -59,6 +68,48 @@ def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, 
     if desired is not None:
         y = y.redistribute(placements=(desired,))
     return y.to_local() if use_local else y
+
+
+def convert_inputs(
+    args: tuple, layouts: Sequence[Placement | None], convert: Callable[[Any, int, str], Any], module: Any, style: str
+) -> tuple:
+    """The positional inputs of a module, those that have a layout converted by ``convert(x, i, what)``.
+
+    Raises:
+        ValueError: when there are fewer inputs than layouts.
+    """
+    name = type(module).__name__
+    if len(args) < len(layouts):
+        raise ValueError(
+            f"{name} was called with {len(args)} positional input(s), {style} has {len(layouts)} input_layouts: give "
+            "the rest positionally, or use input_kwarg_layouts for inputs by keyword"
+        )
+    return tuple(
+        x if i >= len(layouts) or layouts[i] is None or x is None else convert(x, i, f"input {i} of {name}")
+        for i, x in enumerate(args)
+    )
+
+
+def convert_outputs(
+    output: Any, layouts: Sequence[Placement | None], convert: Callable[[Any, int, str], Any], module: Any, style: str
+) -> Any:
+    """The output of a module, or each of several, converted by ``convert(y, i, what)`` where it has a layout.
+
+    Raises:
+        ValueError: when there are more or fewer outputs than layouts.
+    """
+    name, several = type(module).__name__, isinstance(output, (tuple, list))
+    outputs = output if several else (output,)
+    if len(outputs) != len(layouts):
+        raise ValueError(
+            f"{name} returned {len(outputs)} output(s), {style} has {len(layouts)} output_layouts: give one for each "
+            "output, None for one that stays as it is"
+        )
+    new = [
+        y if layout is None or y is None else convert(y, i, f"output {i} of {name}")
+        for i, (y, layout) in enumerate(zip(outputs, layouts, strict=True))
+    ]
+    return type(output)(new) if several else new[0]
 
 
 def as_slots(value: Any, keyword: str, style: str) -> tuple[Placement | None, ...]:

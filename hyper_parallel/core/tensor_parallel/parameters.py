@@ -7,7 +7,14 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle
-from hyper_parallel.core.tensor_parallel.convert import as_slots, check_placement, leave, place
+from hyper_parallel.core.tensor_parallel.convert import (
+    as_slots,
+    check_placement,
+    convert_inputs,
+    convert_outputs,
+    leave,
+    place,
+)
 
 __all__ = ["ParameterParallel"]
 
@@ -67,31 +74,23 @@ class ParameterParallel(ModuleStyle):
         if len(layouts) == 1 and (layout := layouts[0]) is not None:
             what = f"the input of {name}"
             return self._on_first_input(args, kwargs, lambda x: place(x, mesh, layout, layout, what), name)
-        if len(args) < len(layouts):
-            raise ValueError(
-                f"{name} was called with {len(args)} positional input(s), {type(self).__name__} has {len(layouts)} "
-                "input_layouts: give the rest positionally"
-            )
-        placed = [
-            x if layout is None else place(x, mesh, layout, layout, f"input {i} of {name}")
-            for i, (x, layout) in enumerate(zip(args, layouts, strict=False))
-        ]
-        return (*placed, *args[len(placed) :]), kwargs
+        new = convert_inputs(
+            args,
+            layouts,
+            lambda x, i, what: place(x, mesh, layouts[i], layouts[i], what),
+            module,
+            type(self).__name__,
+        )
+        return new, kwargs
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
-        if len(outputs) != len(self.output_layouts):
-            raise ValueError(
-                f"{type(module).__name__} returned {len(outputs)} output(s), {type(self).__name__} has "
-                f"{len(self.output_layouts)} output_layouts: give one for each output, None for one that stays as it is"
-            )
-        new = [
-            y
-            if layout is None
-            else leave(y, mesh, layout, self.use_local_output, f"output {i} of {type(module).__name__}")
-            for i, (y, layout) in enumerate(zip(outputs, self.output_layouts, strict=True))
-        ]
-        return type(output)(new) if isinstance(output, (tuple, list)) else new[0]
+        return convert_outputs(
+            output,
+            self.output_layouts,
+            lambda y, i, what: leave(y, mesh, self.output_layouts[i], self.use_local_output, what),
+            module,
+            type(self).__name__,
+        )
 
     def __repr__(self) -> str:
         return (

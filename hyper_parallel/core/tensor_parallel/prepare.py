@@ -7,7 +7,15 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, mark_applied
-from hyper_parallel.core.tensor_parallel.convert import as_slots, check_placement, check_same_length, leave, place
+from hyper_parallel.core.tensor_parallel.convert import (
+    as_slots,
+    check_placement,
+    check_same_length,
+    convert_inputs,
+    convert_outputs,
+    leave,
+    place,
+)
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -80,17 +88,12 @@ class PrepareModuleInput(ParallelStyle):
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         layouts, desired = self.input_layouts or (), self.desired_input_layouts or ()
-        if len(args) < len(layouts):
-            raise ValueError(
-                f"{type(module).__name__} was called with {len(args)} positional input(s), {type(self).__name__} has "
-                f"{len(layouts)} input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by "
-                "keyword"
-            )
-        new_args = tuple(
-            self._prepare(x, mesh, layouts[i], desired[i], f"input {i} of {type(module).__name__}")
-            if i < len(layouts)
-            else x
-            for i, x in enumerate(args)
+        new_args = convert_inputs(
+            args,
+            layouts,
+            lambda x, i, what: self._prepare(x, mesh, layouts[i], desired[i], what),
+            module,
+            type(self).__name__,
         )
         new_kwargs = {
             key: self._prepare(
@@ -167,23 +170,11 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
-        if len(outputs) != len(self.output_layouts):
-            raise ValueError(
-                f"{type(module).__name__} returned {len(outputs)} output(s), {type(self).__name__} has "
-                f"{len(self.output_layouts)} output_layouts: give one for each output, None for one that stays as it is"
-            )
-        new = [
-            y if layout is None or y is None else self._prepare(y, mesh, layout, desired, i, module)
-            for i, (y, layout, desired) in enumerate(
-                zip(outputs, self.output_layouts, self.desired_output_layouts, strict=True)
-            )
-        ]
-        return type(output)(new) if isinstance(output, (tuple, list)) else new[0]
+        def prepare(y: Any, i: int, what: str) -> Any:
+            placed = place(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what)
+            return leave(placed, mesh, None, self.use_local_output, what)
 
-    def _prepare(self, y: Any, mesh: DeviceMesh, layout: Placement, desired: Any, i: int, module: Any) -> Any:
-        what = f"output {i} of {type(module).__name__}"
-        return leave(place(y, mesh, layout, desired, what), mesh, None, self.use_local_output, what)
+        return convert_outputs(output, self.output_layouts, prepare, module, type(self).__name__)
 
     def __repr__(self) -> str:
         return (

@@ -47,7 +47,8 @@ class _WeightParallel(ModuleStyle):
         self.use_local_output = use_local_output
         self.packed = None if packed is None else PackedShard(0, packed).sizes
         self.heads = as_heads(heads, name)
-        if isinstance(self.heads, tuple) and isinstance(self.packed, tuple) and len(self.heads) != len(self.packed):
+        count = len(self.packed) if isinstance(self.packed, tuple) else self.packed
+        if isinstance(self.heads, tuple) and count not in (None, len(self.heads)):
             raise ValueError(f"{name}: heads={self.heads} and packed={self.packed} name different numbers of parts")
         if isinstance(self.heads, int) and self.packed is not None:
             raise ValueError(f"{name}: with packed={self.packed}, heads takes one number for each part")
