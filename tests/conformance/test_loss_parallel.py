@@ -197,8 +197,8 @@ def consumers(mesh: Any, vocabulary: int) -> list[tuple[int, int]]:
 
         with CommDebugMode() as both:
             y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1)])
-        same(lab.numpy(y), lab.numpy(value), name)
-        same(got, part_of(wanted, mesh, S1), f"{name}: gradient")
+        same(lab.numpy(y), lab.numpy(value), name, tolerance=1e-4)  # MindSpore's own log_softmax is not better
+        same(got, part_of(wanted, mesh, S1), f"{name}: gradient", tolerance=1e-4)
         counts.append((forward[0], count(both) - forward[0]))
     return counts
 
@@ -278,8 +278,7 @@ def gradients_of_gradients(mesh: Any, vocabulary: int) -> None:
     chosen = np.eye(vocabulary, dtype=np.float32)[target]
 
     def log_p(x: Any) -> Any:  # in elementary operations: MindSpore has no second derivative of its own softmax
-        e = lab.exp(x)
-        return lab.where(lab.tensor(np.ones(x.shape, bool)), x, x) - _log(lab.sum(e, 1, True))
+        return x - _log(lab.sum(lab.exp(x), 1, True))
 
     plain = {
         "cross_entropy": lambda x: lab.sum(lab.square(lab.sum(log_p(x) * lab.tensor(chosen), 1, True))),
@@ -319,7 +318,8 @@ def test_gradients_of_gradients(pool: Any, world_size: int, vocabulary: int) -> 
 
 @spmd.on_mesh()
 def extremes(mesh: Any) -> None:
-    """Huge logits, and classes masked with minus infinity: on one rank all of them."""
+    """Huge logits, and classes masked with minus infinity: on one rank all of them. The reference is NumPy's, because
+    MindSpore gives no number for infinite logits."""
     lab = get_lab()
     x = logits_of(4, 8)
     x[0] += 1e4
@@ -327,7 +327,10 @@ def extremes(mesh: Any) -> None:
     x[2, 1] = 1e4
     x[3, 4:] = -np.inf
     target = as_target(np.array([1, 7, 2, 0], np.int32))
-    value, (wanted,) = lab.value_and_grads(lambda x: (lab.loss(x, lab.tensor(target)),) * 2, [x])
+    exact = x.astype(np.float64) - x.max(1, keepdims=True)
+    log_p = exact - np.log(np.exp(exact).sum(1, keepdims=True))
+    value = -log_p[np.arange(4), target].mean()
+    wanted = (np.exp(log_p) - np.eye(8)[target]) / 4
 
     def sharded(local: Any) -> Any:
         y = vocab_parallel_cross_entropy(local, lab.tensor(target), mesh)
@@ -335,7 +338,7 @@ def extremes(mesh: Any) -> None:
 
     y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1)])
     assert np.isfinite(lab.numpy(y)) and np.isfinite(got).all()
-    same(lab.numpy(y), lab.numpy(value), "value")
+    same(lab.numpy(y), value, "value")
     same(got, part_of(wanted, mesh, S1), "gradient")
 
 

@@ -298,13 +298,16 @@ class VocabParallel:
         """Which samples are ignored, and which have a target that is no class; with a class dimension."""
         ignored = target == ignore_index
         wrong = ((target < 0) | (target >= classes.total)) & (target != ignore_index)
-        # Reading the answer makes the host wait for an accelerator: there it is left to the loss.
-        if self.platform.device_type == "cpu" and bool(wrong.any()):
+        if self._looks() and bool(wrong.any()):
             raise IndexError(
                 f"a target is no class: targets must lie between 0 and {classes.total - 1}, or be the "
                 f"ignore_index {ignore_index}"
             )
         return self.platform.unsqueeze(ignored, classes.dim), self.platform.unsqueeze(wrong, classes.dim)
+
+    def _looks(self) -> bool:
+        """Whether to read values: it makes the host wait for an accelerator, where the loss tells instead."""
+        return self.platform.device_type == "cpu"
 
     def _rows(self, target: Any, classes: Classes) -> tuple[Any, Any]:
         """Targets as indices into this rank's classes, 0 for those of other ranks, and which are of other ranks."""

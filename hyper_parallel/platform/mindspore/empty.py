@@ -10,25 +10,19 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.indexing import decode_index
 
-__all__ = ["connected_zeros", "guarded", "nothing_of"]
+__all__ = ["connected_zeros", "guarded"]
 
 _FLOATS = frozenset((ms.float16, ms.bfloat16, ms.float32, ms.float64))
-
-
-def nothing_of(x: Tensor) -> Tensor:
-    """The first 0 elements of ``x``: shape (0,), gradient zero."""
-    return mint.narrow(ops.reshape(x, (prod(x.shape),)), 0, 0, 0)
 
 
 class _Zeros(_Function):

@@ -85,9 +85,14 @@ def second_order(
     places = tuple(range(len(arrays)))
 
     def outer(*xs: Any) -> Any:
-        return combine(*ms.grad(function, places)(*xs))
+        return combine(*_as_tuple(ms.grad(function, places)(*xs)))
 
-    return [g.asnumpy() for g in ms.grad(outer, places)(*map(tensor, arrays))]
+    return [g.asnumpy() for g in _as_tuple(ms.grad(outer, places)(*map(tensor, arrays)))]
+
+
+def _as_tuple(grads: Any) -> tuple:
+    """MindSpore gives a single gradient bare."""
+    return grads if isinstance(grads, tuple) else (grads,)
 
 
 def sgd(module: nn.Cell, rate: float) -> Callable[[dict[str, Any]], None]:

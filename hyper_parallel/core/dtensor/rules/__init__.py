@@ -67,7 +67,7 @@ attention          q, k, v, mask|None              is_causal, dropout probabilit
                                                    fewer k/v heads: GQA)
 cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing, dtype of the result or
                                                    None for that of the logits (classes in dim 1, or 0)
-nll_loss           log_probs, target, weight|None  reduction, ignore_index
+nll_loss           log_probs, target, weight|None  reduction, ignore_index, dtype of the result or None
 dropout            x                               p, training
 -----------------  ------------------------------  ------------------------------------------------------------------
 replicate          any number                      every operand is gathered first (item, equal, nonzero)

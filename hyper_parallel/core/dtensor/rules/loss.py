@@ -23,14 +23,24 @@ def class_dim(logits: tuple[int, ...]) -> int:
     return min(1, len(logits) - 1)
 
 
-@rule("cross_entropy", "nll_loss")
+@rule("cross_entropy")
 def cross_entropy(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Target holds classes, or probabilities when it has the shape of the logits. A mean is the local sum divided by
-    the global weight of the samples, so that its parts add up. Over sharded classes the ranks combine their parts
-    within the call."""
+    """Target holds classes, or probabilities when it has the shape of the logits."""
+    return _loss(shapes, statics[0], _cross_entropy) if 0.0 <= statics[2] <= 1.0 else None
+
+
+@rule("nll_loss")
+def nll_loss(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Target holds classes."""
+    same_shape = shapes[0] is not None and shapes[1] is not None and len(shapes[0]) == len(shapes[1])
+    return None if same_shape else _loss(shapes, statics[0], _nll_loss)
+
+
+def _loss(shapes: tuple, reduction: str, call: Any) -> OpSharding | None:
+    """A mean is the local sum divided by the global weight of the samples, so that its parts add up. Over sharded
+    classes the ranks combine their parts within the call."""
     logits, target, weight = (*shapes, None)[:3]
-    reduction, smoothing = statics[0], statics[2] if len(statics) > 2 else 0.0
-    if not logits or target is None or reduction not in ("none", "sum", "mean") or not 0.0 <= smoothing <= 1.0:
+    if not logits or target is None or reduction not in ("none", "sum", "mean"):
         return None
     classes = class_dim(logits)
     labels = named(logits)
@@ -49,7 +59,7 @@ def cross_entropy(shapes: tuple, statics: tuple) -> OpSharding | None:
         result_shapes=(without(logits, (classes,)) if each else (),),
         reduce=None if each else "sum",
         combined=(labels[classes],),
-        call=_cross_entropy if len(statics) > 2 else _nll_loss,
+        call=call,
     )
 
 
@@ -107,7 +117,7 @@ def _nll_loss(
             return native(operands, statics)
         return _mean(platform, native, operands, statics, operand_layouts, result_layouts)
     x, target, weight = (*operands, None)[:3]
-    reduction, ignore_index = statics[:2]
+    reduction, ignore_index, dtype = (*statics, None)[:3]
     _check_weight(platform, weight)
     functions = vocab_parallel_of(platform)
     loss, weights = functions.nll(x, target, weight, classes, ignore_index)
@@ -117,7 +127,7 @@ def _nll_loss(
         count = _total(platform, weights, operand_layouts[1], dims)
     # Reduced over samples first: then one number travels.
     loss = functions.summed(_reduced(platform, loss, "none" if reduction == "none" else "sum", None), classes)
-    return platform.to_dtype(loss if count is None else loss / count, x.dtype)
+    return platform.to_dtype(loss if count is None else loss / count, x.dtype if dtype is None else dtype)
 
 
 def _check_weight(platform: Any, weight: Any) -> None:

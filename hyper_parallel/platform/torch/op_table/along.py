@@ -56,7 +56,12 @@ def _bind_softmax(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
         x, dim, dtype = _softmax_arguments(func, args, {k: v for k, v in kwargs.items() if k != "_stacklevel"})
     if not isinstance(dim, int):
         raise UnboundCallError
-    return (x,), (dim, autocast_dtype(x) if dtype is None else dtype)
+    return (x,), (dim, _autocast_dtype(x) if dtype is None else dtype)
+
+
+def _autocast_dtype(x: Any) -> Any:
+    """Autocast leaves a softmax as it is on CPU and runs it in full precision elsewhere."""
+    return None if x.device.type == "cpu" else autocast_dtype(x)
 
 
 def _call_softmax(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -164,7 +164,7 @@ def _call_cross_entropy(func: Any, operands: tuple, statics: tuple) -> Any:
 def _bind_nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     x, target, weight, average, ignore, reduce, reduction = _nll_arguments(func, args, kwargs)
     _reject_deprecated(average, reduce)
-    return (x, _classes(target), weight), (reduction, ignore)
+    return (x, _classes(target), weight), (reduction, ignore, autocast_dtype(x))
 
 
 def _call_nll_loss(func: Any, operands: tuple, statics: tuple) -> Any:

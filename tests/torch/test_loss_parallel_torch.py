@@ -1,0 +1,259 @@
+"""`loss_parallel` on torch: against torch itself, narrow dtypes, autocast, modules, bad targets on accelerators."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs_dtensor
+import torch.distributed.tensor.parallel as theirs_parallel
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode as TheirCommDebugMode
+
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    loss_parallel,
+    parallelize_module,
+    vocab_parallel_cross_entropy,
+)
+from hyper_parallel.core.dtensor.vocab_parallel import vocab_parallel_of
+from tests.support import spmd
+from tests.torch.support import close, device, randn
+
+_THEIR_MESHES: dict[tuple[int, ...], Any] = {}
+
+
+def their_mesh(*shape: int) -> Any:
+    """A mesh of torch over the first ranks; to be called on all ranks of the pool."""
+    if shape not in _THEIR_MESHES:
+        ranks = torch.arange(math.prod(shape)).reshape(shape)
+        _THEIR_MESHES[shape] = theirs_dtensor.DeviceMesh(device().type, ranks)
+    return _THEIR_MESHES[shape]
+
+
+def targets(*shape: int, classes: int) -> torch.Tensor:
+    return torch.randint(0, classes, shape, generator=torch.Generator().manual_seed(1)).to(device())
+
+
+# ---------------------------------------------------------------------- against torch's own
+
+
+def against_torch(reduction: str, weighted: bool, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Value and gradient of both libraries, and the collectives of each."""
+    theirs, ours = their_mesh(2), spmd.device_mesh(2)
+    if ours is None:
+        return None
+    x, classes = randn(*shape), shape[1]
+    t = targets(shape[0], *shape[2:], classes=classes)
+    if not weighted:  # with weights torch looks the weight of class -100 up
+        t.view(-1)[0] = -100
+    weight = randn(classes, seed=2).abs() if weighted else None
+    cotangent = randn(t.numel(), seed=3).view_as(t) if reduction == "none" else randn(1, seed=3)[0]
+    found = []
+    for shard, replicate, mesh, distribute, context, counter, dtensor in (
+        (
+            theirs_dtensor.Shard(1),
+            theirs_dtensor.Replicate(),
+            theirs,
+            theirs_dtensor.distribute_tensor,
+            theirs_parallel.loss_parallel,
+            TheirCommDebugMode,
+            theirs_dtensor.DTensor,
+        ),
+        (Shard(1), Replicate(), ours, distribute_tensor, loss_parallel, CommDebugMode, None),
+    ):
+        logits = distribute(x, mesh, [shard]).detach().requires_grad_()
+        with counter() as comm, context():
+            y = F.cross_entropy(logits, t, weight, reduction=reduction)
+            assert tuple(y.placements) == (replicate,)
+            local = y.to_local() if dtensor is None else y
+            seed = cotangent if dtensor is None else dtensor.from_local(cotangent, mesh, [replicate], run_check=False)
+            (local * seed).sum().backward()
+        found.append((y.full_tensor().detach(), logits.grad.full_tensor(), comm.get_total_counts()))
+    (their_y, their_grad, their_count), (our_y, our_grad, our_count) = found
+    close(our_y, their_y, "value")
+    close(our_grad, their_grad, "gradient")
+    return their_count, our_count
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_against_torch(pool: Any, reduction: str) -> None:
+    for weighted in (False, True):
+        for shape in ((6, 8), (2, 5, 3)):
+            for theirs, ours in pool.run(2, against_torch, reduction, weighted, shape):
+                assert ours == 2 < theirs
+
+
+def mean_over_samples() -> float | None:
+    """A mean over sharded samples, which torch refuses."""
+    theirs, ours = their_mesh(2, 2), spmd.device_mesh(2, 2)
+    if ours is None:
+        return None
+    x, t = randn(6, 8), targets(6, classes=8)
+    refused = theirs_dtensor.distribute_tensor(x, theirs, [theirs_dtensor.Shard(0), theirs_dtensor.Shard(1)])
+    with pytest.raises(NotImplementedError), theirs_parallel.loss_parallel():
+        F.cross_entropy(
+            refused, theirs_dtensor.distribute_tensor(t, theirs, [theirs_dtensor.Shard(0), theirs_dtensor.Replicate()])
+        )
+    with loss_parallel():
+        y = F.cross_entropy(distribute_tensor(x, ours, [Shard(0), Shard(1)]), t)
+    assert y.placements == (Partial(), Replicate())
+    close(y, F.cross_entropy(x, t))
+    return y.full_tensor().item()
+
+
+def test_mean_over_samples(pool: Any) -> None:
+    assert len(set(pool.run(4, mean_over_samples))) == 1
+
+
+# ---------------------------------------------------------------------- dtypes
+
+
+@spmd.on_mesh()
+def narrow(mesh: Any, dtype: torch.dtype) -> None:
+    """Sums are in float32: as good as torch's own kernel, and dtypes are torch's."""
+    x, t = (randn(16, 1000) * 4).to(dtype), targets(16, classes=1000)
+    for function in (
+        lambda x: F.cross_entropy(x, t),
+        lambda x: F.cross_entropy(x, t, reduction="none", label_smoothing=0.1),
+        lambda x: F.log_softmax(x, 1),
+        lambda x: F.softmax(x, 1),
+        lambda x: torch.logsumexp(x, 1),
+        lambda x: F.softmax(x, 1, dtype=torch.float64),
+    ):
+        exact = x.double().requires_grad_()
+        wanted = function(exact)
+        wanted.sum().backward()
+        logits = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel():
+            y = function(logits)
+        y.sum().backward()
+        assert y.dtype == function(x).dtype and logits.grad.dtype == dtype
+        close(y.full_tensor().double(), wanted, "value", 2e-2)
+        close(logits.grad.full_tensor().double(), exact.grad, "gradient", 2e-2)
+    local = distribute_tensor(x, mesh, [Shard(1)]).to_local()
+    assert vocab_parallel_cross_entropy(local, t, mesh).dtype == dtype
+    # Thousands of equal logits: a sum in the narrow dtype would stop growing.
+    flat = distribute_tensor(torch.zeros(2, 8192, dtype=dtype, device=device()), mesh, [Shard(1)])
+    close(F.log_softmax(flat, 1).full_tensor()[0, 0].float(), torch.tensor(-math.log(8192)), "sum", 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes(pool: Any, dtype: torch.dtype) -> None:
+    pool.run(2, narrow, dtype)
+
+
+@spmd.on_mesh()
+def autocast(mesh: Any) -> None:
+    """As for plain tensors: the head in bfloat16, its loss in float32."""
+    x, t = randn(4, 8), targets(4, classes=6)
+    torch.manual_seed(0)
+    plain, sharded = nn.Linear(8, 6), nn.Linear(8, 6)
+    sharded.load_state_dict(plain.state_dict())
+    plain.to(device())
+    parallelize_module(sharded.to(device()), mesh, ColwiseParallel(use_local_output=False))
+    for function in (
+        F.cross_entropy,
+        lambda x, t: F.nll_loss(x.log_softmax(1), t),
+        lambda x, t: (x.softmax(1) ** 2).sum(),
+    ):
+        for module in (plain, sharded):
+            module.zero_grad()
+        with torch.autocast(device().type, torch.bfloat16), loss_parallel():
+            wanted, got = function(plain(x), t), function(sharded(x), t)
+        assert got.dtype == wanted.dtype
+        wanted.backward()
+        got.backward()
+        close(got, wanted, "value", 1e-2)
+        close(sharded.weight.grad, plain.weight.grad, "gradient", 1e-2)
+
+
+def test_autocast(pool: Any) -> None:
+    pool.run(2, autocast)
+
+
+# ---------------------------------------------------------------------- modules, targets
+
+
+@spmd.on_mesh()
+def modules(mesh: Any) -> None:
+    """nn.CrossEntropyLoss with its buffer of class weights, nn.NLLLoss, and targets of bytes."""
+    x, t = randn(6, 5), targets(6, classes=5)
+    weight = randn(5, seed=2).abs()
+    logits = distribute_tensor(x, mesh, [Shard(1)])
+    with loss_parallel():
+        for module in (
+            nn.CrossEntropyLoss(weight, ignore_index=2, label_smoothing=0.1).to(device()),
+            nn.Sequential(nn.LogSoftmax(1)),
+        ):
+            if isinstance(module, nn.CrossEntropyLoss):
+                close(module(logits, t), module(x, t))
+            else:
+                loss = nn.NLLLoss(weight).to(device())
+                close(loss(module(logits), t), loss(module(x), t))
+        close(F.cross_entropy(logits, t.to(torch.uint8)), F.cross_entropy(x, t))
+        close(
+            F.kl_div(F.log_softmax(logits, 1), F.softmax(logits * 2, 1)),
+            F.kl_div(F.log_softmax(x, 1), F.softmax(x * 2, 1)),
+        )
+
+
+def test_modules(pool: Any) -> None:
+    pool.run(4, modules)
+
+
+@spmd.on_mesh()
+def weight_with_gradient(mesh: Any) -> None:
+    """Class weights have no gradient with classes as target, as in torch; with probabilities they have."""
+    x, t = randn(4, 6), targets(4, classes=6)
+    weight = randn(6, seed=2).abs()
+    logits = distribute_tensor(x, mesh, [Shard(1)])
+    sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    with pytest.raises(ValueError, match="class weights"), loss_parallel():
+        F.cross_entropy(logits, t, sharded)
+    p = randn(4, 6, seed=3).softmax(1)
+    placed = distribute_tensor(p, mesh, [Replicate()])
+    logits.requires_grad_()
+    with CommDebugMode() as comm:
+        loss = F.cross_entropy(logits, placed, sharded)
+        assert comm.get_comm_counts() == {"all_reduce": 3}
+        loss.backward()
+    assert comm.get_comm_counts() == {"all_reduce": 4}
+    plain = weight.clone().requires_grad_()
+    F.cross_entropy(x, p, plain).backward()
+    close(sharded.grad, plain.grad)
+
+
+def test_weight_with_gradient(pool: Any) -> None:
+    pool.run(2, weight_with_gradient)
+
+
+@spmd.on_mesh()
+def without_looking(mesh: Any) -> None:
+    """Where looking at targets would make the host wait, one that is no class makes its loss not a number."""
+    functions = vocab_parallel_of(get_platform())
+    x, t = randn(4, 6), targets(4, classes=6)
+    t[1], t[2] = 6, -100
+    local = distribute_tensor(x, mesh, [Shard(1)]).to_local().requires_grad_()
+    known, functions._looks = functions._looks, lambda: False
+    try:
+        loss = vocab_parallel_cross_entropy(local, t, mesh, reduction="none")
+    finally:
+        functions._looks = known
+    loss.nansum().backward()
+    assert loss.isnan().tolist() == [False, True, False, False]
+    assert local.grad.isnan().all(1).tolist() == [False, True, False, False]
+    assert local.grad[2].abs().max() == 0
+
+
+def test_bad_targets_on_accelerators(pool: Any) -> None:
+    pool.run(2, without_looking)
