@@ -21,7 +21,6 @@ optim = ms.experimental.optim
 #: Those that work on CPU with plain parameters.
 OPTIMIZERS: dict[str, Callable[[list], Any]] = {
     "SGD": lambda p: nn.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
-    "SGD, nesterov": lambda p: nn.SGD(p, 0.1, momentum=0.9, nesterov=True),
     "Momentum": lambda p: nn.Momentum(p, 0.1, 0.9),
     "Adam": lambda p: nn.Adam(p, 0.01),
     "Adam, amsgrad": lambda p: nn.Adam(p, 0.01, use_amsgrad=True),
@@ -113,9 +112,7 @@ def same_gradients(mesh: Any, name: str, steps: int = 3) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adam", "AdamWeightDecay", "groups, schedule", "Adagrad", "experimental AdamW", *COUPLED]
-)
+@pytest.mark.parametrize("name", ["SGD", "AdamWeightDecay", "experimental AdamW", "AdaFactor", "one's own"])
 def test_same_gradients(pool: Any, name: str) -> None:
     assert pool.run(2, same_gradients, name) == [[True] * 3] * 2
 
@@ -151,7 +148,7 @@ def test_ten_steps(pool: Any, name: str) -> None:
     assert pool.run(2, ten_steps, name) == [[], []]
 
 
-@pytest.mark.parametrize("name", ["AdamWeightDecay", "AdaFactor", "one's own"])
+@pytest.mark.parametrize("name", ["AdaFactor", "one's own"])
 def test_ten_steps_on_uneven_shards(pool: Any, name: str) -> None:
     assert pool.run(3, ten_steps, name) == [[]] * 3
 
