@@ -262,6 +262,10 @@ def errors() -> None:
     refused(ValueError, "gather_logits=False is for", plan={"lm_head": None}, gather_logits=False)
     experts = {"model.layers.*.mlp.experts.down_proj": None}
     refused(ValueError, "not their parameter 'down_proj'", "mixtral", plan=experts)
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn = torch.nn.PReLU(40)
+    with pytest.raises(ValueError, match=r"does not name the parameters 'weight' of 'model.layers.1.mlp.act_fn'"):
+        parallelize_model(model, mesh)
     with pytest.raises(TypeError, match="takes a model of transformers, got Linear"):
         parallelize_model(torch.nn.Linear(2, 2), mesh)
     tiny = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

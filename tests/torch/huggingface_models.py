@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, eager": ("GPT2", {"attn_implementation": "eager", "scale_attn_by_inverse_layer_idx": True}),
     "mixtral": ("Mixtral", _MOE),
     "mixtral, eager": ("Mixtral", {**_MOE, "experts_implementation": "eager"}),
+    "apertus": ("Apertus", {}),
     "llama, heads that do not divide": (
         "Llama",
         {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},

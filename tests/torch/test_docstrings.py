@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hyper_parallel"
@@ -25,7 +26,7 @@ print(attempted)
 def test_examples() -> None:
     modules = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for folder in ("core", "debug")
+        for folder in ("core", "debug", *(["integrations"] if find_spec("transformers") else []))
         for path in sorted((PACKAGE / folder).rglob("*.py"))
         if path.stem != "__init__"
     ]

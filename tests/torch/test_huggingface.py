@@ -19,8 +19,8 @@ JOBS = "tests.torch.huggingface_jobs"
 LAYERS = 2
 #: Heads that this number of ranks can share only by computing attention in whole on each.
 GATHERED = {"gather_heads": True}
-ON_TWO = ["llama", "llama, few key-value heads", "qwen3", "gpt2", "mixtral"]
-ON_FOUR = [case for case in CASES if case not in ("llama, heads that do not divide", "gpt2, three heads")]
+ON_TWO = ["llama", "llama, few key-value heads", "qwen3", "gpt2", "mixtral", "apertus"]
+ON_FOUR = [case for case in CASES if case not in ("apertus", "llama, heads that do not divide", "gpt2, three heads")]
 
 
 @pytest.mark.parametrize("case", ON_TWO)
@@ -79,9 +79,13 @@ def test_what_is_sharded(pool: Any) -> None:
 
 @pytest.mark.parametrize("case", ["llama, odd sizes", "gemma 2", "gpt2"])
 def test_logits_stay_sharded_for_loss_parallel(pool: Any, case: str) -> None:
-    """No all-gather: three all-reduces of a few numbers in its place, of which one counts the samples."""
+    """Two all-reduces of a few numbers for each word in place of the all-gather."""
     (counts, *_) = pool.run(4, f"{JOBS}:sharded_logits", case)
-    assert "all_gather" not in counts["forward"] | counts["backward"]
+    shared_heads = 2 * LAYERS if case == "gemma 2" else 0
+    assert counts == {
+        "forward": {"all_reduce": 1 + 2 * LAYERS + 2},
+        "backward": {"all_reduce": 2 * LAYERS + 1 + shared_heads},
+    }
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -128,6 +128,20 @@ def test_import_hyper_parallel_imports_no_framework() -> None:
     assert run_python(code) == "[]\n"
 
 
+def test_integrations_import_no_library_before_it_is_used() -> None:
+    """Neither a framework nor the library that an integration is for; and no other part of the package knows one."""
+    names = {"transformers"}
+    code = "import sys, hyper_parallel.integrations.huggingface; print([n for n in {names!r} if n in sys.modules])"
+    assert run_python(code.format(names=sorted({*FOLDER_OF, *names}))) == "[]\n"
+    found = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in python_files(PACKAGE)
+        for _, package in imported_packages(ast.parse(path.read_text(encoding="utf-8")))
+        if package in names
+    }
+    assert found == {"integrations"}
+
+
 def test_platform_stays_the_standard_library_module() -> None:
     """The folder platform/ in the root, which is on the path there, does not hide it."""
     assert (ROOT / "platform").is_dir()
