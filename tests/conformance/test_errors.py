@@ -11,11 +11,14 @@ from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
     DTensor,
+    HeadNormParallel,
+    NoParallel,
     Partial,
     PrepareModuleInput,
     PrepareModuleOutput,
     Replicate,
     RowwiseParallel,
+    SequenceParallel,
     Shard,
     distribute_tensor,
     init_device_mesh,
@@ -79,6 +82,14 @@ def wrong_plans(mesh: Any) -> None:
         parallelize_module(model(), mesh, [ColwiseParallel()])
     with fails(ValueError, "src_data_rank=9"):
         parallelize_module(model(), mesh, {"up": ColwiseParallel()}, src_data_rank=9)
+    with fails(TypeError, "src_data_rank", "'0'"):
+        parallelize_module(model(), mesh, {"up": ColwiseParallel()}, src_data_rank="0")
+    with fails(TypeError, "parallelize_module", "platform", "str"):
+        parallelize_module("model", mesh, ColwiseParallel())
+    with fails(TypeError, "parallelize_module", "DeviceMesh", "str"):
+        parallelize_module(model(), "tp", ColwiseParallel())
+    with fails(TypeError, "ColwiseParallel.apply", "DeviceMesh", "str"):
+        ColwiseParallel().apply(model().up, "tp")
     with fails(ValueError, "parallelize_module", "device_mesh"):
         parallelize_module(model(), None, {"up": ColwiseParallel()})
     with pytest.warns(UserWarning, match="without a parallelize_plan"):
@@ -115,6 +126,15 @@ def wrong_layouts(mesh: Any) -> None:
         PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"mask": Shard(0)})
     with fails(TypeError, "ColwiseParallel(input_layouts=...)", "'rows'"):
         ColwiseParallel(input_layouts="rows")
+    with fails(TypeError, "PrepareModuleInput(input_kwarg_layouts=...)", "dict", "[Shard(dim=0)]"):
+        PrepareModuleInput(input_kwarg_layouts=[Shard(0)], desired_input_kwarg_layouts=[Shard(0)])
+    with fails(TypeError, "PrepareModuleInput(desired_input_kwarg_layouts=...)", "'rows'"):
+        PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"x": "rows"})
+    for style in (ColwiseParallel, RowwiseParallel, SequenceParallel, HeadNormParallel, NoParallel):
+        with fails(TypeError, f"{style.__name__}(use_local_output=...)", "True or False", "'no'"):
+            style(use_local_output="no")
+    with fails(TypeError, "SequenceParallel(sequence_dim=...)", "'1'"):
+        SequenceParallel(sequence_dim="1")
     with fails(ValueError, "RowwiseParallel(output_layouts=...)", "one placement"):
         RowwiseParallel(output_layouts=(Shard(0), Shard(1)))
     with fails(ValueError, "Partial(reduce_op)", "'bogus'"):
@@ -152,6 +172,28 @@ def wrong_layouts(mesh: Any) -> None:
 
 
 @spmd.on_mesh()
+def wrong_calls(mesh: Any) -> None:
+    """Messages name the module by its path in the plan."""
+    lab, x = get_lab(), floats(4, 6)
+
+    def model(**styles: Any) -> Any:
+        made = lab.load(lab.Mlp(6, 12), np.random.default_rng(0))
+        return parallelize_module(made, mesh, styles, src_data_rank=None)
+
+    path = "the input of Dense 'up'" if "Dense" in type(model().up).__name__ else "the input of Linear 'up'"
+    with fails(ValueError, path, "(4, 6)", "Shard(dim=3)", "no such dimension"):
+        lab.call(model(up=ColwiseParallel(input_layouts=Shard(3))), x)
+    with fails(ValueError, "the output of", "'up'", "Shard(dim=2)", "no such dimension"):
+        lab.call(model(up=ColwiseParallel(output_layouts=Shard(2))), x)
+    with fails(TypeError, path, "must be a tensor, got str"):
+        lab.call(model(up=ColwiseParallel()), "x")
+    with fails(ValueError, "'down'", "has 13 features", f"takes {12 // mesh.size()} on this rank", "input_layouts"):
+        lab.call(model(down=RowwiseParallel()).down, floats(4, 13))
+    with fails(ValueError, "'up' was called without inputs"):
+        lab.call(model(up=ColwiseParallel()).up)
+
+
+@spmd.on_mesh()
 def mixed_tensors(mesh: Any) -> None:
     x = floats(4, 6)
     distributed = DTensor.from_local(x, mesh, [Shard(0)])
@@ -184,7 +226,7 @@ def wrong_meshes(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("job", [wrong_plans, wrong_layouts, mixed_tensors], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [wrong_plans, wrong_layouts, wrong_calls, mixed_tensors], ids=lambda job: job.__name__)
 def test_wrong_use(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)
 

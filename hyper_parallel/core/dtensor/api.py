@@ -159,7 +159,9 @@ def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
 
 
 def check_src_data_rank(src_data_rank: int | None, mesh: DeviceMesh) -> None:
-    """Raise ValueError unless ``src_data_rank`` is None or an index along every mesh dimension."""
+    """Raise unless ``src_data_rank`` is None or an index along every mesh dimension."""
+    if src_data_rank is not None and (not isinstance(src_data_rank, int) or isinstance(src_data_rank, bool)):
+        raise TypeError(f"src_data_rank is an int, or None to communicate nothing, got {src_data_rank!r}")
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise ValueError(
             f"src_data_rank={src_data_rank} is not an index along every dimension of {mesh}: use 0 to "

@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.tensor_parallel.base import name_module
 from hyper_parallel.core.tensor_parallel.plan import Plan, resolve_plan
 
 __all__ = ["parallelize_module"]
@@ -39,7 +40,7 @@ def parallelize_module(
         ``module``.
 
     Raises:
-        TypeError: for a plan that is neither a style nor a dict of styles.
+        TypeError: for a module of another framework, and a plan that is neither a style nor a dict of styles.
         ValueError: for a mesh that is not 1-D, an unknown name of a style, a style that does not fit its module or was
             applied before, attention heads that the ranks cannot share evenly, a parameter that several modules share
             and the plan does not place the same way in all, a ``src_data_rank`` outside the mesh; inside `strict()`
@@ -58,6 +59,11 @@ def parallelize_module(
     """
     mesh = resolve_mesh(device_mesh, "parallelize_module")
     bind_platform(mesh.platform)
+    if not isinstance(module, mesh.platform.Module):
+        raise TypeError(
+            f"parallelize_module takes a {mesh.platform.Module.__name__} of the platform {mesh.platform.name!r}, got "
+            f"{type(module).__name__}"
+        )
     if parallelize_plan is None:
         warnings.warn("parallelize_module was called without a parallelize_plan and does nothing", stacklevel=2)
         return module
@@ -67,7 +73,8 @@ def parallelize_module(
             "mesh['tp']"
         )
     check_src_data_rank(src_data_rank, mesh)
-    for _, submodule, style in resolve_plan(parallelize_plan, module, mesh):
+    for path, submodule, style in resolve_plan(parallelize_plan, module, mesh):
+        name_module(submodule, path)
         style.src_data_rank = src_data_rank
         style._apply(submodule, mesh)
     return module

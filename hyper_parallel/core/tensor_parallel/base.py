@@ -6,14 +6,15 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
 
-__all__ = ["ModuleStyle", "ParallelStyle", "mark_applied"]
+__all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "mark_applied", "name_module", "title"]
 
 _APPLIED = "_hyper_parallel_styles"
+_PATH = "_hyper_parallel_path"
 
 
 class ParallelStyle(ABC):
@@ -31,7 +32,7 @@ class ParallelStyle(ABC):
         Raises:
             ValueError: for a mesh that is not 1-D, or when `check` finds the style unfit.
         """
-        bind_platform(device_mesh.platform)
+        bind_platform(resolve_mesh(device_mesh, f"{type(self).__name__}.apply").platform)
         self.check(module, device_mesh, type(module).__name__)
         return self._apply(module, device_mesh)
 
@@ -118,3 +119,25 @@ class ModuleStyle(ParallelStyle):
 def mark_applied(module: Any, style: ParallelStyle) -> None:
     """Remember on ``module`` that ``style`` was applied to it."""
     object.__setattr__(module, _APPLIED, (*getattr(module, _APPLIED, ()), style))
+
+
+def name_module(module: Any, path: str) -> None:
+    """Remember on ``module`` what the plan calls it, for messages."""
+    object.__setattr__(module, _PATH, path)
+
+
+def title(module: Any) -> str:
+    """What messages call a module: its class, and its path where a plan named it."""
+    path = getattr(module, _PATH, "")
+    return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+
+def check_flag(value: Any, keyword: str, style: str) -> bool:
+    """``value`` of a keyword that is True or False.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{style}({keyword}=...) is True or False, got {value!r}")
+    return value

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.tensor_parallel.base import title
 
 __all__ = [
+    "as_named",
     "as_single",
     "as_slots",
     "check_placement",
@@ -51,14 +54,31 @@ def place(
         if x.device_mesh is not mesh:
             raise ValueError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
     elif mesh.platform.is_tensor(x):
+        _check_dim(layout, x, what)
         shape = None
         if size is not None and isinstance(layout, Shard):
             shape = list(x.shape)
             shape[layout.dim] = size
+            own = shard_sizes(layout, size, mesh.size())[mesh.get_local_rank()]
+            if x.shape[layout.dim] != own:
+                raise ValueError(
+                    f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part of "
+                    f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
+                )
         x = DTensor.from_local(x, mesh, (layout or Replicate(),), shape=shape)
     else:
         raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
-    return x if desired is None else x.redistribute(placements=(desired,))
+    if desired is None:
+        return x
+    _check_dim(desired, x, what)
+    return x.redistribute(placements=(desired,))
+
+
+def _check_dim(placement: Placement | None, x: Any, what: str) -> None:
+    """Raise ValueError when ``placement`` shards a dimension that ``x`` does not have."""
+    ndim = len(x.shape)
+    if isinstance(placement, Shard) and not -ndim <= placement.dim < ndim:
+        raise ValueError(f"{what} has shape {tuple(x.shape)}, and the plan places it {placement!r}: no such dimension")
 
 
 def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, what: str) -> Any:
@@ -66,6 +86,7 @@ def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, 
     if not isinstance(y, DTensor):
         raise TypeError(f"{what} must be a DTensor here, got {type(y).__name__}")
     if desired is not None:
+        _check_dim(desired, y, what)
         y = y.redistribute(placements=(desired,))
     return y.to_local() if use_local else y
 
@@ -78,7 +99,7 @@ def convert_inputs(
     Raises:
         ValueError: when there are fewer inputs than layouts.
     """
-    name = type(module).__name__
+    name = title(module)
     if len(args) < len(layouts):
         raise ValueError(
             f"{name} was called with {len(args)} positional input(s), {style} has {len(layouts)} input_layouts: give "
@@ -98,7 +119,7 @@ def convert_outputs(
     Raises:
         ValueError: when there are more or fewer outputs than layouts.
     """
-    name, several = type(module).__name__, isinstance(output, (tuple, list))
+    name, several = title(module), isinstance(output, (tuple, list))
     outputs = output if several else (output,)
     if len(outputs) != len(layouts):
         raise ValueError(
@@ -135,6 +156,22 @@ def as_single(value: Any, keyword: str, style: str) -> Placement | None:
     if len(slots) != 1:
         raise ValueError(f"{style}({keyword}=...) takes one placement, got {len(slots)}")
     return slots[0]
+
+
+def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None]:
+    """A layout keyword that maps names to placements; None is none of them.
+
+    Raises:
+        TypeError: for anything but a dict of placements and None.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise TypeError(f"{style}({keyword}=...) takes a dict from names of inputs to placements, got {value!r}")
+    for slot in value.values():
+        if slot is not None:
+            check_placement(slot, keyword, style)
+    return dict(value)
 
 
 def check_placement(value: Any, keyword: str, style: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import (
     as_slots,
     check_placement,
@@ -64,13 +64,13 @@ class ParameterParallel(ModuleStyle):
             check_placement(placement, f"placements[{key!r}]", name)
         self.input_layouts = as_slots(input_layouts, "input_layouts", name)
         self.output_layouts = as_slots(output_layouts, "output_layouts", name)
-        self.use_local_output = use_local_output
+        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> dict[str, Placement]:
         return self.placements
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        name, layouts = type(module).__name__, self.input_layouts
+        name, layouts = title(module), self.input_layouts
         if len(layouts) == 1 and (layout := layouts[0]) is not None:
             what = f"the input of {name}"
             return self._on_first_input(args, kwargs, lambda x: place(x, mesh, layout, layout, what), name)

@@ -6,10 +6,10 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle, mark_applied
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, title
 from hyper_parallel.core.tensor_parallel.convert import (
+    as_named,
     as_slots,
-    check_placement,
     check_same_length,
     convert_inputs,
     convert_outputs,
@@ -58,9 +58,9 @@ class PrepareModuleInput(ParallelStyle):
         self.desired_input_layouts = (
             None if desired_input_layouts is None else as_slots(desired_input_layouts, "desired_input_layouts", name)
         )
-        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
-        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
-        self.use_local_output = use_local_output
+        self.input_kwarg_layouts = as_named(input_kwarg_layouts, "input_kwarg_layouts", name)
+        self.desired_input_kwarg_layouts = as_named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts", name)
+        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
         check_same_length(
             self.input_layouts or (),
             self.desired_input_layouts or (),
@@ -72,10 +72,6 @@ class PrepareModuleInput(ParallelStyle):
                 f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
                 f"{sorted(self.desired_input_kwarg_layouts)}; they must name the same inputs"
             )
-        for keyword in ("input_kwarg_layouts", "desired_input_kwarg_layouts"):
-            for slot in getattr(self, keyword).values():
-                if slot is not None:
-                    check_placement(slot, keyword, name)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         device_mesh.platform.register_forward_pre_hook(
@@ -101,7 +97,7 @@ class PrepareModuleInput(ParallelStyle):
                 mesh,
                 self.input_kwarg_layouts[key],
                 self.desired_input_kwarg_layouts[key],
-                f"input {key!r} of {type(module).__name__}",
+                f"input {key!r} of {title(module)}",
             )
             if key in self.input_kwarg_layouts
             else x
@@ -154,7 +150,7 @@ class PrepareModuleOutput(ParallelStyle):
         name = type(self).__name__
         self.output_layouts = as_slots(output_layouts, "output_layouts", name)
         self.desired_output_layouts = as_slots(desired_output_layouts, "desired_output_layouts", name)
-        self.use_local_output = use_local_output
+        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
         check_same_length(
             self.output_layouts,
             self.desired_output_layouts,

@@ -6,7 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import leave, place
 
 __all__ = ["SequenceParallel"]
@@ -21,6 +21,9 @@ class SequenceParallel(ModuleStyle):
         sequence_dim: tensor dimension that is sharded.
         use_local_output: give the output as a plain local tensor.
 
+    Raises:
+        TypeError: when ``sequence_dim`` is no int.
+
     Example:
         >>> from hyper_parallel import SequenceParallel
         >>> SequenceParallel()
@@ -30,16 +33,18 @@ class SequenceParallel(ModuleStyle):
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        if not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool):
+            raise TypeError(f"SequenceParallel(sequence_dim=...) takes a tensor dimension, got {sequence_dim!r}")
         self.sequence_sharding = (Shard(sequence_dim),)
-        self.use_local_output = use_local_output
+        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         (shard,) = self.sequence_sharding
-        what = f"the input of {type(module).__name__}"
-        return self._on_first_input(args, kwargs, lambda x: place(x, mesh, shard, shard, what), type(module).__name__)
+        what = f"the input of {title(module)}"
+        return self._on_first_input(args, kwargs, lambda x: place(x, mesh, shard, shard, what), title(module))
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        return leave(output, mesh, None, self.use_local_output, f"the output of {type(module).__name__}")
+        return leave(output, mesh, None, self.use_local_output, f"the output of {title(module)}")
 
     def __repr__(self) -> str:
         return (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
 from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
 from hyper_parallel.platform import Platform
@@ -44,7 +44,7 @@ class _WeightParallel(ModuleStyle):
         self.output_layouts: tuple[Placement] = (
             as_single(output_layouts, "output_layouts", name) or self._default_output,
         )
-        self.use_local_output = use_local_output
+        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
         self.packed = None if packed is None else PackedShard(0, packed).sizes
         self.heads = as_heads(heads, name)
         count = len(self.packed) if isinstance(self.packed, tuple) else self.packed
@@ -99,9 +99,9 @@ class _WeightParallel(ModuleStyle):
                 # The weight knows the number of features, so uneven shards of them need no word from the user.
                 kind = platform.kind_of(module)
                 size = getattr(module, kind.weight).shape[1 - kind.out_dim]
-            return place(x, mesh, layout, needed, f"the input of {type(module).__name__}", size)
+            return place(x, mesh, layout, needed, f"the input of {title(module)}", size)
 
-        return self._on_first_input(args, kwargs, convert, type(module).__name__)
+        return self._on_first_input(args, kwargs, convert, title(module))
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         desired: Placement | None = self.output_layouts[0]
@@ -112,7 +112,7 @@ class _WeightParallel(ModuleStyle):
                     return local_heads(output, self.heads, mesh)
             elif self.packed is not None or isinstance(self.heads, tuple):
                 desired = None
-        return leave(output, mesh, desired, self.use_local_output, f"the output of {type(module).__name__}")
+        return leave(output, mesh, desired, self.use_local_output, f"the output of {title(module)}")
 
     def _whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
