@@ -55,20 +55,44 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def test_torchrun_variables(tmp_path: Path) -> None:
-    script, port = tmp_path / "script.py", free_port()
-    script.write_text(SCRIPT)
-    variables = [
-        environment(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(4)
-    ]
+    run_ranks(tmp_path, SCRIPT, 4)
+
+
+LATE = """
+import os
+import time
+from hyper_parallel import get_platform
+
+rank = int(os.environ["RANK"])
+time.sleep(rank)
+get_platform().init_process_group()
+print(f"rank {rank} passed", flush=True)
+"""
+
+
+def test_rank_0_may_leave_first(tmp_path: Path) -> None:
+    """It serves the store at which the ranks meet, and ends as soon as it has met the others."""
+    assert "Error" not in run_ranks(tmp_path, LATE, 2)
+
+
+def run_ranks(folder: Path, text: str, size: int) -> str:
+    """Run a script that prints "rank r passed" on each rank, under torchrun's variables; return all output."""
+    script, port = folder / "script.py", free_port()
+    script.write_text(text)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)], env=e, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, str(script)],
+            env=environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        for e in variables
+        for rank in range(size)
     ]
-    for rank, process in enumerate(processes):
-        output = process.communicate(timeout=240)[0]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    for rank, output in enumerate(outputs):
         assert f"rank {rank} passed" in output, output
+    return "".join(outputs)
 
 
 def test_msrun(tmp_path: Path) -> None:
@@ -129,6 +153,9 @@ def every_dtype(mesh: Any) -> list[str]:
                 got, wanted = platform.broadcast(x, 1, group), [1, 1]
             if got.dtype != dtype or got.astype(ms.float32).asnumpy().tolist() != wanted:
                 problems.append(f"{call} {op} {name}: {got}")
+    parts = [Tensor(np.array([i, i + 1], np.float32)) for i in (3, 5)] if rank == 1 else None
+    if platform.scatter(ops.zeros(2, ms.float32), parts, 1, group).asnumpy().tolist() != [[3, 4], [5, 6]][rank]:
+        problems.append("scatter")
     if platform.all_gather_object("x" * rank, group, 2) != ["", "x"]:
         problems.append("all_gather_object")
     return problems

@@ -24,9 +24,10 @@ def same(a: Any, b: Any) -> bool:
 def identity(mesh: Any) -> dict[str, bool]:
     plain, net = make_net(), Net()
     before = dict(net.parameters_and_names())
-    from hyper_parallel import ColwiseParallel, parallelize_module
+    from hyper_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    parallelize_module(net, mesh, {"up": ColwiseParallel(), "head": ColwiseParallel()})
+    plan = {"up": ColwiseParallel(), "head": ColwiseParallel(), "embedding": RowwiseParallel()}
+    parallelize_module(net, mesh, plan)
     after = dict(net.parameters_and_names())
     up = net.up.weight
     return {

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore.launch import device_target
+from hyper_parallel.platform.mindspore.launch import device_target, wait_for_group
 
 __all__ = ["CollectiveVerbs", "copied", "dense"]
 
@@ -93,13 +93,15 @@ class CollectiveVerbs:
         return local
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
-        raise NotImplementedError("MindSpore has no scatter of tensors on all devices; core uses broadcast")
+        """As a broadcast of all parts: CPU has nothing else. `supports` says no to it, so core broadcasts by itself."""
+        size = dist.get_world_size(group)
+        parts = [out] * size if parts is None else parts
+        everything = self.broadcast(ops.stack(tuple(parts)), src, group)
+        out.copy_(dense(everything[dist.get_rank(group)]))
+        return out
 
     def barrier(self, group: Any) -> None:
-        if device_target() == "CPU":
-            dist.all_reduce(ops.ones((1,), ms.float32), "sum", group)  # mccl's barrier serves the world only
-        else:
-            dist.barrier(group)
+        wait_for_group(group)
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
         """Through bytes: sizes first, then the padded contents."""

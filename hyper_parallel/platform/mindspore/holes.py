@@ -19,6 +19,7 @@ from hyper_parallel.platform.mindspore.losses import wrap_losses
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.optimizers import hook_optimizers, run_compiled_step
+from hyper_parallel.platform.mindspore.plain import hook_plain_tensors
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["fill_holes"]
@@ -38,6 +39,7 @@ def fill_holes() -> None:
     for name in ("__getitem__", "__setitem__"):
         _check_index(name)
     _reflect_operators(Parameter._get_base_class(Tensor))
+    hook_plain_tensors()
     hook_optimizers()
     wrap_losses()
     _refuse_graphs()

@@ -12,12 +12,12 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import mindspore as ms
-from mindspore import communication
+from mindspore import communication, ops
 from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 from mindspore.mint.distributed import distributed as dist_internals
 
-__all__ = ["GroupVerbs", "World", "device_target"]
+__all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 
 _TIMEOUT = timedelta(seconds=int(os.environ.get("HYPER_PARALLEL_TIMEOUT", "300")))
 
@@ -25,6 +25,14 @@ _TIMEOUT = timedelta(seconds=int(os.environ.get("HYPER_PARALLEL_TIMEOUT", "300")
 def device_target() -> str:
     """``"CPU"`` or ``"Ascend"``, as the context says."""
     return str(ms.get_context("device_target"))
+
+
+def wait_for_group(group: str) -> None:
+    """Return when all ranks of the group are here."""
+    if device_target() == "CPU":
+        dist.all_reduce(ops.ones((1,), ms.float32), "sum", group)  # mccl's barrier serves the world only
+    else:
+        dist.barrier(group)
 
 
 class World:
@@ -156,6 +164,8 @@ def _meet(backend: str, environment: Any) -> World:
     )
     group = f"{backend}_world_group"
     _name_default_group(group)
+    # Rank 0 serves the store, and where it ended before the others have met, they would wait for it in vain.
+    wait_for_group(group)
     return World(rank, size, group, store)
 
 

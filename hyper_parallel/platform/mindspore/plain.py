@@ -1,0 +1,72 @@
+"""Plain tensors that meet DTensors, where MindSpore would fail without an explanation or take this rank's part.
+
+Where a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees that a tensor of another class takes
+part and asks the plain one for ``__fallback__``. `_Fallback` answers, for plain tensors and nothing else: a parameter
+that had the attribute would count as a tensor of another class itself, in every operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspore import Tensor
+
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+
+__all__ = ["hook_plain_tensors"]
+
+
+def hook_plain_tensors() -> None:
+    """Install the hooks. To be called once."""
+    Tensor.__fallback__ = _Fallback()
+    plain_init, plain_assign = Tensor.__init__, Tensor.assign_value
+
+    @functools.wraps(plain_init)
+    def init(self: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
+        _refuse(self, input_data, "Tensor() of")
+        plain_init(self, input_data, *args, **kwargs)
+
+    @functools.wraps(plain_assign)
+    def assign_value(self: Any, value: Any) -> Any:
+        _refuse(self, value, f"the value of the plain {type(self).__name__} set to")
+        return plain_assign(self, value)
+
+    Tensor.__init__ = init
+    Tensor.assign_value = assign_value  # `Parameter.set_data` and `load_param_into_net` come here
+
+
+def _refuse(target: Any, value: Any, what: str) -> None:
+    """Raise TypeError when a DTensor is about to be copied into a plain tensor."""
+    if isinstance(value, InterceptedTensor) and not isinstance(target, InterceptedTensor) and is_dispatching():
+        raise TypeError(
+            f"{what} a DTensor, global shape {tuple(value.shape)}, placements {list(value._layout.placements)}, would "
+            "be this rank's part: use x.full_tensor() for the whole, x.to_local() for the part, or, for a DTensor that "
+            "is a copy, x.copy()"
+        )
+
+
+class _Fallback:
+    """``__fallback__`` of plain tensors."""
+
+    def __get__(self, tensor: Any, owner: type | None = None) -> Any:
+        if type(tensor) is not Tensor:
+            raise AttributeError("__fallback__")
+        return _of_distributed
+
+
+def _of_distributed(func: Any, args: Sequence[Any], kwargs: dict | None = None) -> Any:
+    """What the first DTensor among the operands does: core says that plain and distributed do not mix."""
+    found = next(_distributed((args, kwargs or {})))
+    return found.__fallback__(func, args, kwargs)
+
+
+def _distributed(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, InterceptedTensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _distributed(item)
+    elif isinstance(tree, dict):
+        yield from _distributed(tuple(tree.values()))
