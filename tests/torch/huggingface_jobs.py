@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hyper_parallel import (
+    ColwiseParallel,
     CommDebugMode,
     DTensor,
     NoParallel,
     Replicate,
-    RowwiseParallel,
     Shard,
     loss_parallel,
 )
@@ -221,18 +221,18 @@ def from_one_rank(mesh: Any) -> None:
 @on_mesh()
 def changed_plans(mesh: Any) -> None:
     """Entries of the user come before the model's own; None takes one out."""
-    changes = {"model.layers.1.mlp.*_proj": None, "lm_head": "replicate", "model.embed_tokens": None}
-    single = build("llama")
-    with pytest.raises(ValueError, match=r"takes 'model.layers.1.mlp.\*_proj' out"):
-        parallelize_model(copy.deepcopy(single), mesh, plan=changes)
-    changes = {f"model.layers.*.mlp.{name}_proj": None for name in ("gate", "up", "down")}
-    model = copy.deepcopy(single)
-    parallelize_model(
-        model,
-        mesh,
-        plan={**changes, "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": NoParallel()},
-    )
-    assert not isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
+    changes = {
+        "model.layers.1.mlp.*_proj": None,
+        "model.layers.*.self_attn.?_proj": None,
+        "model.embed_tokens": ColwiseParallel(output_layouts=Replicate()),
+        "lm_head": NoParallel(),
+    }
+    single, model = pair(mesh, "llama", plan=changes)
+    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.placements[0].is_shard()}
+    assert sharded == {
+        "model.embed_tokens.weight",
+        *(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    }
     assert model.lm_head.weight.placements == (Replicate(),)
     compare_steps(single, model)
 
@@ -255,7 +255,7 @@ def errors() -> None:
     odd = "heads that do not divide"
     refused(ValueError, r"layers\.0\.self_attn' has 6 heads and 3 key.*ranks.*gather_heads=True", f"llama, {odd}")
     refused(ValueError, r"h\.0\.attn' has 5 heads, which the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
-    refused(ValueError, "no such module; the nearest are 'model.norm'", plan={"model.nrom": "replicate"})
+    refused(ValueError, "no such module or parameter; the nearest are 'model.norm'", plan={"model.nrom": "replicate"})
     refused(ValueError, "no name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
     refused(ValueError, "parameter 'model.norm.weight' the style", plan={"model.norm.weight": "sequence_parallel"})
     refused(ValueError, "src_data_rank=2", src_data_rank=2)

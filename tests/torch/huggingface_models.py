@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tests.torch.support import device
+
 BATCH, LENGTH = 2, 7
 
 _SIZES: dict[str, Any] = {
@@ -111,7 +113,7 @@ def build(case: str, **changes: Any) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
+    return model.eval().to(device())
 
 
 def batch(vocabulary: int) -> dict[str, torch.Tensor]:
@@ -120,4 +122,5 @@ def batch(vocabulary: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, vocabulary, (BATCH, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     ids[1, :2], mask[1, :2] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {name: x.to(device()) for name, x in inputs.items()}

@@ -39,7 +39,7 @@ def parallelize_model(
             (``model.tp_plan``), or GPT-2.
         device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
         plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, to a style
-            or its name; None takes an entry out.
+            or its name; None takes out what is named so.
         gather_logits: whether the logits are plain and whole on every rank. Otherwise they are DTensors sharded over
             the vocabulary, for a loss inside of `hyper_parallel.loss_parallel`.
         gather_heads: what happens where the ranks cannot share the attention heads evenly: True computes such
@@ -78,24 +78,25 @@ def parallelize_model(
         )
     check_src_data_rank(src_data_rank, mesh)
     modules = dict(platform.named_modules(model))
-    styles = resolve_styles(named_plan(model, plan), modules, plan or {}, mesh)
+    styles = resolve_styles(named_plan(model, plan or {}, platform), modules, plan or {}, mesh)
     local_sizes = fit_heads(styles, modules, mesh, gather_heads=gather_heads)
     fit_between(styles, modules, mesh)
     fit_head(model, styles, modules, mesh, gather_logits=gather_logits)
     parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
-    if src_data_rank is not None:
-        _broadcast_rest(modules, mesh, src_data_rank)
+    _settle_rest(modules, mesh, src_data_rank)
     return model
 
 
-def _broadcast_rest(modules: dict[str, Any], mesh: DeviceMesh, src_data_rank: int) -> None:
-    """Make parameters that stay plain the same on every rank."""
+def _settle_rest(modules: dict[str, Any], mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Bring what stays plain to this rank's device, and make its parameters the same on every rank."""
     platform = mesh.platform
-    with platform.no_grad():
-        for module in modules.values():
-            for _, parameter in platform.named_parameters(module):
-                if not isinstance(parameter, DTensor) and not platform.is_meta(parameter):
-                    whole = distribute_tensor(parameter, mesh, (Replicate(),), src_data_rank=src_data_rank)
-                    parameter.copy_(whole.to_local())
+    for module in modules.values():
+        for _, parameter in platform.named_parameters(module):
+            if not isinstance(parameter, DTensor) and not platform.is_meta(parameter):
+                whole = distribute_tensor(parameter.detach(), mesh, (Replicate(),), src_data_rank=src_data_rank)
+                parameter.data = whole.to_local()
+        for name, buffer in list(platform.named_buffers(module)):
+            if not isinstance(buffer, DTensor) and not platform.is_meta(buffer):
+                platform.set_buffer(module, name, platform.to_device(buffer))

@@ -14,6 +14,7 @@ from hyper_parallel.core.tensor_parallel.names import style_by_name
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
 from hyper_parallel.integrations.huggingface.experts import ExpertsParallel
+from hyper_parallel.platform import Platform
 
 __all__ = ["named_plan", "resolve_styles"]
 
@@ -49,8 +50,8 @@ _PARAMETERS: dict[str, Callable[[int], Placement]] = {
 _EXPERTS = "moe_tp_experts"
 
 
-def named_plan(model: Any, changes: dict[str, str | ParallelStyle | None] | None) -> NamedPlan:
-    """The model's plan, with the changes of the user.
+def named_plan(model: Any, changes: dict[str, str | ParallelStyle | None], platform: Platform) -> NamedPlan:
+    """The model's plan, with the changes of the user; what these take out of a larger entry is in it still.
 
     Raises:
         ValueError: for a model that has none and is not known here, unless the user gives one.
@@ -59,20 +60,16 @@ def named_plan(model: Any, changes: dict[str, str | ParallelStyle | None] | None
     if not plan and (make := _PLANS.get(model.config.model_type)):
         prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
         plan = {prefix + key: style for key, style in make(model.config).items()}
-        _register_conv1d(model)
+        _register_conv1d(platform)
     if not plan and not changes:
         raise ValueError(
             f"{type(model).__name__} brings no tensor-parallel plan, and none is known here for the architecture "
             f"{model.config.model_type!r} (only for {', '.join(map(repr, _PLANS))}): give parallelize_model one with "
             "plan={...}"
         )
-    for key, style in (changes or {}).items():
-        if style is None:
-            if plan.pop(key, None) is None:
-                raise ValueError(f"plan takes {key!r} out, which is no entry of the model's plan{_near(key, plan)}")
-        else:
-            plan[key] = style
-    return plan
+    taken_out = [key for key, style in changes.items() if style is None]
+    plan = {key: style for key, style in plan.items() if key not in taken_out}
+    return {**plan, **{key: style for key, style in changes.items() if style is not None}}
 
 
 def resolve_styles(
@@ -85,6 +82,15 @@ def resolve_styles(
     Raises:
         ValueError: for a key of ``changes`` that names nothing, or a style that is not known.
     """
+    names = [path for path in modules if path]
+    names += [
+        f"{path}.{name}".lstrip(".")
+        for path, module in modules.items()
+        for name, _ in mesh.platform.named_parameters(module)
+    ]
+    for key in changes:
+        if not any(_matches(name, key) for name in names):
+            raise ValueError(f"plan has the key {key!r}, and the model no such module or parameter{_near(key, names)}")
     styles: dict[str, ParallelStyle] = {}
     parameters: dict[str, dict[str, str]] = {}
     experts: set[str] = set()
@@ -95,8 +101,6 @@ def resolve_styles(
         of_parameter = [
             (path, name) for path, names in own.items() for name in names if _matches(f"{path}.{name}".lstrip("."), key)
         ]
-        if not holders and not of_parameter and key in changes:
-            raise ValueError(f"plan gives {key!r} a style, and the model has no such module{_near(key, modules)}")
         for path in holders:
             if given == _EXPERTS:
                 experts.add(path)
@@ -109,6 +113,9 @@ def resolve_styles(
                     f"{', '.join(map(repr, _PARAMETERS))}; give the module that holds it ParameterParallel"
                 )
             parameters.setdefault(path, {})[name] = given
+    for key in (key for key, style in changes.items() if style is None):
+        for path in [path for path in styles if _matches(path, key)]:
+            del styles[path]
     for path in {**parameters, **dict.fromkeys(experts)}:
         placements = {
             name: _PARAMETERS[style](len(getattr(modules[path], name).shape))
@@ -129,10 +136,8 @@ def _near(key: str, known: Any) -> str:
     return f"; the nearest are {', '.join(map(repr, near))}" if near else ""
 
 
-def _register_conv1d(model: Any) -> None:
+def _register_conv1d(platform: Platform) -> None:
     """Make the linear layers of GPT-2 known, whose weights are (in, out)."""
     from transformers.pytorch_utils import Conv1D
 
-    from hyper_parallel.platform import get_platform
-
-    get_platform().register_linear_module(Conv1D, out_dim=1)
+    platform.register_linear_module(Conv1D, out_dim=1)
