@@ -4,6 +4,7 @@ equal the single process's, with the collectives of hand-written code."""
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -180,3 +181,19 @@ def kept_ties(mesh: Any) -> list[bool]:
 
 def test_tied_weights_stay_tied(pool: Any) -> None:
     assert pool.run(2, kept_ties) == [[True] * 3] * 2
+
+
+@on_mesh()
+def documented(mesh: Any) -> tuple[float, list, list]:
+    page = (Path(__file__).parents[2] / "docs" / "mindspore.md").read_text()
+    names: dict[str, Any] = {"__name__": "documentation"}
+    exec(page.split("## Llama")[1].split("```python\n")[1].split("```")[0], names)
+    parameters = names["model"].trainable_params()
+    shapes = [tuple(g.shape) == tuple(p.shape) for g, p in zip(names["gradients"], parameters, strict=True)]
+    return float(names["loss"]), names["generated"].asnumpy().tolist(), shapes
+
+
+def test_snippet_of_the_documentation(pool: Any) -> None:
+    first, *others = pool.run(4, documented)
+    assert 4 < first[0] < 8 and [len(row) for row in first[1]] == [12, 12] and all(first[2])
+    assert all(other == first for other in others)
