@@ -135,7 +135,6 @@ def _layout_of_logits(
     if size > 1 and key not in compared:
         # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
         everyone = mesh.platform.all_gather_object((shape, dim, vocab_size), mesh.platform_group(0), size)
-        compared.add(key)
     else:
         everyone = [(shape, dim, vocab_size) if i == rank else None for i in range(size)]
     total = shape[dim] * size if vocab_size is None else vocab_size
@@ -157,6 +156,7 @@ def _layout_of_logits(
                 f"{tuple(theirs)} have {theirs[dim]} in dimension {dim}: give vocab_size= where the parts are not "
                 "equal, and dim=-1 where the classes come last"
             )
+    compared.add(key)  # not before: where parts do not fit, the ranks' keys differ
     shape[dim] = total
     return get_layout(mesh, (Shard(dim),), shape), dim
 
