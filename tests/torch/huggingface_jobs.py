@@ -20,10 +20,11 @@ from hyper_parallel import (
     Shard,
     loss_parallel,
 )
+from hyper_parallel.core.dtensor.random import _SYNCHRONIZED
 from hyper_parallel.integrations.huggingface import full_state_dict, parallelize_model
 from tests.support.spmd import device_mesh, on_mesh
 from tests.torch.huggingface_models import batch, build
-from tests.torch.support import close, full
+from tests.torch.support import close, device, full
 
 TOLERANCE = 2e-5
 
@@ -126,6 +127,16 @@ def dropout(mesh: Any) -> None:
     for changes, options in ((outside, {}), ({**outside, "attn_pdrop": 0.3}, {"plan": gathered})):
         single, model = pair(mesh, "gpt2, eager", changes, **options)
         compare_steps(single.train(), model.train())
+
+
+@on_mesh()
+def generators(mesh: Any) -> float:
+    """A number that is drawn after a model was parallelised by ranks with different seeds."""
+    model = build("gpt2")
+    _SYNCHRONIZED.discard(mesh)  # as if it were the first on this mesh
+    torch.manual_seed(mesh.get_local_rank())
+    parallelize_model(model, mesh)
+    return torch.rand(1, device=device()).item()
 
 
 @on_mesh()

@@ -98,6 +98,11 @@ def test_dropout(pool: Any) -> None:
     pool.run(2, f"{JOBS}:dropout")
 
 
+def test_ranks_draw_the_same_numbers(pool: Any) -> None:
+    """Otherwise dropout would silently give each rank other hidden states."""
+    assert len(set(pool.run(2, f"{JOBS}:generators"))) == 1
+
+
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
 def test_bfloat16(pool: Any, case: str) -> None:
     pool.run(2, f"{JOBS}:low_precision", case)

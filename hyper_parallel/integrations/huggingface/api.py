@@ -7,6 +7,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import check_src_data_rank, distribute_tensor
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.random import synchronize
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
@@ -32,7 +33,7 @@ def parallelize_model(
     The model keeps its class, its methods (``generate``, ``gradient_checkpointing_enable``) and the keys of its state
     dict. Inputs, outputs and caches are plain tensors, the same on every rank, but for the key and value heads in a
     cache, of which each rank holds its own. Parameters that the plan does not name stay plain and are the same on every
-    rank.
+    rank. So must random numbers be: the first model on a mesh gives all its ranks the generator state of the first.
 
     Args:
         model: a ``transformers.PreTrainedModel`` on a torch backend, of an architecture with a tensor-parallel plan
@@ -45,7 +46,7 @@ def parallelize_model(
         gather_heads: what happens where the ranks cannot share the attention heads evenly: True computes such
             attention in whole on every rank, with projections that are sharded still; False is an error.
         src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
-            own and communicates nothing: they must be equal then.
+            own and communicates nothing: they, and the generators' states, must be equal then.
 
     Returns:
         ``model``.
@@ -86,6 +87,8 @@ def parallelize_model(
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
     _settle_rest(modules, mesh, src_data_rank)
+    if src_data_rank is not None:
+        synchronize(mesh)  # dropout between sharded modules must drop the same on every rank
     return model
 
 
