@@ -1,7 +1,7 @@
 """The Llama of the example in the sizes of tests, with the plans that spread it.
 
 The plans are those of Hugging Face's ``LlamaConfig.base_model_tp_plan`` and ``LlamaForCausalLM._tp_plan``, word by
-word.
+word, and of Qwen3 and Phi-3.
 """
 
 from __future__ import annotations
@@ -93,6 +93,15 @@ EMBEDDING = {"model.embed_tokens": "embedding_rowwise"}
 PLAN = {**{f"model.{key}": style for key, style in BASE_MODEL_TP_PLAN.items()}, **EMBEDDING, **HEAD}
 
 
+_QWEN3_NORMS = {f"model.layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
+_PHI3 = {
+    "model.layers.*.self_attn.qkv_proj": "colwise_gather_output",
+    "model.layers.*.self_attn.o_proj": "rowwise_split_input",
+    "model.layers.*.mlp.gate_up_proj": "colwise_gather_output",
+    "model.layers.*.mlp.down_proj": "rowwise_split_input",
+}
+
+
 def with_head(style: Any) -> dict[str, Any]:
     return {**PLAN, "lm_head": style}
 
@@ -147,6 +156,20 @@ CASES: dict[str, Case] = {
     # The gradients of both norms' weights, of each layer.
     "norms in heads": replace(
         _PLAIN, config=Config(use_qk_norm=True), backward={"all_reduce": 1 + 2 * LAYERS + 2 * LAYERS}
+    ),
+    "Qwen3's plan": replace(
+        _PLAIN,
+        config=Config(use_qk_norm=True),
+        plan={**PLAN, **_QWEN3_NORMS},
+        backward={"all_reduce": 1 + 2 * LAYERS + 2 * LAYERS},
+    ),
+    # What the fused layers give is gathered, and of what attention and feed-forward compute each rank takes a part.
+    "Phi-3's plan": replace(
+        _PLAIN,
+        plan={**EMBEDDING, **HEAD, **_PHI3},
+        kind=FusedLlama,
+        forward={"all_reduce": 1 + 2 * LAYERS, "all_gather": 1 + 2 * LAYERS},
+        backward={"all_reduce": 1 + 2 * LAYERS, "all_gather": 2 * LAYERS},
     ),
     "fused": replace(_PLAIN, plan=fused(local=True), kind=FusedLlama),
     "fused, DTensors inside": replace(_PLAIN, plan=fused(local=False), kind=FusedLlama, distributed_inside=True),
