@@ -196,6 +196,7 @@ def saving(mesh: Any, case: str) -> None:
     """What is saved is the whole model, loads as any other, and cannot be saved in parts by mistake."""
     single, model = pair(mesh, case)
     weights = full_state_dict(model)
+    assert len({id(x) for x in weights.values()}) == len(list(single.parameters()))  # ties are one tensor
     if mesh.get_rank() != 0:  # transformers writes on rank 0 only
         return
     with tempfile.TemporaryDirectory() as folder:
