@@ -13,6 +13,7 @@ from hyper_parallel.platform.mindspore.parameter import make_distributed
 
 __all__ = ["ModuleVerbs"]
 
+
 class ModuleVerbs:
     """The groups "types and checks" and "modules" of the contract."""
 
