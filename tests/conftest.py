@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pool import WorkerPool
+from hyper_parallel.testing.pool import WorkerPool
 
 PLATFORM = os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch-cpu")
 

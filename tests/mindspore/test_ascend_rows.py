@@ -11,10 +11,10 @@ import pytest
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore.op_table import OPS, RESULTS, VARIANTS
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.calls import evaluate, operands
 from tests.mindspore.nets import whole
 from tests.mindspore.test_calls import placed
-from tests.support.spmd import on_mesh
 
 #: call that has no kernel for plain tensors on CPU -> one that has and gives the same
 SUBSTITUTED = {

@@ -9,8 +9,8 @@ import pytest
 from mindspore import Tensor
 
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.calls import CALLS, INPLACE_CALLS, evaluate, operands
-from tests.support.spmd import on_mesh
 
 
 def placed(mesh: Any, dim: int | None) -> Any:

@@ -22,8 +22,8 @@ from hyper_parallel import (
 )
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.platform.mindspore.grad import grad, value_and_grad
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import loss_of, make_net, whole
-from tests.support.spmd import on_mesh
 
 linear = mint.nn.functional.linear
 RNG = np.random.default_rng(0)

@@ -11,8 +11,8 @@ from mindspore import Tensor
 
 from hyper_parallel import Shard, distribute_tensor
 from hyper_parallel.platform.mindspore.launch import GroupVerbs
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import batch, error_of, make_net
-from tests.support.spmd import on_mesh
 
 
 @ms.jit

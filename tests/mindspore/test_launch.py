@@ -16,7 +16,7 @@ import pytest
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.launch import GroupVerbs
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 
 SCRIPT = """
 import numpy as np

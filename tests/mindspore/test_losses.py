@@ -12,7 +12,7 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import CommDebugMode, DTensor, Shard, loss_parallel
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 
 SAMPLES, CLASSES = 4, 6
 TARGET = np.array([1, 5, -100, 0], np.int32)

@@ -12,8 +12,8 @@ from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor, distribute_tensor
 from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import FEATURES, error_of, loss_of, make_net, rows_of, whole
-from tests.support.spmd import on_mesh
 
 STEPS = 10
 optim = ms.experimental.optim

@@ -12,8 +12,8 @@ import pytest
 from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, implicit_replication
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import Net, batch, error_of, make_net, whole
-from tests.support.spmd import on_mesh
 
 
 def same(a: Any, b: Any) -> bool:

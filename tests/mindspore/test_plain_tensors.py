@@ -9,8 +9,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, implicit_replication
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import error_of, whole
-from tests.support.spmd import on_mesh
 
 VALUES = np.arange(16, dtype=np.float32).reshape(4, 4) / 7
 

@@ -13,8 +13,8 @@ from mindspore import Tensor, nn, ops
 
 from hyper_parallel import CommDebugMode, DTensor
 from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import VOCABULARY, batch, loss_of, make_net, whole
-from tests.support.spmd import on_mesh
 
 STEPS = 10
 OPTIMIZERS: dict[str, Callable[[list], Any]] = {

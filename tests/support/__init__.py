@@ -1,1 +1,1 @@
-"""What tests share: a pool of worker processes, and helpers for the jobs that run in it."""
+"""What tests share besides `hyper_parallel.testing`."""

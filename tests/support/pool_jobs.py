@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from tests.support import spmd
+from hyper_parallel.testing import spmd
 
 
 def describe(*args: object) -> tuple:

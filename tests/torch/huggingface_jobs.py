@@ -22,7 +22,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.random import _SYNCHRONIZED
 from hyper_parallel.integrations.huggingface import full_state_dict, parallelize_model
-from tests.support.spmd import device_mesh, on_mesh
+from hyper_parallel.testing.spmd import device_mesh, on_mesh
 from tests.torch.huggingface_models import batch, build
 from tests.torch.support import close, device, full
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode as TheirCommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication as their_implicit_replication
 
 import hyper_parallel
-from tests.conformance.lab import torch_lab as lab
-from tests.support import spmd
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.labs import torch_lab as lab
 from tests.torch.support import close, device, randn
 
 NAMES = [

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import get_platform
-from tests.support import spmd
+from hyper_parallel.testing import spmd
 from tests.torch.support import device
 
 NAMES = """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, full, randn, shard
 
 

@@ -26,7 +26,7 @@ from hyper_parallel import (
     vocab_parallel_cross_entropy,
 )
 from hyper_parallel.core.dtensor.vocab_parallel import vocab_parallel_of
-from tests.support import spmd
+from hyper_parallel.testing import spmd
 from tests.torch.support import close, device, randn
 
 _THEIR_MESHES: dict[tuple[int, ...], Any] = {}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import _muon as muon
 
 from hyper_parallel import DTensor, Shard
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.decoder import UNEVEN, Sizes, batch, decoder, plan
 from tests.torch.support import close, randn, shard
 from tests.torch.test_against_torch import meshes, whole

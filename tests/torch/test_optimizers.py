@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, parallelize_module
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
 

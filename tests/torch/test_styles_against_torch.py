@@ -15,9 +15,9 @@ import torch.distributed.tensor as theirs
 import torch.distributed.tensor.parallel as their_styles
 
 import hyper_parallel as ours
-from tests.conformance import test_style_matrix as matrix
-from tests.conformance.lab import torch_lab as lab
-from tests.conformance.test_styles import slices_of
+from hyper_parallel.testing.conformance import test_style_matrix as matrix
+from hyper_parallel.testing.conformance.test_styles import slices_of
+from hyper_parallel.testing.labs import torch_lab as lab
 from tests.torch.test_against_torch import meshes
 
 

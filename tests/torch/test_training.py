@@ -19,7 +19,7 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
 

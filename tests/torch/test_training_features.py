@@ -20,7 +20,7 @@ from hyper_parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.decoder import UNEVEN, Sizes, batch, decoder, plan
 from tests.torch.support import close, device, full
 from tests.torch.test_against_torch import OURS

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import ColwiseParallel, DTensor, Replicate, RowwiseParallel, parallelize_module
-from tests.support.spmd import on_mesh
+from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, full
 
 ROWS = RowwiseParallel(input_layouts=Replicate())

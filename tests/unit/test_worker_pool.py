@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import pytest
 
+from hyper_parallel.testing.pool import JobError, WorkerPool
+from hyper_parallel.testing.worker import Failure
 from tests.support import pool_jobs
-from tests.support.pool import JobError, WorkerPool
-from tests.support.worker import Failure
 
 SIZE = 2
 

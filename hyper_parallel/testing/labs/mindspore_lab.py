@@ -1,4 +1,4 @@
-"""MindSpore for the conformance suite; see `tests.conformance.lab`."""
+"""MindSpore for the conformance suite; see `hyper_parallel.testing.labs.protocol`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
-from tests.conformance.lab import forwards
+from hyper_parallel.testing.labs import forwards
 
 _LAB = sys.modules[__name__]
 Module = nn.Cell
 #: Combinations of placements that are tried for an operation: a collective costs milliseconds here.
 COMBINATIONS = 12
+#: Dtype of class indices in losses, and whether these refuse a label smoothing above 1.
+TARGET_DTYPE = np.int32
+REFUSES_SMOOTHING = False
 
 
 def tensor(array: np.ndarray) -> Tensor:

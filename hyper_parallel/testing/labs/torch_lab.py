@@ -1,4 +1,4 @@
-"""PyTorch for the conformance suite; see `tests.conformance.lab`."""
+"""PyTorch for the conformance suite; see `hyper_parallel.testing.labs.protocol`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DTensor, get_platform
-from tests.conformance.lab import forwards
+from hyper_parallel.testing.labs import forwards
 
 _LAB = sys.modules[__name__]
 Module = nn.Module
 #: Combinations of placements that are tried for an operation, drawn at random when there are more.
 COMBINATIONS = 36
+#: Dtype of class indices in losses, and whether these refuse a label smoothing above 1.
+TARGET_DTYPE = np.int64
+REFUSES_SMOOTHING = True
 
 
 def device() -> torch.device:

@@ -1,4 +1,4 @@
-"""The other side of `tests.support.pool`: what a worker process does."""
+"""The other side of `hyper_parallel.testing.pool`: what a worker process does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.support import spmd
+from hyper_parallel.testing import spmd
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def serve(settings: Settings, connection: Connection) -> None:
 
 def _leave_with_parent() -> None:
     """Do not stay behind in a collective when pytest was killed."""
-    wait([multiprocessing.parent_process().sentinel])
+    if (parent := multiprocessing.parent_process()) is not None:
+        wait([parent.sentinel])
     os._exit(1)
 
 

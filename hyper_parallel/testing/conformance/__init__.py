@@ -1,0 +1,6 @@
+"""The conformance suite: what every backend must do, written once, and the command that runs it.
+
+    python -m hyper_parallel.testing.conformance torch-cpu --report conformance.md
+
+See docs/platform.md. pytest must be installed.
+"""

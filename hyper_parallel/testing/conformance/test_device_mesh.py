@@ -1,0 +1,80 @@
+"""DeviceMesh: structure, slicing, identity, ranks outside."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel import DeviceMesh, DTensor, Shard, get_platform, init_device_mesh
+from hyper_parallel.core.dtensor.device_mesh import current_mesh
+from hyper_parallel.testing.labs import get_lab
+
+
+def structure() -> None:
+    mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_rank()
+    assert mesh.device_type == get_platform().device_type
+    assert (mesh.shape, mesh.ndim, mesh.size(), mesh.size("tp"), mesh.size(0)) == ((2, 2), 2, 4, 2, 2)
+    assert mesh.get_coordinate() == (rank // 2, rank % 2)
+    assert (mesh.get_local_rank("dp"), mesh.get_local_rank(1)) == (rank // 2, rank % 2)
+    tp, dp = mesh["tp"], mesh["dp"]
+    assert (tp.shape, tp.mesh_dim_names, tp.get_local_rank()) == ((2,), ("tp",), rank % 2)
+    assert tp.mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dp.mesh.tolist() == [rank % 2, rank % 2 + 2]
+    assert tp.get_group() is mesh.get_group("tp")
+    assert mesh["dp", "tp"] is mesh
+    assert mesh["tp", "dp"].mesh.tolist() == [[0, 2], [1, 3]]
+
+    # Structural identity: the same mesh is the same object, and another name or order is another mesh.
+    assert init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp")) is mesh
+    assert DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")) == mesh
+    assert init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("a", "b")) != mesh
+    assert DeviceMesh(mesh.device_type, [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp")) != mesh
+    assert copy.deepcopy(mesh) is mesh
+    assert pickle.loads(pickle.dumps(mesh)) is mesh
+    assert mesh["tp"] is tp
+
+    assert current_mesh() is None
+    with mesh, tp:
+        assert current_mesh() is tp
+        lab = get_lab()
+        assert DTensor.from_local(lab.tensor(np.zeros(2, np.float32)), None, [Shard(0)]).device_mesh is tp
+    assert current_mesh() is None
+
+
+def outside() -> str:
+    mesh = DeviceMesh(None, [1, 3])
+    rank = mesh.get_rank()
+    if rank in (0, 2):
+        assert mesh.get_coordinate() is None
+        try:
+            mesh.get_local_rank()
+        except ValueError as error:
+            return str(error)
+        return ""
+    assert mesh.get_coordinate() == ((rank - 1) // 2,)
+    lab = get_lab()
+    x = DTensor.from_local(lab.tensor(np.full((2,), rank, np.float32)), mesh, [Shard(0)])
+    assert lab.numpy(x).tolist() == [1, 1, 3, 3]
+    return "inside"
+
+
+def test_structure(pool: Any) -> None:
+    pool.run(4, structure)
+
+
+def test_ranks_outside(pool: Any) -> None:
+    results = pool.run(4, outside)
+    assert results[1] == results[3] == "inside"
+    assert "rank 0 is not part of" in results[0]
+
+
+def test_default_is_the_whole_world(pool: Any) -> None:
+    assert pool.run(4, whole_world) == [(4,)] * 4
+
+
+def whole_world() -> tuple[int, ...]:
+    return init_device_mesh().shape

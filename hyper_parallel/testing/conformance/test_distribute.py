@@ -1,0 +1,542 @@
+"""Distributing tensors, parameters and modules, and what styles do with arguments, keywords and shared parameters."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    Partial,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    distribute_module,
+    distribute_parameter,
+    distribute_tensor,
+    get_platform,
+    parallelize_module,
+)
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import block_plan, compare, floats
+from hyper_parallel.testing.labs import get_lab
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+WORLD_SIZES = [1, 2, 3, 4]
+MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
+
+
+def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
+    """This rank's part of a whole array, which is not partial."""
+    return array[get_layout(mesh, placements, array.shape).local_index()]
+
+
+def parameters(module: Any) -> dict[str, Any]:
+    """All parameters of a module by path."""
+    platform = get_platform()
+    return {
+        f"{path}.{name}" if path else name: parameter
+        for path, submodule in platform.named_modules(module)
+        for name, parameter in platform.named_parameters(submodule)
+    }
+
+
+def weight_of(module: Any) -> Any:
+    """The weight of a linear or embedding module, whatever it is called."""
+    platform = get_platform()
+    return dict(platform.named_parameters(module))[platform.kind_of(module).weight]
+
+
+# ---------------------------------------------------------------------- distribute_tensor
+
+
+def whole_tensors(mesh_shape: tuple[int, ...], rows: int) -> None:
+    """Every rank has its own data: that of ``src_data_rank`` counts, and its own when that is None."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, platform = get_lab(), mesh.platform
+    mine = floats(rows, 3) + platform.rank()
+    for placements in itertools.product((R, S0, S1, P), repeat=mesh.ndim):
+        sharded = sum(isinstance(p, Shard) and mesh.shape[d] > 1 for d, p in enumerate(placements))
+        many = sum(n > 1 for n in mesh.shape)
+        for source in range(min(mesh.shape)):
+            with CommDebugMode() as comm:
+                x = distribute_tensor(lab.tensor(mine), mesh, placements, src_data_rank=source)
+            assert comm.get_total_counts() <= many, placements  # nothing to send where there are no elements
+            assert set(comm.get_comm_counts()) <= {"scatter", "broadcast"}
+            if sharded == 0:
+                assert comm.get_comm_counts() == ({"broadcast": many} if many else {})
+            assert x.placements == placements
+            rank = int(mesh.mesh[(source,) * mesh.ndim])
+            wanted = floats(rows, 3) + rank
+            same(lab.numpy(x), wanted, f"{placements} from {source}")
+        with CommDebugMode() as comm:
+            x = distribute_tensor(lab.tensor(mine), mesh, placements, src_data_rank=None)
+        assert comm.get_total_counts() == 0
+        if P not in placements:
+            same(lab.numpy(x.to_local()), part(mine, mesh, *placements), f"own data as {placements}")
+    x = distribute_tensor(lab.tensor(mine), mesh)
+    assert distribute_tensor(x, mesh, [R] * mesh.ndim) is x
+    with pytest.raises(ValueError, match="redistribute"):
+        distribute_tensor(x, mesh, [S0] * mesh.ndim)
+    with pytest.raises(ValueError, match=f"src_data_rank={max(mesh.shape)}"):
+        distribute_tensor(lab.tensor(mine), mesh, src_data_rank=max(mesh.shape))
+
+
+@pytest.mark.parametrize("rows", [12, 5])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_distribute_tensor(pool: Any, mesh: tuple[int, ...], rows: int) -> None:
+    pool.run(int(np.prod(mesh)), whole_tensors, mesh, rows)
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+@spmd.on_mesh()
+def one_parameter(mesh: Any) -> None:
+    lab, platform = get_lab(), mesh.platform
+    model = lab.load(lab.Mlp(6, 7), np.random.default_rng(5))
+    lab.freeze(model, "up.weight")
+    before = parameters(model)
+    values = {name: lab.numpy(p).copy() for name, p in before.items()}
+    distribute_parameter(model.up, "weight", mesh, [S0])
+    distribute_parameter(model.up, "bias", mesh, [Shard(-1)])
+    after = parameters(model)
+    assert list(after) == list(before)
+    for name in ("up.weight", "up.bias"):
+        assert after[name] is before[name], name  # optimizers that exist see it
+        assert isinstance(after[name], DTensor)
+        assert isinstance(after[name], platform.Parameter)
+        assert after[name].placements == (S0,)
+        assert getattr(after[name], "name", name) == getattr(before[name], "name", name)
+        same(lab.numpy(after[name]), values[name], name)
+    assert not after["up.weight"].requires_grad
+    assert after["up.bias"].requires_grad
+    assert not isinstance(after["down.weight"], DTensor)
+    distribute_parameter(model.up, "weight", mesh, [S0])  # again: nothing happens
+    with pytest.raises(ValueError, match="share a parameter"):
+        distribute_parameter(model.up, "weight", mesh, [S1])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_distribute_parameter(pool: Any, world_size: int) -> None:
+    pool.run(world_size, one_parameter)
+
+
+@spmd.on_mesh()
+def tied(mesh: Any, vocabulary: int) -> Any:
+    lab = get_lab()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=R),
+        "head": ColwiseParallel(output_layouts=R),
+    }
+    model = parallelize_module(lab.load(lab.Tied(vocabulary, 6), np.random.default_rng(5)), mesh, plan)
+    assert weight_of(model.embedding) is weight_of(model.head)
+    assert weight_of(model.head).placements == (S0,)
+    mismatched = {"embedding": ColwiseParallel(), "head": ColwiseParallel()}
+    with pytest.raises(ValueError, match="share"):
+        parallelize_module(lab.Tied(vocabulary, 6), mesh, mismatched)
+    ids = np.random.default_rng(8).integers(0, vocabulary, (3, 4)).astype(np.int64)
+    return compare(lambda lab: lab.Tied(vocabulary, 6), plan, ids, mesh)
+
+
+@pytest.mark.parametrize("vocabulary", [12, 7])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_tied_weights(pool: Any, world_size: int, vocabulary: int) -> None:
+    for counts in pool.run(world_size, tied, vocabulary):
+        if world_size == 1:
+            assert counts == {"forward": {}, "backward": {}}
+        else:
+            assert counts == {"forward": {"all_reduce": 1, "all_gather": 1}, "backward": {"all_reduce": 1}}
+
+
+@spmd.on_mesh()
+def frozen(mesh: Any, names: tuple[str, ...]) -> Any:
+    def build(lab: Any) -> Any:
+        model = lab.Block(24, 36, 2)
+        for name in names:
+            lab.freeze(model, name)
+        return model
+
+    return compare(build, block_plan(False), floats(2, 12, 24), mesh, takes=S1, gives=S1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_frozen_parameters(pool: Any, world_size: int) -> None:
+    norms = "norm1.gamma", "norm1.beta", "norm2.gamma", "norm2.beta"
+    if get_platform().name != "mindspore":
+        norms = "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"
+    for names, reduced in [(norms, 0), (norms[:3], 1), (("attention.wq.weight", "feed_forward.w2.weight"), 4)]:
+        for counts in pool.run(world_size, frozen, names):
+            assert counts["backward"].get("all_reduce", 0) == (reduced if world_size > 1 else 0), names
+
+
+# ---------------------------------------------------------------------- distribute_module
+
+
+@spmd.on_mesh()
+def whole_module(mesh: Any, rows: int, source: int | None) -> None:
+    """Data parallelism written with `distribute_module`: inputs sharded, parameters replicated or sharded."""
+    lab, rank = get_lab(), mesh.get_local_rank()
+    x = floats(rows, 6)
+    for arity, column in itertools.product((3, 4), (False, True)):
+        # Ranks start from different weights unless each is to keep its own.
+        own = 0 if source is None else rank
+        single = lab.load(lab.Buffered(6), np.random.default_rng(source or 0))
+        module = lab.load(lab.Buffered(6), np.random.default_rng(own))
+        seen: list[str] = []
+
+        def partition(path: str, submodule: Any, mesh: Any, seen: Any = seen, column: bool = column) -> None:
+            seen.append(path)
+            if column and path == "linear":
+                distribute_parameter(submodule, "weight", mesh, [S0], src_data_rank=source)
+
+        def shard(x: Any) -> Any:
+            return DTensor.from_local(x, mesh, [S0], shape=(rows, 6))
+
+        def three(module: Any, args: tuple, mesh: Any) -> Any:
+            return shard(args[0])
+
+        def four(module: Any, args: tuple, kwargs: dict, mesh: Any) -> Any:
+            return (shard(args[0]), *args[1:]), kwargs
+
+        def output(module: Any, y: Any, mesh: Any) -> Any:
+            assert isinstance(y, DTensor)
+            return y.redistribute(placements=[S0]).to_local()
+
+        with mesh, CommDebugMode() as comm:
+            result = distribute_module(
+                module, None, partition, three if arity == 3 else four, output, src_data_rank=source
+            )
+        assert result is module
+        assert seen == ["", "linear"]
+        if source is None:
+            assert comm.get_total_counts() == 0
+        assert all(isinstance(p, DTensor) for p in parameters(module).values())
+        assert module.linear.weight.placements == ((S0,) if column else (R,))
+        assert module.linear.bias.placements == (R,)
+        assert isinstance(module.scale, DTensor)
+        assert module.scale.placements == (R,)
+
+        def loss_of(module: Any) -> Any:
+            def loss(x: Any) -> Any:
+                y = lab.call(module, x)
+                return lab.sum(lab.square(y)), y
+
+            return loss
+
+        y, grad_x, grads = lab.model_value_and_grads(single, loss_of(single), x)
+        got_y, got_grad_x, got_grads = lab.model_value_and_grads(module, loss_of(module), part(x, mesh, S0))
+        same(lab.numpy(got_y), part(lab.numpy(y), mesh, S0), "output")
+        same(got_grad_x, part(grad_x, mesh, S0), "gradient of the input")
+        for name in grads:
+            same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), f"gradient of {name}")
+    with pytest.raises(ValueError, match="it takes 2 argument"):
+        distribute_module(lab.Buffered(6), mesh, input_fn=lambda module, args: args)
+
+
+@pytest.mark.parametrize("rows", [12, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_distribute_module(pool: Any, world_size: int, rows: int) -> None:
+    for source in {0, world_size - 1, None}:
+        pool.run(world_size, whole_module, rows, source)
+
+
+# ---------------------------------------------------------------------- parallelize_module
+
+
+@spmd.on_mesh()
+def data_of_one_rank(mesh: Any) -> None:
+    lab, rank = get_lab(), mesh.get_local_rank()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def values(seed: int) -> dict[str, np.ndarray]:
+        return {
+            name: lab.numpy(p) for name, p in parameters(lab.load(lab.Mlp(6, 7), np.random.default_rng(seed))).items()
+        }
+
+    for source in range(mesh.size()):
+        model = lab.load(lab.Mlp(6, 7), np.random.default_rng(rank))
+        parallelize_module(model, mesh, plan, src_data_rank=source)
+        for name, parameter in parameters(model).items():
+            same(lab.numpy(parameter), values(source)[name], f"{name} from rank {source}")
+    model = lab.load(lab.Mlp(6, 7), np.random.default_rng(rank))
+    with CommDebugMode() as comm:
+        parallelize_module(model, mesh, plan, src_data_rank=None)
+    assert comm.get_total_counts() == 0
+    for name, parameter in parameters(model).items():
+        same(
+            lab.numpy(parameter.to_local()),
+            part(values(rank)[name], mesh, *parameter.placements),
+            f"{name}, each rank's own",
+        )
+    # A style for the model itself takes the rank too.
+    model = lab.load(lab.linear_module(6, 7), np.random.default_rng(rank))
+    parallelize_module(model, mesh, ColwiseParallel(), src_data_rank=mesh.size() - 1)
+    whole = lab.load(lab.linear_module(6, 7), np.random.default_rng(mesh.size() - 1))
+    same(lab.numpy(weight_of(model)), lab.numpy(weight_of(whole)), "the root style's weight")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_src_data_rank(pool: Any, world_size: int) -> None:
+    pool.run(world_size, data_of_one_rank)
+
+
+@spmd.on_mesh()
+def patterns(mesh: Any) -> None:
+    lab = get_lab()
+
+    def placed(plan: Any) -> dict[str, Any]:
+        model = lab.Block(24, 36, 2)
+        with mesh:
+            assert parallelize_module(model, None, plan) is model
+        return {
+            name.rsplit(".", 1)[0]: p.placements[0] for name, p in parameters(model).items() if isinstance(p, DTensor)
+        }
+
+    column, row = ColwiseParallel(), RowwiseParallel()
+    qkv = {f"attention.w{x}": S0 for x in "qkv"}
+    assert placed({"attention.w[qkv]": column}) == qkv
+    assert placed({"attention.w?": column}) == {**qkv, "attention.wo": S0}
+    assert placed({"attention.*": column}) == {**qkv, "attention.wo": S0}
+    assert placed({"*.w[qkv1]": column}) == {**qkv, "feed_forward.w1": S0}
+    assert placed({"norm?": SequenceParallel()}) == {"norm1": R, "norm2": R}
+    assert placed({"*.wo": row, "*.w2": row}) == {"attention.wo": S1, "feed_forward.w2": S1}
+    with pytest.warns(UserWarning, match=r"'w\*'.*matches no module"):  # a star does not cross a dot
+        assert placed({"w*": column}) == {}
+    with pytest.warns(UserWarning, match=r"nearest paths are.*'attention\.wq'"):
+        assert placed({"atention.wq": column}) == {}
+    with pytest.warns(UserWarning, match="without a parallelize_plan"):
+        assert placed(None) == {}
+    with pytest.raises(ValueError, match="two styles"):
+        placed({"attention.wq": column, "attention.w?": row})
+    with pytest.raises((ValueError, RuntimeError), match="mesh"):
+        parallelize_module(lab.Block(24, 36, 2), None, {"attention.wq": column})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_patterns_and_the_mesh_that_was_entered(pool: Any, world_size: int) -> None:
+    pool.run(world_size, patterns)
+
+
+# ---------------------------------------------------------------------- styles and arguments
+
+
+def probe(mesh: Any, style: Any) -> Any:
+    """A module that records what it is called with."""
+    module = get_lab().Probe()
+    assert style.apply(module, mesh) is module
+    return module
+
+
+@spmd.on_mesh()
+def prepared_inputs(mesh: Any, rows: int) -> None:
+    lab = get_lab()
+    whole = floats(rows, 3)
+    mine = lab.tensor(part(whole, mesh, S0))
+    even = rows % mesh.size() == 0
+
+    def sharded() -> Any:
+        return DTensor.from_local(mine, mesh, [S0], shape=whole.shape)
+
+    # Positional: a None slot and what comes after the layouts stay as they are; a DTensor brings its own placement.
+    style = PrepareModuleInput(input_layouts=(R, None), desired_input_layouts=(S0, None))
+    module = probe(mesh, style)
+    plain = lab.tensor(floats(2, 2))
+    lab.call(module, lab.tensor(whole), plain, plain, "word", key=plain)
+    args, kwargs = module.seen
+    assert args[0].placements == (S0,)
+    same(lab.numpy(args[0]), whole, "converted input")
+    assert args[1] is plain
+    assert args[2] is plain
+    assert args[3] == "word"
+    assert kwargs["key"] is plain
+    lab.call(module, sharded().redistribute(placements=[S1]), None)
+    assert module.seen[0][0].placements == (S0,)
+    same(lab.numpy(module.seen[0][0]), whole, "input that was distributed already")
+
+    # Keywords: only those listed are converted; one that is listed and not given is no error, nor is None.
+    style = PrepareModuleInput(input_kwarg_layouts={"x": R, "y": R}, desired_input_kwarg_layouts={"x": S1, "y": R})
+    module = probe(mesh, style)
+    lab.call(module, plain, x=lab.tensor(whole), mask=plain)
+    args, kwargs = module.seen
+    assert args[0] is plain
+    assert set(kwargs) == {"x", "mask"}
+    assert kwargs["x"].placements == (S1,)
+    same(lab.numpy(kwargs["x"]), whole, "converted keyword")
+    assert kwargs["mask"] is plain
+    lab.call(module, plain, y=None)
+    assert module.seen[1] == {"y": None}
+
+    # Both, with local tensors inside.
+    style = PrepareModuleInput(
+        input_layouts=(R,),
+        desired_input_layouts=(S0,),
+        input_kwarg_layouts={"x": R},
+        desired_input_kwarg_layouts={"x": S1},
+        use_local_output=True,
+    )
+    module = probe(mesh, style)
+    lab.call(module, lab.tensor(whole), x=lab.tensor(whole))
+    args, kwargs = module.seen
+    assert not isinstance(args[0], DTensor)
+    same(lab.numpy(args[0]), part(whole, mesh, S0), "local input")
+    same(lab.numpy(kwargs["x"]), part(whole, mesh, S1), "local keyword")
+
+    # A plain input that is a part is gathered once.
+    if even:
+        module = probe(mesh, PrepareModuleInput(input_layouts=S0, desired_input_layouts=R))
+        with CommDebugMode() as comm:
+            lab.call(module, mine)
+        assert comm.get_comm_counts() == ({"all_gather": 1} if mesh.size() > 1 else {})
+        same(lab.numpy(module.seen[0][0].to_local()), whole, "gathered input")
+
+
+@pytest.mark.parametrize("rows", [12, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_prepare_module_input(pool: Any, world_size: int, rows: int) -> None:
+    pool.run(world_size, prepared_inputs, rows)
+
+
+@spmd.on_mesh()
+def prepared_outputs(mesh: Any) -> None:
+    lab = get_lab()
+    whole = floats(12, 6)
+    mine = lab.tensor(part(whole, mesh, S0))
+
+    # The first output is converted, the second stays, the third is None.
+    module = probe(mesh, PrepareModuleOutput(output_layouts=(S0, None, R), desired_output_layouts=(R, None, S0)))
+    plain = lab.tensor(floats(2, 2))
+    first, second, third = lab.call(module, mine, plain, None)
+    same(lab.numpy(first), whole, "first output")
+    assert not isinstance(first, DTensor)
+    assert second is plain
+    assert third is None
+    with pytest.raises(ValueError, match="returned 2 output"):
+        lab.call(module, mine, plain)
+
+    module = probe(
+        mesh,
+        PrepareModuleInputOutput(
+            input_layouts=(S0, None),
+            desired_input_layouts=(R, None),
+            input_kwarg_layouts={"x": S0},
+            desired_input_kwarg_layouts={"x": S1},
+            output_layouts=(R, None),
+            desired_output_layouts=(S1, None),
+            use_local_output=False,
+        ),
+    )
+    first, second = lab.call(module, mine, plain, x=mine)
+    args, kwargs = module.seen
+    assert args[0].placements == (R,)
+    assert kwargs["x"].placements == (S1,)
+    same(lab.numpy(kwargs["x"]), whole, "keyword of both")
+    assert first.placements == (S1,)
+    same(lab.numpy(first), whole, "output of both")
+    assert second is plain
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_prepare_module_output(pool: Any, world_size: int) -> None:
+    pool.run(world_size, prepared_outputs)
+
+
+@spmd.on_mesh()
+def further_arguments(mesh: Any, kind: str) -> None:
+    """A module with one positional and one keyword argument more, its first input given either way."""
+    lab = get_lab()
+    style, takes, gives = {
+        "column": (ColwiseParallel(), R, S1),
+        "row": (RowwiseParallel(), S1, R),
+        "sequence": (SequenceParallel(sequence_dim=0, use_local_output=True), S0, S0),
+    }[kind]
+    whole = floats(12, 12)
+    single, sharded = (lab.load(lab.Scaled(12, 24), np.random.default_rng(5)) for _ in range(2))
+    parallelize_module(sharded, mesh, {"": style})
+
+    def loss_of(module: Any) -> Any:
+        def loss(x: Any) -> Any:
+            y = lab.call(module, x, 2.5, shift=0.5)
+            return lab.sum(y if kind == "sequence" else lab.square(y)), y
+
+        return loss
+
+    wanted, wanted_grad, _ = lab.model_value_and_grads(single, loss_of(single), whole)
+    got, grad, _ = lab.model_value_and_grads(sharded, loss_of(sharded), part(whole, mesh, takes))
+    same(lab.numpy(got), part(lab.numpy(wanted), mesh, gives), "output")
+    same(grad, part(wanted_grad, mesh, takes), "gradient of the input")
+    x = lab.tensor(part(whole, mesh, takes))
+    same(lab.numpy(lab.call(sharded, x=x, scale=2.5, shift=0.5)), lab.numpy(got), "first input by keyword")
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "sequence"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_styles_pass_further_arguments_through(pool: Any, world_size: int, kind: str) -> None:
+    pool.run(world_size, further_arguments, kind)
+
+
+@spmd.on_mesh()
+def distributed_inputs(mesh: Any) -> None:
+    """An input that is distributed already, in whatever placement, is brought to the one that the style needs."""
+    lab = get_lab()
+    whole = floats(5, 7)
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        single, sharded = (lab.load(lab.linear_module(7, 6), np.random.default_rng(5)) for _ in range(2))
+        parallelize_module(sharded, mesh, style)
+        wanted = lab.numpy(lab.call(single, lab.tensor(whole)))
+        gives = S1 if isinstance(style, ColwiseParallel) else R
+        for placement in (R, S0, S1, P):
+            x = distribute_tensor(lab.tensor(whole), mesh, [placement])
+            same(lab.numpy(lab.call(sharded, x)), part(wanted, mesh, gives), f"{style} given {placement}")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_inputs_that_are_distributed_already(pool: Any, world_size: int) -> None:
+    pool.run(world_size, distributed_inputs)
+
+
+def test_reprs() -> None:
+    prepare_input = PrepareModuleInput(
+        input_layouts=(Shard(1), None),
+        desired_input_layouts=(Replicate(), None),
+        input_kwarg_layouts={"mask": Replicate()},
+        desired_input_kwarg_layouts={"mask": Shard(0)},
+        use_local_output=True,
+    )
+    prepare_output = PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=(Replicate(),))
+    styles = [
+        ColwiseParallel(),
+        ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate(), use_local_output=False),
+        RowwiseParallel(output_layouts=Shard(1)),
+        SequenceParallel(sequence_dim=2, use_local_output=True),
+        prepare_input,
+        prepare_output,
+    ]
+    for style in styles:
+        # The repr is the call that makes the style.
+        again = eval(repr(style))
+        assert type(again) is type(style)
+        assert vars(again) == vars(style)
+    both = PrepareModuleInputOutput(
+        input_layouts=Shard(1),
+        desired_input_layouts=Replicate(),
+        output_layouts=Shard(-1),
+        desired_output_layouts=Replicate(),
+    )
+    assert repr(both) == f"PrepareModuleInputOutput({both.prepare_module_input!r}, {prepare_output!r})"
+    assert repr(ColwiseParallel()) == (
+        "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)"
+    )

@@ -1,0 +1,597 @@
+"""DTensors: how they are made of local tensors and taken apart, what they share, and gradients through all of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    parallelize_module,
+)
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import local_parts, same
+from hyper_parallel.testing.conformance.test_styles import block_plan, difference, floats
+from hyper_parallel.testing.labs import get_lab
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
+    """This rank's part of a whole array, which is not partial."""
+    return np.ascontiguousarray(array[get_layout(mesh, placements, array.shape).local_index()])
+
+
+def split_counts(
+    function: Callable[..., Any], arrays: list[np.ndarray]
+) -> tuple[Any, list[np.ndarray | None], dict[str, int], dict[str, int]]:
+    """`lab.value_and_grads` of ``function``, which gives (loss, value), and the collectives in forward and backward."""
+    forward: dict[str, int] = {}
+
+    def loss(*xs: Any) -> Any:
+        with CommDebugMode() as comm:
+            value = function(*xs)
+        forward.update(comm.get_comm_counts())
+        return value
+
+    with CommDebugMode() as both:
+        value, grads = get_lab().value_and_grads(loss, arrays)
+    return value, grads, forward, difference(both.get_comm_counts(), forward)
+
+
+def if_many(mesh: Any, counts: dict[str, int]) -> dict[str, int]:
+    """No collectives on one rank."""
+    return counts if mesh.size() > 1 else {}
+
+
+# ---------------------------------------------------------------------- from_local, to_local, full_tensor
+
+
+@spmd.on_mesh()
+def make_and_take_apart(mesh: Any, rows: int) -> None:
+    lab = get_lab()
+    whole = floats(rows, 3)
+    for placement in (R, S0, S1, P):
+        layout = get_layout(mesh, (placement,), whole.shape)
+        mine = local_parts(whole, layout, np.random.default_rng(1))
+        with CommDebugMode() as comm:
+            x = DTensor.from_local(lab.tensor(mine), mesh, [placement], shape=whole.shape)
+            local = x.to_local()
+        assert comm.get_comm_counts() == {}
+        assert tuple(x.shape) == whole.shape
+        assert x.placements == (placement,)
+        assert x.device_mesh is mesh
+        assert not isinstance(local, DTensor)
+        same(lab.numpy(local), mine, f"local part of {placement}")
+        full = x.full_tensor()
+        assert not isinstance(full, DTensor)
+        same(lab.numpy(full), whole, f"whole of {placement}")
+        for word in ("DTensor(", f"placements=[{placement!r}]", f"shape={whole.shape}", "device_mesh="):
+            assert word in repr(x), word
+    even = DTensor.from_local(lab.tensor(floats(2, 3)), mesh, [S0])
+    assert tuple(even.shape) == (2 * mesh.size(), 3)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("rows", [12, 5, 1])
+def test_from_local_and_back(pool: Any, world_size: int, rows: int) -> None:
+    pool.run(world_size, make_and_take_apart, rows)
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """Message of the ValueError that ``call`` must raise."""
+    with CommDebugMode():
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+    raise AssertionError("no ValueError was raised")
+
+
+@spmd.on_mesh()
+def run_check(mesh: Any) -> list[str]:
+    lab, rank = get_lab(), mesh.get_local_rank()
+    make = DTensor.from_local
+    last = rank == mesh.size() - 1
+    agreed = make(lab.tensor(floats(4, 3)), mesh, [R], run_check=True)
+    same(lab.numpy(agreed), floats(4, 3), "what all ranks agree on")
+    make(lab.tensor(floats(4, 3) + rank), mesh, [S0], run_check=True)  # parts may differ
+    return [
+        outcome(lambda: make(lab.tensor(floats(5 if last else 4, 3)), mesh, [S0], run_check=True)),
+        outcome(
+            lambda: make(lab.tensor(floats(4, 3).astype(np.float64 if last else np.float32)), mesh, run_check=True)
+        ),
+        outcome(lambda: make(lab.tensor(floats(4, 3) + last), mesh, [R], run_check=True)),
+        outcome(lambda: make(lab.tensor(floats(4, 3 + last)), mesh, [R], shape=(4, 3), run_check=True)),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_run_check_is_an_error_on_every_rank_that_names_the_one_that_differs(pool: Any, world_size: int) -> None:
+    for messages in pool.run(world_size, run_check):
+        for message in messages:
+            assert f"rank {world_size - 1}" in message
+        shape, dtype, values, misfit = messages
+        assert "(10, 3)" in shape or "(15, 3)" in shape
+        assert "loat64" in dtype
+        assert "values" in values
+        assert "(4, 4)" in misfit
+
+
+@spmd.on_mesh(2, 2)
+def run_check_in_one_corner(mesh: Any) -> str:
+    x = get_lab().tensor(floats(4, 3) + (mesh.get_coordinate() == (1, 1)))
+    return outcome(lambda: DTensor.from_local(x, mesh, [R, R], run_check=True))
+
+
+def test_run_check_on_two_dimensions(pool: Any) -> None:
+    assert all("values" in message for message in pool.run(4, run_check_in_one_corner))
+
+
+@spmd.on_mesh()
+def outside_gradient(mesh: Any, rows: int) -> None:
+    """What the user says about the cotangent outside, with consumers that are plain functions of this rank alone."""
+    lab, size = get_lab(), mesh.size()
+    rng = np.random.default_rng(2)
+    whole = floats(rows, 3)
+    everyone = rng.standard_normal((size, rows, 3)).astype(np.float32)  # each rank's own weights
+    mine = everyone[mesh.get_local_rank()]
+    total = everyone.sum(0)
+
+    def differ_by_rank(x: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [R]).to_local(grad_placements=[P])
+        return lab.weighted_sum(y, lab.tensor(mine)), y
+
+    _, (grad,), forward, backward = split_counts(differ_by_rank, [whole])
+    same(grad, total, "to_local(grad_placements=[Partial()])")
+    assert (forward, backward) == ({}, if_many(mesh, {"all_reduce": 1}))
+
+    def gathered_then_differ(x: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
+        y = y.to_local(grad_placements=[P])
+        return lab.weighted_sum(y, lab.tensor(mine)), y
+
+    _, (grad,), forward, backward = split_counts(gathered_then_differ, [part(whole, mesh, S0)])
+    same(grad, part(total, mesh, S0), "Partial cotangent of what was gathered")
+    assert forward == if_many(mesh, {"all_gather": 1})
+    assert backward == if_many(mesh, {"reduce_scatter": 1})
+
+    def full_tensor_then_differ(x: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [S0], shape=whole.shape).full_tensor(grad_placements=[P])
+        return lab.weighted_sum(y, lab.tensor(mine)), y
+
+    _, (grad,), _, backward = split_counts(full_tensor_then_differ, [part(whole, mesh, S0)])
+    same(grad, part(total, mesh, S0), "full_tensor(grad_placements=[Partial()])")
+    assert backward == if_many(mesh, {"reduce_scatter": 1})
+
+    def partial_inside(x: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [R], grad_placements=[P])
+        z = y.to_local()
+        return lab.weighted_sum(z, lab.tensor(total)), z
+
+    # The gradient arrives whole and leaves as summands of it, of which the caller takes the sum.
+    _, (grad,), _, backward = split_counts(partial_inside, [whole])
+    assert backward == {}
+    sum_over_ranks = DTensor.from_local(lab.tensor(grad), mesh, [P])
+    same(lab.numpy(sum_over_ranks), total, "from_local(grad_placements=[Partial()])")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("rows", [12, 5])
+def test_gradients_outside(pool: Any, world_size: int, rows: int) -> None:
+    pool.run(world_size, outside_gradient, rows)
+
+
+def redistribute_errors() -> None:
+    lab, mesh, other = get_lab(), spmd.device_mesh(), spmd.device_mesh(1, spmd.world_size)
+    if mesh is None:
+        return
+    x = DTensor.from_local(lab.tensor(floats(4, 3)), mesh, [S0])
+    with CommDebugMode() as comm:
+        assert "another mesh" in outcome(lambda: x.redistribute(other, [R, R]))
+        assert "Partial" in outcome(lambda: x.redistribute(placements=[P]))
+        assert "1 placement(s), got 2" in outcome(lambda: x.redistribute(placements=[R, R]))
+        assert "Shard(dim=2)" in outcome(lambda: x.redistribute(placements=[Shard(2)]))
+        y = DTensor.from_local(lab.tensor(floats(4, 3)), mesh, [Partial("max")])
+        assert "Partial(max)" in outcome(lambda: y.redistribute(placements=[P]))
+        assert x.redistribute(mesh, [Shard(-2)]) is x
+    assert comm.get_comm_counts() == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_redistribute_errors(pool: Any, world_size: int) -> None:
+    pool.run(world_size, redistribute_errors)
+
+
+# ---------------------------------------------------------------------- sharing collectives
+
+
+@spmd.on_mesh()
+def consumers(mesh: Any, how: str, rows: int) -> Any:
+    """Three column-parallel linear layers of one activation."""
+    lab = get_lab()
+    whole, weights = floats(rows, 6), [floats(7, 6), floats(5, 6) * 2, floats(8, 6) + 1]
+    cotangents = [
+        np.random.default_rng(i).standard_normal((rows, len(w))).astype(np.float32) for i, w in enumerate(weights)
+    ]
+
+    def loss_of(ys: list[Any], given: list[Any]) -> Any:
+        terms = [lab.weighted_sum(y, c) for y, c in zip(ys, given, strict=True)]
+        return terms[0] + terms[1] + terms[2]
+
+    def reference(x: Any, *ws: Any) -> Any:
+        ys = [lab.linear(x, w) for w in ws]
+        return loss_of(ys, list(map(lab.tensor, cotangents))), ys
+
+    def sharded(x: Any, *ws: Any) -> Any:
+        if how == "gathered once":
+            gathered = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
+            inputs = [gathered] * 3
+        elif how == "one DTensor":
+            inputs = [DTensor.from_local(x, mesh)] * 3
+        else:
+            inputs = [DTensor.from_local(x, mesh) for _ in range(3)]
+        ys = [
+            lab.linear(y, DTensor.from_local(w, mesh, [S0], shape=full.shape))
+            for y, w, full in zip(inputs, ws, weights, strict=True)
+        ]
+        assert all(y.placements == (S1,) for y in ys)
+        mine = [lab.tensor(part(c, mesh, S1)) for c in cotangents]
+        return loss_of([y.to_local() for y in ys], mine), ys
+
+    wanted, wanted_grads = lab.value_and_grads(reference, [whole, *weights])
+    placed = S0 if how == "gathered once" else R
+    arrays = [part(whole, mesh, placed), *(part(w, mesh, S0) for w in weights)]
+    got, grads, forward, backward = split_counts(sharded, arrays)
+    for i in range(3):
+        same(lab.numpy(got[i]), lab.numpy(wanted[i]), f"output {i}")
+        same(grads[i + 1], part(wanted_grads[i + 1], mesh, S0), f"gradient of weight {i}")
+    same(grads[0], part(wanted_grads[0], mesh, placed), "gradient of the activation")
+    return forward, backward
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("rows", [12, 5])
+def test_consumers_share_one_collective(pool: Any, world_size: int, rows: int) -> None:
+    expected: dict[str, tuple] = {
+        "gathered once": ({"all_gather": 1}, {"reduce_scatter": 1}),
+        "one DTensor": ({}, {"all_reduce": 1}),
+        "one plain tensor": ({}, {"all_reduce": 1}),
+    }
+    for how, counts in expected.items():
+        for got in pool.run(world_size, consumers, how, rows):
+            assert got == (counts if world_size > 1 else ({}, {})), how
+
+
+@spmd.on_mesh()
+def mixed_consumers(mesh: Any) -> Any:
+    """One consumer whose cotangent is partial and one whose cotangent is whole, of one gathered activation."""
+    lab = get_lab()
+    whole, weight = floats(5, 6), floats(7, 6)
+
+    def reference(x: Any, w: Any) -> Any:
+        y = lab.linear(x, w)
+        return lab.sum(y * y) + lab.sum(x * x * x), y
+
+    def sharded(x: Any, w: Any) -> Any:
+        gathered = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
+        y = lab.linear(gathered, DTensor.from_local(w, mesh, [S0], shape=weight.shape))
+        loss = lab.sum(y * y) + lab.sum(gathered * gathered * gathered)
+        return loss.full_tensor(), y
+
+    wanted, (grad_x, grad_w) = lab.value_and_grads(reference, [whole, weight])
+    got, grads, _, backward = split_counts(sharded, [part(whole, mesh, S0), part(weight, mesh, S0)])
+    same(lab.numpy(got), lab.numpy(wanted), "output")
+    same(grads[0], part(grad_x, mesh, S0), "gradient of the activation")
+    same(grads[1], part(grad_w, mesh, S0), "gradient of the weight")
+    return backward
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_whole_and_partial_cotangents_of_one_gather(pool: Any, world_size: int) -> None:
+    for backward in pool.run(world_size, mixed_consumers):
+        assert backward == ({"reduce_scatter": 1} if world_size > 1 else {})
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def two_dimensional(mesh: Any, rows: int, features: int) -> Any:
+    lab = get_lab()
+    arrays = [floats(rows, 6), floats(features, 6), floats(features), floats(features) + 2]
+    placements = [(S0, R), (R, S0), (R, S0), (R, R)]
+
+    def run(x: Any, w: Any, b: Any, scale: Any) -> Any:
+        return lab.linear(x, w, b) * scale
+
+    def reference(*xs: Any) -> Any:
+        y = run(*xs)
+        return lab.sum(y * y * y), y
+
+    def sharded(*xs: Any) -> Any:
+        y = run(
+            *(DTensor.from_local(x, mesh, p, shape=a.shape) for x, p, a in zip(xs, placements, arrays, strict=True))
+        )
+        assert y.placements == (S0, S1)
+        local = y.to_local()
+        return lab.sum(local * local * local), y
+
+    wanted, wanted_grads = lab.value_and_grads(reference, arrays)
+    got, grads, forward, backward = split_counts(
+        sharded, [part(a, mesh, *p) for a, p in zip(arrays, placements, strict=True)]
+    )
+    same(lab.numpy(got), lab.numpy(wanted), "output")
+    for name, grad, all_of_it, placed in zip("xwbs", grads, wanted_grads, placements, strict=True):
+        same(grad, part(all_of_it, mesh, *placed), f"gradient of {name}")
+    return forward, backward
+
+
+@pytest.mark.parametrize("sizes", [(8, 12), (5, 7)], ids=["even", "uneven"])
+def test_data_and_tensor_parallel_linear(pool: Any, sizes: tuple[int, int]) -> None:
+    # The input over tp; weight, bias and what scales the output over dp; and the scale's parts are gathered over tp.
+    for counts in pool.run(4, two_dimensional, *sizes):
+        assert counts == ({}, {"all_reduce": 4, "all_gather": 1})
+
+
+# ---------------------------------------------------------------------- gradients of gradients
+
+
+@spmd.on_mesh()
+def gradients_of_gradients(mesh: Any, rows: int, features: int) -> None:
+    lab = get_lab()
+    x, w, v = floats(rows, 6), floats(features, 6) * 0.5, floats(6, features) * 0.5
+    placements = [(S0,), (S0,), (S1,)]
+    shapes = [x.shape, w.shape, v.shape]
+
+    def run(x: Any, w: Any, v: Any) -> Any:
+        y = lab.linear(lab.tanh(lab.linear(x, w)), v)
+        return lab.sum(lab.square(y))
+
+    def sharded(*xs: Any) -> Any:
+        x, w, v = (DTensor.from_local(a, mesh, p, shape=s) for a, p, s in zip(xs, placements, shapes, strict=True))
+        return run(x.redistribute(placements=[R]), w, v).full_tensor()
+
+    def combine(gx: Any, gw: Any, gv: Any) -> Any:
+        return lab.sum(gx * gx) + lab.sum(gw * gw) + lab.sum(gv * gv)
+
+    def combine_sharded(*gs: Any) -> Any:
+        whole = [DTensor.from_local(g, mesh, p, shape=s) for g, p, s in zip(gs, placements, shapes, strict=True)]
+        return combine(*whole).full_tensor()
+
+    wanted = lab.second_order(run, combine, [x, w, v])
+    arrays = [part(a, mesh, *p) for a, p in zip((x, w, v), placements, strict=True)]
+    got = lab.second_order(sharded, combine_sharded, arrays)
+    for name, grad, whole, placed in zip("xwv", got, wanted, placements, strict=True):
+        same(grad, part(whole, mesh, *placed), f"second-order gradient of {name}", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sizes", [(12, 24), (5, 7)], ids=["even", "uneven"])
+def test_gradients_of_gradients(pool: Any, world_size: int, sizes: tuple[int, int]) -> None:
+    pool.run(world_size, gradients_of_gradients, *sizes)
+
+
+# ---------------------------------------------------------------------- nothing stale
+
+
+@spmd.on_mesh()
+def steps_of_training(mesh: Any) -> None:
+    lab = get_lab()
+    array, target = floats(2, 12, 24), floats(2, 12, 24)[::-1] * 0.5
+    single, sharded = (lab.load(lab.Block(24, 36, 2), np.random.default_rng(5)) for _ in range(2))
+    parallelize_module(sharded, mesh, block_plan(False))
+    optimizers = [lab.sgd(module, 0.02) for module in (single, sharded)]
+
+    def loss_of(module: Any, mine: Any) -> Any:
+        def loss(x: Any) -> Any:
+            y = lab.call(module, x)
+            return lab.weighted_sum(y * y, lab.tensor(mine)) * 0.01, y
+
+        return loss
+
+    mine, placed = part(target, mesh, S1), part(array, mesh, S1)
+    for step in range(3):
+        y, _, grads = lab.model_value_and_grads(single, loss_of(single, target), array)
+        got_y, _, got_grads = lab.model_value_and_grads(sharded, loss_of(sharded, mine), placed)
+        same(lab.numpy(got_y), part(lab.numpy(y), mesh, S1), f"output at step {step}", 1e-4)
+        for name in grads:
+            same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), f"gradient of {name} at step {step}", 1e-4)
+        for optimizer, its_grads in zip(optimizers, (grads, got_grads), strict=True):
+            optimizer(its_grads)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_that_change_between_steps(pool: Any, world_size: int) -> None:
+    pool.run(world_size, steps_of_training)
+
+
+@spmd.on_mesh()
+def changed_in_between(mesh: Any) -> None:
+    """A replicated tensor that many consumers read through one view is written between them."""
+    lab, platform = get_lab(), get_platform()
+    whole, weight, add = floats(5, 6), floats(6), floats(6) * 0.5
+
+    def run(x: Any, w: Any, add: Any) -> Any:
+        w = w * 1.0
+        first = x * w
+        lab.IN_PLACE["copy_"][0](w, w + add)
+        return first + x * w
+
+    def reference(x: Any, w: Any) -> Any:
+        with platform.no_grad():
+            y = run(x, w, lab.tensor(add))
+        return lab.sum(lab.square(x)), y
+
+    def sharded(x: Any, w: Any) -> Any:
+        x = DTensor.from_local(x, mesh, [S0], shape=whole.shape)
+        with platform.no_grad():
+            y = run(x, DTensor.from_local(w, mesh), DTensor.from_local(lab.tensor(add), mesh))
+        return lab.sum(lab.square(x)).full_tensor(), y
+
+    wanted, _ = lab.value_and_grads(reference, [whole, weight])
+    got, _ = lab.value_and_grads(sharded, [part(whole, mesh, S0), weight])
+    same(lab.numpy(got), lab.numpy(wanted), "value read after the write")
+
+
+@spmd.on_mesh()
+def without_gradients_first(mesh: Any) -> Any:
+    """A view made while gradients are off must not serve a consumer that needs one."""
+    lab, platform = get_lab(), get_platform()
+    whole, weight = floats(5, 6), floats(7, 6)
+
+    def reference(x: Any, w: Any) -> Any:
+        return lab.sum(lab.square(lab.linear(x, w))), x
+
+    def sharded(x: Any, w: Any) -> Any:
+        x, w = DTensor.from_local(x, mesh), DTensor.from_local(w, mesh, [S0], shape=weight.shape)
+        with platform.no_grad():
+            idle = lab.linear(x, w)
+        assert not platform.requires_grad(idle) or platform.name == "mindspore"
+        return lab.sum(lab.square(lab.linear(x, w))).full_tensor(), x
+
+    _, wanted = lab.value_and_grads(reference, [whole, weight])
+    _, grads, _, backward = split_counts(sharded, [whole, part(weight, mesh, S0)])
+    same(grads[0], wanted[0], "gradient of the activation")
+    same(grads[1], part(wanted[1], mesh, S0), "gradient of the weight")
+    return backward
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_no_view_is_kept_without_gradients(pool: Any, world_size: int) -> None:
+    for backward in pool.run(world_size, without_gradients_first):
+        assert backward == ({"all_reduce": 1} if world_size > 1 else {})
+    pool.run(world_size, changed_in_between)
+
+
+# ---------------------------------------------------------------------- copies
+
+
+@spmd.on_mesh()
+def copies(mesh: Any, rows: int) -> None:
+    lab = get_lab()
+    whole = floats(rows, 3)
+    for placement in (R, S0, S1, P):
+        x = distribute_tensor(lab.tensor(whole), mesh, [placement])
+        with CommDebugMode() as comm:
+            y = copy.deepcopy(x)
+        assert comm.get_comm_counts() == {}
+        assert type(y) is type(x)
+        assert y.placements == x.placements
+        assert tuple(y.shape) == whole.shape
+        lab.IN_PLACE["copy_"][0](x, x * 0.0)
+        same(lab.numpy(x), whole * 0, "the tensor that was written")
+        same(lab.numpy(y), whole, f"copy of {placement}")
+
+
+@spmd.on_mesh()
+def copies_of_models(mesh: Any) -> Any:
+    lab = get_lab()
+    array = floats(3, 6)
+    single, sharded = (lab.load(lab.Mlp(6, 7), np.random.default_rng(5)) for _ in range(2))
+    parallelize_module(sharded, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    copied = copy.deepcopy(sharded)
+
+    def loss_of(module: Any) -> Any:
+        def loss(x: Any) -> Any:
+            y = lab.call(module, x)
+            return lab.sum(lab.square(y)), y
+
+        return loss
+
+    wanted, grad_x, grads = lab.model_value_and_grads(single, loss_of(single), array)
+    # The original moves on; the copy must not follow.
+    _, _, first = lab.model_value_and_grads(sharded, loss_of(sharded), array)
+    lab.sgd(sharded, 0.5)(first)
+    with CommDebugMode() as comm:
+        got, got_grad_x, got_grads = lab.model_value_and_grads(copied, loss_of(copied), array)
+    same(lab.numpy(got), lab.numpy(wanted), "output of the copy")
+    same(got_grad_x, grad_x, "gradient of the input of the copy")
+    assert set(got_grads) == set(grads)
+    for name in grads:
+        assert isinstance(got_grads[name], DTensor) or mesh.platform.name == "mindspore"
+        same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), f"gradient of the copy's {name}")
+    changed, _, _ = lab.model_value_and_grads(sharded, loss_of(sharded), array)
+    assert np.abs(lab.numpy(changed) - lab.numpy(wanted)).max() > 1e-3, "the original was not trained"
+    return comm.get_comm_counts()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_deepcopy(pool: Any, world_size: int) -> None:
+    for rows in (4, 5):
+        pool.run(world_size, copies, rows)
+    for counts in pool.run(world_size, copies_of_models):
+        assert counts == ({"all_reduce": 2} if world_size > 1 else {})
+
+
+# ---------------------------------------------------------------------- in place
+
+
+@spmd.on_mesh()
+def in_place(mesh: Any, rows: int) -> int:
+    """Every operation that writes, on every placement of what is written and of what is read."""
+    lab = get_lab()
+    whole, other = floats(rows, 3), floats(rows, 3)[::-1] * 0.5 + 1
+    tried = 0
+    for name, (write, takes_other) in lab.IN_PLACE.items():
+        for placed in (R, S0, S1):
+            for others in (R, S0, S1, P) if takes_other else (R,):
+                wanted = lab.tensor(whole) * 1.0
+                wanted_result = write(wanted, *([lab.tensor(other)] if takes_other else []))
+                x = distribute_tensor(lab.tensor(whole), mesh, [placed])
+                arguments = [distribute_tensor(lab.tensor(other), mesh, [others])] if takes_other else []
+                result = write(x, *arguments)
+                what = f"{name} of {placed} and {others}"
+                assert result.placements == (placed,), what
+                same(lab.numpy(result), lab.numpy(wanted_result), f"result of {what}")
+                same(lab.numpy(x if name[-1] == "_" else result), lab.numpy(wanted_result), f"what {what} wrote")
+                tried += 1
+    return tried
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("rows", [4, 5])
+def test_in_place(pool: Any, world_size: int, rows: int) -> None:
+    assert all(tried > 20 for tried in pool.run(world_size, in_place, rows))
+
+
+@spmd.on_mesh()
+def in_place_with_gradients(mesh: Any) -> None:
+    lab = get_lab()
+    whole, other = floats(5, 3), floats(5, 3)[::-1] * 0.5
+
+    def run(x: Any, y: Any) -> Any:
+        z = x * 2.0
+        z = lab.IN_PLACE["add_"][0](z, y)
+        z = lab.IN_PLACE["sub_"][0](z, lab.square(y))
+        return lab.square(z)
+
+    def reference(x: Any, y: Any) -> Any:
+        z = run(x, y)
+        return lab.sum(z), z
+
+    def sharded(x: Any, y: Any) -> Any:
+        z = run(DTensor.from_local(x, mesh, [S0], shape=whole.shape), DTensor.from_local(y, mesh))
+        return lab.sum(z).full_tensor(), z
+
+    wanted, wanted_grads = lab.value_and_grads(reference, [whole, other])
+    got, grads = lab.value_and_grads(sharded, [part(whole, mesh, S0), other])
+    same(lab.numpy(got), lab.numpy(wanted), "value")
+    same(grads[0], part(wanted_grads[0], mesh, S0), "gradient of what is written")
+    same(grads[1], wanted_grads[1], "gradient of what is read")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_through_in_place_operations(pool: Any, world_size: int) -> None:
+    pool.run(world_size, in_place_with_gradients)

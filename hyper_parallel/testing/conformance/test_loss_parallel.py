@@ -1,0 +1,532 @@
+"""Losses of logits that are sharded over their classes: values and gradients equal the single device's, the logits are
+never gathered, and the collectives are those of hand-written code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    loss_parallel,
+    parallelize_module,
+    vocab_parallel_cross_entropy,
+)
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.modes import is_loss_parallel
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.labs import get_lab
+
+WORLD_SIZES = [1, 2, 3, 4]
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+IGNORED = -100
+
+#: shape before the classes, shape behind them, reduction, label smoothing, class weights, probabilities as target
+CASES = [
+    ((6,), (), "mean", 0.0, None, False),
+    ((6,), (), "none", 0.1, "plain", False),
+    ((6,), (), "sum", 0.0, "sharded", False),
+    ((), (), "mean", 0.1, None, False),
+    ((2,), (3,), "mean", 0.1, "plain", False),
+    ((2,), (3,), "none", 0.0, "replicated", False),
+    ((6,), (), "mean", 0.1, "plain", True),
+    ((2,), (3,), "none", 0.0, None, True),
+    ((), (), "sum", 0.0, "sharded", True),
+]
+
+
+def floats(*shape: int, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def logits_of(*shape: int) -> np.ndarray:
+    return floats(*shape) * 3
+
+
+def classes_for(shape: tuple[int, ...], vocabulary: int, ignored: bool = True) -> np.ndarray:
+    target = np.random.default_rng(4).integers(0, vocabulary, shape).astype(np.int32)
+    if ignored and target.size > 1:
+        target.reshape(-1)[1] = IGNORED
+    return target
+
+
+def probabilities_for(shape: tuple[int, ...], dim: int) -> np.ndarray:
+    p = np.exp(floats(*shape, seed=5))
+    return p / p.sum(dim, keepdims=True)
+
+
+def as_target(array: np.ndarray) -> np.ndarray:
+    """Targets as the framework wants them: torch 64 bits, MindSpore 32."""
+    return array.astype(get_lab().TARGET_DTYPE) if array.dtype == np.int32 else array
+
+
+def part_of(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
+    return np.ascontiguousarray(array[get_layout(mesh, placements, array.shape).local_index()])
+
+
+def weighted(y: Any, like: np.ndarray) -> Any:
+    """A scalar of which every element of ``y`` has its own share: ``y`` is whole on every rank."""
+    lab = get_lab()
+    return lab.weighted_sum(y, lab.tensor(floats(*like.shape, seed=6)))
+
+
+def count(comm: CommDebugMode) -> int:
+    found = comm.get_comm_counts()
+    assert set(found) <= {"all_reduce"}, found
+    return found.get("all_reduce", 0)
+
+
+@spmd.on_mesh()
+def cross_entropy(mesh: Any, vocabulary: int) -> list[tuple[int, int, int]]:
+    """All cases; for each the collectives in forward and in both directions, and those of the function form."""
+    lab, counts = get_lab(), []
+    for before, behind, reduction, smoothing, weights, soft in CASES:
+        what = f"{before} {behind} {reduction} {smoothing} {weights} {soft}"
+        shape, dim = (*before, vocabulary, *behind), len(before)
+        x = logits_of(*shape)
+        target = probabilities_for(shape, dim) if soft else as_target(classes_for((*before, *behind), vocabulary))
+        weight = None if weights is None else np.abs(floats(vocabulary, seed=8)) + 0.5
+        values: list[np.ndarray] = []
+
+        def single(x: Any) -> Any:
+            w = None if weight is None else lab.tensor(weight)  # noqa: B023
+            y = lab.loss(x, lab.tensor(target), w, reduction, smoothing)  # noqa: B023
+            values.append(lab.numpy(y))  # noqa: B023
+            return weighted(y, values[-1]), y  # noqa: B023
+
+        _, (wanted,) = lab.value_and_grads(single, [x])
+        forward = []
+
+        def sharded(local: Any) -> Any:
+            logits = DTensor.from_local(local, mesh, [Shard(dim)], shape=shape)  # noqa: B023
+            w, t = None, lab.tensor(target)  # noqa: B023
+            if weight is not None:  # noqa: B023
+                w = lab.tensor(weight)  # noqa: B023
+                if weights != "plain":  # noqa: B023
+                    w = lab.tensor(part_of(weight, mesh, S0)) if weights == "sharded" else w  # noqa: B023
+                    placed = [S0] if weights == "sharded" else [R]  # noqa: B023
+                    w = DTensor.from_local(w, mesh, placed, shape=weight.shape)  # noqa: B023
+            if soft:  # noqa: B023
+                t = lab.tensor(part_of(target, mesh, Shard(dim)))  # noqa: B023
+                t = DTensor.from_local(t, mesh, [Shard(dim)], shape=shape)  # noqa: B023
+            with CommDebugMode() as comm, loss_parallel():
+                y = lab.loss(logits, t, w, reduction, smoothing)  # noqa: B023
+            forward.append(count(comm))  # noqa: B023
+            assert y.placements == (R,)
+            return weighted(y.to_local(), values[0]), y  # noqa: B023
+
+        local = part_of(x, mesh, Shard(dim))
+        with CommDebugMode() as both:
+            y, (got,) = lab.value_and_grads(sharded, [local])
+        same(lab.numpy(y), values[0], f"{what}: value")
+        same(got, part_of(wanted, mesh, Shard(dim)), f"{what}: gradient")
+
+        def by_function(local: Any) -> Any:
+            y = vocab_parallel_cross_entropy(
+                local,
+                lab.tensor(part_of(target, mesh, Shard(dim)) if soft else target),  # noqa: B023
+                mesh,
+                vocab_size=vocabulary,
+                weight=None if weight is None else lab.tensor(weight),  # noqa: B023
+                reduction=reduction,  # noqa: B023
+                label_smoothing=smoothing,  # noqa: B023
+            )
+            assert not isinstance(y, DTensor)
+            return weighted(y, values[0]), y  # noqa: B023
+
+        with CommDebugMode() as comm:
+            y, (got,) = lab.value_and_grads(by_function, [local])
+        same(lab.numpy(y), values[0], f"{what}: value of the function")
+        same(got, part_of(wanted, mesh, Shard(dim)), f"{what}: gradient of the function")
+        counts.append((forward[0], count(both), count(comm)))
+    return counts
+
+
+@pytest.mark.parametrize("vocabulary", [8, 5])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_cross_entropy(pool: Any, world_size: int, vocabulary: int) -> None:
+    # The largest logit, and all sums together; backward: none.
+    many = 2 if world_size > 1 else 0
+    for counts in pool.run(world_size, cross_entropy, vocabulary):
+        assert counts == [(many, many, many)] * len(CASES)
+
+
+#: name -> (function of log-probabilities or logits and of target, collectives in forward, and in backward)
+CONSUMERS: dict[str, tuple[Callable[..., Any], int, int]] = {
+    "log_softmax, nll_loss": (lambda lab, x, t: lab.nll(lab.log_softmax(x, 1), t), 3, 1),
+    "log_softmax, nll_loss sum": (lambda lab, x, t: lab.nll(lab.log_softmax(x, 1), t, None, "sum"), 3, 1),
+    "log_softmax, nll_loss none": (lambda lab, x, t: lab.sum(lab.nll(lab.log_softmax(x, 1), t, None, "none")), 3, 1),
+    "exp of log_softmax": (lambda lab, x, t: lab.sum(lab.square(lab.exp(lab.log_softmax(x, 1)))), 3, 1),
+    "negative entropy": (lambda lab, x, t: lab.sum(lab.softmax(x, 1) * lab.log_softmax(x, 1)), 5, 2),
+    "softmax": (lambda lab, x, t: lab.sum(lab.square(lab.softmax(x, 1))), 3, 1),
+    "logsumexp": (lambda lab, x, t: lab.sum(lab.square(lab.logsumexp(x, 1))), 2, 0),
+    "two losses": (lambda lab, x, t: lab.loss(x, t) + lab.sum(lab.square(lab.logsumexp(x, 1))), 4, 0),
+}
+
+
+@spmd.on_mesh()
+def consumers(mesh: Any, vocabulary: int) -> list[tuple[int, int]]:
+    lab, counts = get_lab(), []
+    x, target = floats(4, vocabulary), as_target(classes_for((4,), vocabulary))
+    for name, (function, _, _) in CONSUMERS.items():
+
+        def single(x: Any) -> Any:
+            y = function(lab, x, lab.tensor(target))  # noqa: B023
+            return y, y
+
+        value, (wanted,) = lab.value_and_grads(single, [x])
+        forward = []
+
+        def sharded(local: Any) -> Any:
+            logits = DTensor.from_local(local, mesh, [S1], shape=x.shape)
+            with CommDebugMode() as comm, loss_parallel():
+                y = function(lab, logits, lab.tensor(target)).full_tensor()  # noqa: B023
+            forward.append(count(comm))  # noqa: B023
+            return y, y
+
+        with CommDebugMode() as both:
+            y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1)])
+        same(lab.numpy(y), lab.numpy(value), name, tolerance=1e-4)  # MindSpore's own log_softmax is not better
+        same(got, part_of(wanted, mesh, S1), f"{name}: gradient", tolerance=1e-4)
+        counts.append((forward[0], count(both) - forward[0]))
+    return counts
+
+
+@pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 5), (2, 8), (3, 8), (4, 5)])
+def test_other_consumers(pool: Any, world_size: int, vocabulary: int) -> None:
+    wanted = [(forward, backward) if world_size > 1 else (0, 0) for _, forward, backward in CONSUMERS.values()]
+    for counts in pool.run(world_size, consumers, vocabulary):
+        assert counts == wanted
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def two_dimensional(mesh: Any, samples: int, vocabulary: int, reduction: str, given: str) -> int:
+    """Samples over dp, classes over tp; the target plain and whole, plain and this rank's, or a DTensor."""
+    lab = get_lab()
+    x, target = logits_of(samples, vocabulary), as_target(classes_for((samples,), vocabulary))
+
+    def single(x: Any) -> Any:
+        y = lab.loss(x, lab.tensor(target), None, reduction, 0.1)
+        return lab.sum(y) * 2.0, y
+
+    value, (wanted,) = lab.value_and_grads(single, [x])
+    mine = lab.tensor(part_of(target, mesh, S0, R))
+    forward = []
+
+    def sharded(local: Any) -> Any:
+        logits = DTensor.from_local(local, mesh, [S0, S1], shape=x.shape)
+        distributed = DTensor.from_local(mine, mesh, [S0, R], shape=target.shape)
+        t = {"whole": lab.tensor(target), "mine": mine, "distributed": distributed}[given]
+        with CommDebugMode() as comm, loss_parallel():
+            y = lab.loss(logits, t, None, reduction, 0.1)
+        forward.append(count(comm))
+        return (lab.sum(y) * 2.0).full_tensor(), y
+
+    y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S0, S1)])
+    same(lab.numpy(y), lab.numpy(value), "value")
+    same(got, part_of(wanted, mesh, S0, S1), "gradient")
+    return forward[0]
+
+
+@pytest.mark.parametrize("sizes", [(6, 8), (3, 5)], ids=["even", "uneven"])
+def test_samples_and_classes_sharded(pool: Any, sizes: tuple[int, int]) -> None:
+    # A mean needs the number of all samples: one collective of one number.
+    for reduction, given, wanted in [("mean", "mine", 3), ("sum", "whole", 2), ("none", "distributed", 2)]:
+        assert pool.run(4, two_dimensional, *sizes, reduction, given) == [wanted] * 4
+
+
+@spmd.on_mesh(2, 2)
+def classes_over_both(mesh: Any, vocabulary: int) -> int:
+    """Both mesh dimensions shard the classes."""
+    lab = get_lab()
+    x, target = logits_of(4, vocabulary), as_target(classes_for((4,), vocabulary))
+    value, (wanted,) = lab.value_and_grads(lambda x: (lab.loss(x, lab.tensor(target)),) * 2, [x])
+
+    def sharded(local: Any) -> Any:
+        with loss_parallel():
+            y = lab.loss(DTensor.from_local(local, mesh, [S1, S1], shape=x.shape), lab.tensor(target))
+        assert y.placements == (R, R)
+        return y.to_local(), y
+
+    with CommDebugMode() as comm:
+        y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1, S1)])
+    same(lab.numpy(y), lab.numpy(value), "value")
+    same(got, part_of(wanted, mesh, S1, S1), "gradient")
+    return count(comm)
+
+
+@pytest.mark.parametrize("vocabulary", [8, 5])
+def test_classes_over_two_mesh_dimensions(pool: Any, vocabulary: int) -> None:
+    assert pool.run(4, classes_over_both, vocabulary) == [4] * 4
+
+
+@spmd.on_mesh()
+def gradients_of_gradients(mesh: Any, vocabulary: int) -> None:
+    lab = get_lab()
+    x, target = floats(3, vocabulary) * 0.5, as_target(classes_for((3,), vocabulary, ignored=False))
+    chosen = np.eye(vocabulary, dtype=np.float32)[target]
+
+    def log_p(x: Any) -> Any:  # in elementary operations: MindSpore has no second derivative of its own softmax
+        return x - _log(lab.sum(lab.exp(x), 1, True))
+
+    plain = {
+        "cross_entropy": lambda x: lab.sum(lab.square(lab.sum(log_p(x) * lab.tensor(chosen), 1, True))),
+        "softmax": lambda x: lab.sum(lab.square(lab.exp(log_p(x)))),
+        "log_softmax": lambda x: lab.sum(log_p(x) * lab.square(log_p(x))),
+        "logsumexp": lambda x: lab.sum(lab.square(_log(lab.sum(lab.exp(x), 1, True)))),
+    }
+    distributed = {
+        "cross_entropy": lambda x: lab.sum(lab.square(lab.loss(x, lab.tensor(target), None, "none"))),
+        "softmax": lambda x: lab.sum(lab.square(lab.softmax(x, 1))),
+        "log_softmax": lambda x: lab.sum(lab.log_softmax(x, 1) * lab.square(lab.log_softmax(x, 1))),
+        "logsumexp": lambda x: lab.sum(lab.square(lab.logsumexp(x, 1))),
+    }
+
+    def whole(local: Any) -> Any:
+        return DTensor.from_local(local, mesh, [S1], shape=x.shape)
+
+    for name in plain:
+
+        def sharded(local: Any) -> Any:
+            with loss_parallel():
+                return distributed[name](whole(local)).full_tensor()  # noqa: B023
+
+        (wanted,) = lab.second_order(plain[name], lambda g: lab.sum(g * g), [x])
+        (got,) = lab.second_order(sharded, lambda g: lab.sum(whole(g) * whole(g)).full_tensor(), [part_of(x, mesh, S1)])
+        same(got, part_of(wanted, mesh, S1), f"{name}: second-order gradient", tolerance=1e-4)
+
+
+def _log(x: Any) -> Any:
+    return x.log()
+
+
+@pytest.mark.parametrize(("world_size", "vocabulary"), [(2, 8), (4, 5)])
+def test_gradients_of_gradients(pool: Any, world_size: int, vocabulary: int) -> None:
+    pool.run(world_size, gradients_of_gradients, vocabulary)
+
+
+@spmd.on_mesh()
+def extremes(mesh: Any) -> None:
+    """Huge logits, and classes masked with minus infinity: on one rank all of them. The reference is NumPy's, because
+    MindSpore gives no number for infinite logits."""
+    lab = get_lab()
+    x = logits_of(4, 8)
+    x[0] += 1e4
+    x[1] -= 1e4
+    x[2, 1] = 1e4
+    x[3, 4:] = -np.inf
+    target = as_target(np.array([1, 7, 2, 0], np.int32))
+    exact = x.astype(np.float64) - x.max(1, keepdims=True)
+    log_p = exact - np.log(np.exp(exact).sum(1, keepdims=True))
+    value = -log_p[np.arange(4), target].mean()
+    wanted = (np.exp(log_p) - np.eye(8)[target]) / 4
+
+    def sharded(local: Any) -> Any:
+        y = vocab_parallel_cross_entropy(local, lab.tensor(target), mesh)
+        return y, y
+
+    y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1)])
+    assert np.isfinite(lab.numpy(y)) and np.isfinite(got).all()
+    same(lab.numpy(y), value, "value")
+    same(got, part_of(wanted, mesh, S1), "gradient")
+
+
+def test_extremes(pool: Any) -> None:
+    pool.run(2, extremes)
+
+
+@spmd.on_mesh()
+def head(mesh: Any, vocabulary: int) -> int:
+    """A column-parallel head, its sharded output, and the loss module; backward outside of the context."""
+    lab = get_lab()
+    x, target = floats(4, 6), as_target(classes_for((4,), vocabulary))
+    single, sharded = (lab.load(lab.linear_module(6, vocabulary), np.random.default_rng(5)) for _ in range(2))
+    parallelize_module(sharded, mesh, ColwiseParallel(use_local_output=False))
+    module = lab.loss_module(reduction="mean", label_smoothing=0.1)
+
+    def reference(x: Any) -> Any:
+        return (lab.call(module, lab.call(single, x), lab.tensor(target)),) * 2
+
+    def distributed(x: Any) -> Any:
+        logits = lab.call(sharded, x)
+        with loss_parallel():
+            return (lab.call(module, logits, lab.tensor(target)).full_tensor(),) * 2
+
+    value, grad, grads = lab.model_value_and_grads(single, reference, x)
+    with CommDebugMode() as comm:
+        got, got_grad, got_grads = lab.model_value_and_grads(sharded, distributed, x)
+    same(lab.numpy(got), lab.numpy(value), "value")
+    same(got_grad, grad, "gradient of the input")
+    for name in grads:
+        same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), name)
+    with CommDebugMode() as reading:
+        lab.numpy(got_grads["weight"])
+    assert reading.get_comm_counts() == {"all_gather": 1}
+    return count(comm)
+
+
+@pytest.mark.parametrize("vocabulary", [8, 5])
+def test_head_and_loss(pool: Any, vocabulary: int) -> None:
+    # Two for the loss, one for the gradient of the input.
+    assert pool.run(4, head, vocabulary) == [3] * 4
+
+
+@spmd.on_mesh()
+def last_dimension(mesh: Any, vocabulary: int) -> None:
+    """Batch, sequence, vocabulary, as a model gives them."""
+    lab = get_lab()
+    x, target = logits_of(2, 3, vocabulary), as_target(classes_for((2, 3), vocabulary))
+    weight = np.abs(floats(vocabulary, seed=8)) + 0.5
+
+    def single(x: Any) -> Any:
+        flat = lab.reshape(x, (6, vocabulary))
+        return (lab.loss(flat, lab.tensor(target.reshape(-1)), lab.tensor(weight), "mean", 0.1),) * 2
+
+    value, (wanted,) = lab.value_and_grads(single, [x])
+
+    def sharded(local: Any) -> Any:
+        return (
+            vocab_parallel_cross_entropy(
+                local,
+                lab.tensor(target),
+                mesh,
+                dim=-1,
+                vocab_size=vocabulary,
+                weight=lab.tensor(weight),
+                label_smoothing=0.1,
+            ),
+        ) * 2
+
+    y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, Shard(2))])
+    same(lab.numpy(y), lab.numpy(value), "value")
+    same(got, part_of(wanted, mesh, Shard(2)), "gradient")
+
+
+@pytest.mark.parametrize(("world_size", "vocabulary"), [(2, 8), (4, 5)])
+def test_classes_in_the_last_dimension(pool: Any, world_size: int, vocabulary: int) -> None:
+    pool.run(world_size, last_dimension, vocabulary)
+
+
+@spmd.on_mesh()
+def context(mesh: Any) -> None:
+    """What the context changes, that it nests, and that an exception leaves it as it was."""
+    lab = get_lab()
+    x, target = logits_of(4, 8), lab.tensor(as_target(classes_for((4,), 8)))
+    logits = distribute_tensor(lab.tensor(x), mesh, [S1])
+    wanted = lab.numpy(lab.loss(lab.tensor(x), target))
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="plain tensor"):
+            lab.loss(logits, target)
+
+    refused()
+    with loss_parallel():
+        with loss_parallel():
+            same(lab.numpy(lab.loss(logits, target)), wanted, "nested")
+        same(lab.numpy(lab.loss(logits, target)), wanted, "after the inner one")
+        with pytest.raises(ValueError, match="plain tensor"):
+            _ = logits + lab.tensor(x)
+    assert not is_loss_parallel()
+    refused()  # whatever is cached by now
+    with pytest.raises(ZeroDivisionError), loss_parallel():
+        raise ZeroDivisionError
+    assert not is_loss_parallel()
+    with implicit_replication():
+        same(lab.numpy(lab.loss(logits, target)), wanted, "implicit replication")
+    refused()
+    placed = DTensor.from_local(target, mesh, [R])
+    with CommDebugMode() as comm:
+        same(lab.numpy(lab.loss(logits, placed)), wanted, "outside")
+    assert count(comm) == 2
+
+
+def test_context(pool: Any) -> None:
+    pool.run(2, context)
+
+
+@spmd.on_mesh()
+def mistakes(mesh: Any) -> None:
+    lab = get_lab()
+    x, good = lab.tensor(floats(4, 3)), as_target(classes_for((4,), 6, ignored=False))
+    target = lab.tensor(good)
+
+    def refuses(error: type[Exception], words: str, *args: Any, **options: Any) -> None:
+        with CommDebugMode() as comm, pytest.raises(error, match=words):
+            vocab_parallel_cross_entropy(*args, **options)
+        assert comm.get_total_counts() == 0
+
+    refuses(
+        ValueError, r"reduction must be one of 'none', 'mean', 'sum', got 'median'", x, target, mesh, reduction="median"
+    )
+    refuses(ValueError, "label_smoothing must lie between 0 and 1, got 1.5", x, target, mesh, label_smoothing=1.5)
+    refuses(ValueError, r"the target has shape \(2,\)", x, lab.tensor(good[:2]), mesh)
+    refuses(
+        ValueError,
+        r"weight must have one entry for each of 6 classes, got shape \(3,\)",
+        x,
+        target,
+        mesh,
+        weight=lab.tensor(floats(3)),
+    )
+    refuses(ValueError, r"vocab_size=", x, target, mesh, vocab_size=7)
+    refuses(ValueError, r"floating point", target, target, mesh)
+    refuses(TypeError, "must be a plain local tensor", distribute_tensor(x, mesh, [S1]), target, mesh)
+    refuses(TypeError, "must be a tensor, got int", x, 3, mesh)
+    for wrong in (6, -1):
+        bad = good.copy()
+        bad[0] = wrong
+        with pytest.raises(IndexError, match="between 0 and 5"):
+            vocab_parallel_cross_entropy(x, lab.tensor(bad), mesh)
+        logits = DTensor.from_local(x, mesh, [S1])
+        with pytest.raises(IndexError, match="between 0 and 5"), loss_parallel():
+            lab.loss(logits, lab.tensor(bad))
+        with pytest.raises(IndexError, match="between 0 and 5"), loss_parallel():
+            lab.nll(lab.log_softmax(logits, 1), lab.tensor(bad))
+    for options in ({"reduction": "median"}, {"smoothing": 1.5}):
+        if options == {"smoothing": 1.5} and not lab.REFUSES_SMOOTHING:
+            continue  # the framework's own function takes any number
+        with pytest.raises((ValueError, RuntimeError, TypeError)), loss_parallel():
+            lab.loss(logits, target, **options)
+
+
+def test_mistakes(pool: Any) -> None:
+    pool.run(2, mistakes)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def mesh_of_two(mesh: Any) -> None:
+    lab = get_lab()
+    x, target = lab.tensor(floats(4, 3)), lab.tensor(as_target(classes_for((4,), 6)))
+    with pytest.raises(ValueError, match=r"one dimension.*mesh\['tp'\]"):
+        vocab_parallel_cross_entropy(x, target, mesh)
+    assert vocab_parallel_cross_entropy(x, target, mesh["tp"]).shape == ()
+
+
+def test_mesh_with_two_dimensions(pool: Any) -> None:
+    pool.run(4, mesh_of_two)
+
+
+@spmd.on_mesh()
+def differs(mesh: Any) -> None:
+    """Unequal parts without vocab_size: every rank says so, the first time."""
+    from hyper_parallel.core.tensor_parallel.loss import _COMPARED
+
+    _COMPARED.pop(mesh, None)
+    lab = get_lab()
+    target = lab.tensor(as_target(np.zeros(4, np.int32)))
+    with pytest.raises(ValueError, match=r"vocab_size="):
+        vocab_parallel_cross_entropy(lab.tensor(floats(4, 3 - mesh.get_local_rank())), target, mesh)
+
+
+def test_unequal_parts_without_their_sum(pool: Any) -> None:
+    pool.run(2, differs)

@@ -1,0 +1,253 @@
+"""Operations without a rule, rules that users add, `strict` and `implicit_replication`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    CommDebugMode,
+    DTensor,
+    OpSharding,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    register_sharding,
+    strict,
+)
+from hyper_parallel.core.dtensor import custom_ops, gathered
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import local_parts, same
+from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.labs import get_lab
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """What the log ``hyper_parallel`` warns of meanwhile."""
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler, log = Handler(logging.WARNING), logging.getLogger("hyper_parallel")
+    log.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        log.removeHandler(handler)
+
+
+def check(mesh: Any, operation: Callable[[Any], Any], whole: np.ndarray, placement: Any, result: Any) -> dict[str, int]:
+    """Value, gradient and placement of a unary operation; its collectives in forward."""
+    lab = get_lab()
+    weights = floats(*whole.shape)[::-1].copy()
+    counts: dict[str, int] = {}
+
+    def reference(x: Any) -> Any:
+        y = operation(x)
+        return lab.weighted_sum(y, lab.tensor(weights)), y
+
+    def sharded(x: Any) -> Any:
+        x = DTensor.from_local(x, mesh, [placement], shape=whole.shape)
+        with CommDebugMode() as comm:
+            y = operation(x)
+        counts.update(comm.get_comm_counts())
+        assert y.placements == (result,)
+        return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh)).full_tensor(), y
+
+    wanted, (wanted_grad,) = lab.value_and_grads(reference, [whole])
+    layout = get_layout(mesh, (placement,), whole.shape)
+    got, (grad,) = lab.value_and_grads(sharded, [local_parts(whole, layout, np.random.default_rng(1))])
+    same(lab.numpy(got), lab.numpy(wanted), f"value for {placement}", 1e-4)
+    same(grad, wanted_grad[layout.cotangent.local_index()], f"gradient for {placement}", 1e-4)
+    return counts
+
+
+# ---------------------------------------------------------------------- operations without a rule
+
+
+@spmd.on_mesh()
+def without_a_rule(mesh: Any) -> None:
+    lab, many = get_lab(), mesh.size() > 1
+    whole = floats(5, 5) * 0.3 + 2 * np.eye(5, dtype=np.float32)
+    gathered._WARNED.clear()
+    with warnings_logged() as messages:
+        assert check(mesh, lab.unruled, whole, R, R) == {}
+        assert messages == []  # nothing was gathered
+        for placement, collective in ((S0, "all_gather"), (S1, "all_gather"), (P, "all_reduce")):
+            assert check(mesh, lab.unruled, whole, placement, R) == ({collective: 1} if many else {})
+    assert len(messages) == 1, messages
+    assert "no sharding rule" in messages[0]
+    x = distribute_tensor(lab.tensor(whole), mesh, [S0])
+    replicated = x.redistribute(placements=[R])
+    with strict():
+        assert is_strict()
+        with CommDebugMode() as comm, pytest.raises(ValueError, match=r"strict\(\) is on.*register_sharding"):
+            lab.unruled(x)
+        assert comm.get_total_counts() == 0
+        same(lab.numpy(lab.unruled(replicated)), np.linalg.inv(whole), "replicated under strict()", 1e-4)
+    assert not is_strict()
+    same(lab.numpy(lab.unruled(x)), np.linalg.inv(whole), "after strict()", 1e-4)
+    with pytest.raises(ZeroDivisionError), strict():
+        raise ZeroDivisionError
+    assert not is_strict()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_operation_without_a_rule(pool: Any, world_size: int) -> None:
+    pool.run(world_size, without_a_rule)
+
+
+@spmd.on_mesh()
+def in_place_without_a_rule(mesh: Any) -> None:
+    """A result must not be lost: written back into the parts by the backend, or an error that says what to do."""
+    lab = get_lab()
+    whole = floats(4, 3) + 1
+    x = distribute_tensor(lab.tensor(whole), mesh, [S0])
+    with pytest.raises((ValueError, TypeError)), strict():
+        lab.unruled_in_place(x)
+    same(lab.numpy(x), whole, "after the error")
+    wanted = lab.unruled_in_place(lab.tensor(whole) * 1.0) if lab.WRITES_BACK else None
+    if lab.WRITES_BACK:
+        lab.unruled_in_place(x)
+        assert x.placements == (S0,)
+        same(lab.numpy(x), lab.numpy(wanted), "written back")
+    else:
+        with pytest.raises(ValueError, match="writes in place and has no sharding rule"):
+            lab.unruled_in_place(x)
+        same(lab.numpy(x), whole, "after the error")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_operation_that_writes_and_has_no_rule(pool: Any, world_size: int) -> None:
+    pool.run(world_size, in_place_without_a_rule)
+
+
+# ---------------------------------------------------------------------- register_sharding
+
+
+@spmd.on_mesh()
+def with_a_rule_of_ones_own(mesh: Any) -> None:
+    lab, many = get_lab(), mesh.size() > 1
+    whole = np.abs(floats(5, 7)) + 0.5
+    counted: list[tuple] = []
+
+    def rule(shapes: tuple, statics: tuple) -> OpSharding:
+        counted.append(tuple(shapes))
+        labels = tuple(range(len(shapes[0])))
+        return OpSharding(operands=(labels,), results=(labels,), result_shapes=(tuple(shapes[0]),))
+
+    assert check(mesh, lab.custom, whole, S0, R) == ({"all_gather": 1} if many else {})
+    register_sharding(lab.CUSTOM, rule)
+    try:
+        with strict():
+            for placement in (R, S0, S1):
+                assert check(mesh, lab.custom, whole, placement, placement) == {}
+            assert check(mesh, lab.custom, whole, P, R) == ({"all_reduce": 1} if many else {})
+        assert counted
+        assert set(counted) == {((5, 7),)}
+        with pytest.raises(ValueError, match="has a sharding rule already"):
+            register_sharding(lab.CUSTOM, rule)
+    finally:
+        custom_ops._CUSTOM.clear()
+    assert check(mesh, lab.custom, whole, S0, R) == ({"all_gather": 1} if many else {})
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_register_sharding(pool: Any, world_size: int) -> None:
+    pool.run(world_size, with_a_rule_of_ones_own)
+
+
+# ---------------------------------------------------------------------- implicit_replication
+
+
+def mixing(lab: Any, x: Any, weight: Any, bias: Any, scale: Any) -> Any:
+    """Two operands of each of three operations, of which all but the first are plain."""
+    return scale * lab.tanh(lab.linear(x, weight) + bias)
+
+
+def run_mixed(mesh_shape: tuple[int, ...], rows: int) -> None:
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab = get_lab()
+    arrays = [floats(rows, 6), floats(7, 6), floats(7), floats(7) + 2]
+
+    def reference(*xs: Any) -> Any:
+        y = mixing(lab, *xs)
+        return lab.sum(lab.square(y)), y
+
+    wanted, wanted_grads = lab.value_and_grads(reference, arrays)
+    placements_of_x = [(S0,), (S1,), (R,), (P,)] if mesh.ndim == 1 else [(S0, R), (S0, S0), (S0, S1), (P, S0)]
+    for placements in placements_of_x:
+        layout = get_layout(mesh, placements, arrays[0].shape)
+
+        def sharded(x: Any, *plain: Any, placements: Any = placements) -> Any:
+            x = DTensor.from_local(x, mesh, placements, shape=arrays[0].shape)
+            with implicit_replication():
+                y = mixing(lab, x, *plain)
+            return lab.sum(lab.square(y)).full_tensor(), y
+
+        mine = local_parts(arrays[0], layout, np.random.default_rng(1))
+        got, grads = lab.value_and_grads(sharded, [mine, *arrays[1:]])
+        same(lab.numpy(got), lab.numpy(wanted), f"value for {placements}")
+        same(grads[0], wanted_grads[0][layout.cotangent.local_index()], f"gradient of x for {placements}")
+        for name, grad, whole in zip(("weight", "bias", "scale"), grads[1:], wanted_grads[1:], strict=True):
+            same(grad, whole, f"gradient of the plain {name} for {placements}")
+
+
+@pytest.mark.parametrize("rows", [12, 5])
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_implicit_replication(pool: Any, mesh: tuple[int, ...], rows: int) -> None:
+    pool.run(int(np.prod(mesh)), run_mixed, mesh, rows)
+
+
+@spmd.on_mesh()
+def scopes(mesh: Any) -> None:
+    lab = get_lab()
+    x = distribute_tensor(lab.tensor(floats(4, 3)), mesh, [S0])
+    plain = lab.tensor(floats(4, 3))
+
+    def refused() -> None:
+        assert not is_implicit_replication()
+        with pytest.raises(ValueError, match="implicit_replication"):
+            x + plain
+
+    refused()
+    with implicit_replication():
+        with implicit_replication():
+            inner = x + plain
+        outer = x + plain  # leaving the inner one does not end the outer one
+    same(lab.numpy(inner), 2 * floats(4, 3), "in the inner one")
+    same(lab.numpy(outer), 2 * floats(4, 3), "in the outer one")
+    assert outer.placements == (S0,)
+    refused()  # though a plan for this call is known now
+    with pytest.raises(ZeroDivisionError), implicit_replication():
+        raise ZeroDivisionError
+    refused()
+    with implicit_replication():
+        with pytest.raises(ZeroDivisionError), implicit_replication():
+            raise ZeroDivisionError
+        same(lab.numpy(x + plain), 2 * floats(4, 3), "after an exception inside")
+        square = lab.tensor(np.eye(4, dtype=np.float32))
+        same(lab.numpy(lab.matmul(square, x)), floats(4, 3), "plain operand first")
+    refused()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_scope_of_implicit_replication(pool: Any, world_size: int) -> None:
+    pool.run(world_size, scopes)

@@ -1,0 +1,103 @@
+"""Every operation with operands placed in every way: values and all gradients equal those on plain tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import DTensor, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import local_parts, same
+from hyper_parallel.testing.conformance.op_cases import CASES, Case
+from hyper_parallel.testing.labs import get_lab
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def placements_of(array: np.ndarray, mesh_ndim: int) -> list[tuple]:
+    """All placements of an operand; integers and booleans are never partial."""
+    single = [Replicate(), *(Shard(d) for d in range(array.ndim))]
+    if np.issubdtype(array.dtype, np.floating):
+        single.append(Partial())
+    return list(itertools.product(single, repeat=mesh_ndim))
+
+
+def run_case(mesh_shape: tuple[int, ...], name: str) -> int:
+    """Try the case with many combinations of placements; return how many."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return 0
+    lab, case = get_lab(), BY_NAME[name]
+    rng = np.random.default_rng(0)
+    arrays = case.arrays(rng)
+    reference = reference_of(lab, case, arrays)
+    combinations = list(itertools.product(*(placements_of(a, mesh.ndim) for a in arrays)))
+    if len(combinations) > lab.COMBINATIONS:
+        combinations = [combinations[i] for i in sorted(rng.choice(len(combinations), lab.COMBINATIONS, replace=False))]
+    for combination in combinations:
+        try:
+            check(lab, case, mesh, arrays, combination, reference)
+        except Exception as error:
+            raise AssertionError(f"{name} with operands placed {combination} on {mesh_shape}") from error
+    return len(combinations)
+
+
+def outputs_of(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def weights_for(lab: Any, outputs: list[Any]) -> list[np.ndarray]:
+    rng = np.random.default_rng(2)
+    return [rng.standard_normal(tuple(y.shape)).astype(np.float32) for y in outputs]
+
+
+def total(lab: Any, outputs: list[Any], weights: list[Any]) -> Any:
+    terms = [lab.weighted_sum(y, w) for y, w in zip(outputs, weights, strict=True)]
+    result = terms[0]
+    for term in terms[1:]:
+        result = result + term
+    return result
+
+
+def reference_of(lab: Any, case: Case, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
+    def loss(*xs: Any) -> Any:
+        outputs = outputs_of(case.run(lab, *xs))
+        return total(lab, outputs, [lab.tensor(w) for w in weights_for(lab, outputs)]), outputs
+
+    outputs, grads = lab.value_and_grads(loss, arrays)
+    return [lab.numpy(y) for y in outputs], grads
+
+
+def check(lab: Any, case: Case, mesh: Any, arrays: list, combination: tuple, reference: Any) -> None:
+    layouts = [get_layout(mesh, p, a.shape) for p, a in zip(combination, arrays, strict=True)]
+    parts_rng = np.random.default_rng(3)
+    locals_ = [local_parts(a, layout, parts_rng) for a, layout in zip(arrays, layouts, strict=True)]
+
+    def loss(*xs: Any) -> Any:
+        distributed = [
+            DTensor.from_local(x, mesh, layout.placements, shape=layout.shape)
+            for x, layout in zip(xs, layouts, strict=True)
+        ]
+        outputs = outputs_of(case.run(lab, *distributed))
+        replicated = (Replicate(),) * mesh.ndim
+        weights = [DTensor.from_local(lab.tensor(w), mesh, replicated) for w in weights_for(lab, outputs)]
+        return total(lab, outputs, weights).full_tensor(), outputs
+
+    outputs, grads = lab.value_and_grads(loss, locals_)
+    wanted_outputs, wanted_grads = reference
+    for i, (y, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
+        same(lab.numpy(y), wanted, f"result {i}, placed {y.placements}")
+    for i, (grad, wanted, layout) in enumerate(zip(grads, wanted_grads, layouts, strict=True)):
+        if wanted is not None:
+            same(grad, wanted[layout.cotangent.local_index()], f"gradient of operand {i}")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_operation(pool: Any, name: str) -> None:
+    for shape in [(2,), (3,), (2, 2)]:
+        size = int(np.prod(shape))
+        assert all(count > 0 for count in pool.run(size, run_case, shape, name))

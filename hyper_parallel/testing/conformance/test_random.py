@@ -1,0 +1,163 @@
+"""Random numbers: whatever is sharded gets the numbers that a single device draws for it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hyper_parallel
+from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor, manual_seed
+from hyper_parallel.core.dtensor import random
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import local_parts, same
+from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.labs import get_lab
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
+
+
+def run_dropout(mesh_shape: tuple[int, ...], rows: int) -> None:
+    """Two layers of dropout, one after the other, on every placement."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, whole, weights = get_lab(), floats(rows, 6) + 3, floats(rows, 6)
+
+    def twice(x: Any) -> Any:
+        return lab.dropout(lab.dropout(x, 0.5) * 2.0, 0.25)
+
+    def reference(x: Any) -> Any:
+        lab.seed(11)
+        y = twice(x)
+        return lab.weighted_sum(y, lab.tensor(weights)), y
+
+    wanted, (wanted_grad,) = lab.value_and_grads(reference, [whole])
+    kept = np.count_nonzero(lab.numpy(wanted))
+    assert 0 < kept < whole.size
+    for placements in itertools.product((R, S0, S1, P), repeat=len(mesh_shape)):
+        layout = get_layout(mesh, placements, whole.shape)
+
+        def sharded(x: Any, placements: Any = placements) -> Any:
+            x = DTensor.from_local(x, mesh, placements, shape=whole.shape)
+            manual_seed(11, mesh)
+            y = twice(x)
+            assert y.placements == placements
+            given = DTensor.from_local(lab.tensor(weights), mesh)
+            return lab.weighted_sum(y, given).full_tensor(), y
+
+        mine = local_parts(whole, layout, np.random.default_rng(1))
+        with CommDebugMode() as comm:
+            got, (grad,) = lab.value_and_grads(sharded, [mine])
+        same(lab.numpy(got), lab.numpy(wanted), f"dropout of {placements}", 1e-4)
+        same(grad, wanted_grad[layout.cotangent.local_index()], f"gradient for {placements}")
+        loss_only = sum(mesh.shape[d] > 1 for d, p in enumerate(placements) if p is not R)
+        assert comm.get_total_counts() == loss_only, placements
+
+
+@pytest.mark.parametrize("rows", [12, 5])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_dropout(pool: Any, mesh: tuple[int, ...], rows: int) -> None:
+    pool.run(int(np.prod(mesh)), run_dropout, mesh, rows)
+
+
+def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, shape = get_lab(), (rows, 6)
+    for placements in itertools.product((R, S0, S1), repeat=len(mesh_shape)):
+        options = {"device_mesh": mesh, "placements": placements}
+        for name in ("rand", "randn"):
+            lab.seed(5)
+            wanted = [lab.numpy(lab.draw(name, shape)) for _ in range(2)]
+            assert np.abs(wanted[0] - wanted[1]).max() > 0.01
+            manual_seed(5, mesh)
+            draw = getattr(hyper_parallel, name)
+            with CommDebugMode() as comm:
+                drawn = [draw(*shape, **options), draw(shape, **options)]
+            assert comm.get_total_counts() == 0
+            for got, numbers in zip(drawn, wanted, strict=True):
+                assert got.placements == placements
+                same(lab.numpy(got), numbers, f"{name} of {placements}", 0.0)
+        layout = get_layout(mesh, placements, shape)
+        for made, numbers in [
+            (hyper_parallel.zeros(*shape, **options), np.zeros(shape)),
+            (hyper_parallel.ones(shape, **options), np.ones(shape)),
+            (hyper_parallel.full(shape, 2.5, **options), np.full(shape, 2.5)),
+            (hyper_parallel.empty(*shape, **options), None),
+        ]:
+            assert (tuple(made.shape), made.placements) == (shape, placements)
+            assert tuple(made.to_local().shape) == tuple(layout.local_shape)
+            if numbers is not None:
+                same(lab.numpy(made), numbers, f"factory on {placements}", 0.0)
+    with mesh:
+        whole = hyper_parallel.ones(3)
+    assert whole.device_mesh is mesh
+    assert whole.placements == (R,) * mesh.ndim
+    for wrong in (
+        lambda: hyper_parallel.rand(2, 2, device_mesh=mesh, placements=[P] * mesh.ndim),
+        lambda: hyper_parallel.zeros(-1, device_mesh=mesh),
+        lambda: hyper_parallel.ones(2, device_mesh=mesh, placements=[S1] * mesh.ndim),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+
+
+@pytest.mark.parametrize("rows", [12, 5])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_factories(pool: Any, mesh: tuple[int, ...], rows: int) -> None:
+    pool.run(int(np.prod(mesh)), run_factories, mesh, rows)
+
+
+def agree(mesh_shape: tuple[int, ...], first: str) -> None:
+    """Ranks whose generators differ draw as the first one, from the first random operation on the mesh."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, whole = get_lab(), floats(5, 6) + 3
+
+    def draw(x: Any, options: dict[str, Any]) -> Any:
+        if first == "dropout":
+            return lab.dropout(x, 0.5)
+        return getattr(hyper_parallel, first)(5, 6, **options) if options else lab.draw(first, (5, 6))
+
+    lab.seed(100)
+    plain = lab.tensor(whole)
+    wanted = [lab.numpy(draw(plain, {})) for _ in range(2)]
+    placements = (S0,) * mesh.ndim
+    x = distribute_tensor(lab.tensor(whole), mesh, placements, src_data_rank=None)
+    random._SYNCHRONIZED.discard(mesh)  # an earlier test may have drawn on this mesh
+    lab.seed(100 + mesh.platform.rank())
+    for number in range(2):
+        got = draw(x, {"device_mesh": mesh, "placements": placements})
+        same(lab.numpy(got), wanted[number], f"{first} number {number}", 1e-6)
+
+
+@pytest.mark.parametrize("first", ["dropout", "rand", "randn"])
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+def test_ranks_that_are_seeded_differently_agree(pool: Any, mesh: tuple[int, ...], first: str) -> None:
+    pool.run(int(np.prod(mesh)), agree, mesh, first)
+
+
+@spmd.on_mesh()
+def seeding(mesh: Any) -> None:
+    lab = get_lab()
+    with pytest.raises(TypeError, match="takes an int"):
+        manual_seed("1", mesh)
+    drawn = []
+    for seed in (1, 1, 2):
+        with mesh:
+            manual_seed(seed)
+        drawn.append(lab.numpy(hyper_parallel.rand(7, device_mesh=mesh, placements=[S0])))
+    same(drawn[0], drawn[1], "the same seed", 0.0)
+    assert np.abs(drawn[0] - drawn[2]).max() > 0.01
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_manual_seed(pool: Any, world_size: int) -> None:
+    pool.run(world_size, seeding)

@@ -1,0 +1,157 @@
+"""Every transition on 1-D and 2-D meshes, even and uneven: values, gradients, collectives."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import local_parts, same
+from hyper_parallel.testing.labs import get_lab
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+# Collectives of (forward, backward) on a 1-D mesh: what hand-written code needs.
+EXPECTED = {
+    (S0, R): ({"all_gather": 1}, {}),
+    (R, S0): ({}, {"all_gather": 1}),
+    (P, R): ({"all_reduce": 1}, {}),
+    (P, S0): ({"reduce_scatter": 1}, {"all_gather": 1}),
+    (S0, S1): ({"all_to_all": 1}, {"all_to_all": 1}),
+    (S1, S0): ({"all_to_all": 1}, {"all_to_all": 1}),
+    (S1, R): ({"all_gather": 1}, {}),
+    (R, S1): ({}, {"all_gather": 1}),
+    (P, S1): ({"reduce_scatter": 1}, {"all_gather": 1}),
+    (R, R): ({}, {}),
+    (S0, S0): ({}, {}),
+    (S1, S1): ({}, {}),
+    (P, P): ({}, {}),
+}
+
+
+def run_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: Any, target: Any) -> Any:
+    """Redistribute, weigh, sum: check value, placements and the gradient of the local tensor; count collectives."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return None
+    lab = get_lab()
+    rng = np.random.default_rng(0)
+    x, weights = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    layout = get_layout(mesh, source, shape)
+    goal = get_layout(mesh, target, shape)
+    mine = local_parts(x, layout, rng)
+    cotangent = weights[tuple(goal.cotangent.local_index())]
+    counts = {}
+
+    def loss(local: Any) -> Any:
+        with CommDebugMode() as comm:
+            y = DTensor.from_local(local, mesh, source, shape=shape).redistribute(placements=target)
+        counts["forward"] = comm.get_comm_counts()
+        assert y.placements == goal.placements
+        return lab.weighted_sum(y.to_local(), lab.tensor(cotangent)), y
+
+    with CommDebugMode() as both:
+        y, (grad,) = lab.value_and_grads(loss, [mine])
+    counts["backward"] = {
+        k: n - counts["forward"].get(k, 0) for k, n in both.get_comm_counts().items() if n > counts["forward"].get(k, 0)
+    }
+    same(lab.numpy(y), x, "value")
+    same(grad, weights[layout.cotangent.local_index()], "gradient of the local tensor")
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(12, 24), (5, 7), (1, 3)], ids=str)
+def test_one_dimensional_mesh(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
+    for source, target in EXPECTED:
+        for counts in pool.run(world_size, run_transition, (world_size,), shape, (source,), (target,)):
+            forward, backward = EXPECTED[source, target] if world_size > 1 else ({}, {})
+            assert counts == {"forward": forward, "backward": backward}, (source, target)
+
+
+# Between packed and other shards of one dimension the whole tensor is needed.
+PACKED = {
+    ("packed", R): ({"all_gather": 1}, {}),
+    (R, "packed"): ({}, {"all_gather": 1}),
+    (P, "packed"): ({"reduce_scatter": 1}, {"all_gather": 1}),
+    (S1, "packed"): ({"all_gather": 1}, {"all_gather": 1}),
+    ("packed", S0): ({"all_gather": 1}, {"all_gather": 1}),
+    ("packed", "packed"): ({}, {}),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [(8, 2, 2), (4, 4, 4), (3, 1, 1), (0, 2)], ids=str)
+def test_packed_shards(pool: Any, world_size: int, sizes: tuple[int, ...]) -> None:
+    packed = PackedShard(0, sizes)
+    for pair, expected in PACKED.items():
+        source, target = (packed if p == "packed" else p for p in pair)
+        for counts in pool.run(world_size, run_transition, (world_size,), (sum(sizes), 6), (source,), (target,)):
+            forward, backward = expected if world_size > 1 else ({}, {})
+            assert counts == {"forward": forward, "backward": backward}, (source, target)
+
+
+def test_packed_shards_on_two_dimensional_mesh(pool: Any) -> None:
+    packed = PackedShard(1, (4, 3))
+    pairs = [((R, packed), (S0, R)), ((S0, packed), (R, R)), ((P, packed), (S0, packed)), ((packed, S0), (R, packed))]
+    pool.run(4, run_transitions, (2, 2), (5, 7), pairs)
+
+
+TWO_DIMENSIONAL = [
+    (source, target)
+    for source in itertools.product([R, P, S0, S1], repeat=2)
+    for target in itertools.product([R, S0, S1], repeat=2)
+]
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (5, 7)], ids=str)
+@pytest.mark.parametrize("chunk", range(4))
+def test_two_dimensional_mesh(pool: Any, shape: tuple[int, ...], chunk: int) -> None:
+    pool.run(4, run_transitions, (2, 2), shape, TWO_DIMENSIONAL[chunk::4])
+
+
+def run_transitions(mesh_shape: tuple[int, ...], shape: tuple[int, ...], pairs: list) -> None:
+    for source, target in pairs:
+        try:
+            run_transition(mesh_shape, shape, source, target)
+        except Exception as error:
+            raise AssertionError(f"{source} -> {target}") from error
+
+
+@pytest.mark.parametrize("op", ["avg", "max", "min", "product"])
+def test_other_reductions(pool: Any, op: str) -> None:
+    pool.run(3, reduce_with, op)
+
+
+def reduce_with(op: str) -> None:
+    mesh = spmd.device_mesh()
+    if mesh is None:
+        return
+    lab = get_lab()
+    rng = np.random.default_rng(1)
+    parts = rng.standard_normal((mesh.size(), 4, 3)).astype(np.float32)
+    weights = rng.standard_normal((4, 3)).astype(np.float32)
+    combine = {"avg": np.mean, "max": np.max, "min": np.min, "product": np.prod}[op]
+    rank = mesh.get_local_rank()
+    grads = {
+        "avg": weights / mesh.size(),
+        "max": weights * (parts[rank] == parts.max(0)),
+        "min": weights * (parts[rank] == parts.min(0)),
+        "product": weights * parts.prod(0) / parts[rank],
+    }
+
+    for target in (R, S0):
+
+        def loss(local: Any, target: Any = target) -> Any:
+            y = DTensor.from_local(local, mesh, [Partial(op)]).redistribute(placements=[target])
+            mine = weights[get_layout(mesh, (target,), (4, 3)).local_index()]
+            return lab.weighted_sum(y.to_local(), lab.tensor(mine)), y
+
+        y, (grad,) = lab.value_and_grads(loss, [parts[rank]])
+        same(lab.numpy(y), combine(parts, axis=0), f"value to {target}")
+        same(grad, grads[op], f"gradient to {target}")

@@ -1,0 +1,271 @@
+"""What the conformance suite wants of a framework: the names of a lab.
+
+A lab is a module. `hyper_parallel.testing.labs.torch_lab` and `mindspore_lab` are the two to learn from; what models
+compute is in `hyper_parallel.testing.labs.forwards` and needs no repeating. A backend of torch shares torch's lab.
+
+"Tensor" below is a tensor of the framework, plain or distributed: every operation gets both. Operations come in the
+framework's own words: the suite checks that a user's code runs unchanged, so call what users call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["Lab", "missing_names"]
+
+Tensor = Any
+Module = Any
+
+
+class Lab(Protocol):
+    """The attributes of a module that is a lab. Floating point tensors are float32 unless a check says otherwise."""
+
+    # ---------------------------------------------------------------- what differs between frameworks
+    #: How many combinations of placements are tried for one operation, drawn at random when there are more.
+    COMBINATIONS: int
+    #: Dtype of class indices in the framework's losses.
+    TARGET_DTYPE: Any
+    #: Whether the framework's own cross entropy refuses a label smoothing above 1.
+    REFUSES_SMOOTHING: bool
+    #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
+    WRITES_BACK: bool
+    #: What `hyper_parallel.register_sharding` takes for the operation `custom`.
+    CUSTOM: Any
+    #: Operations that write into their first operand: name -> (function, whether it takes a second operand).
+    IN_PLACE: dict[str, tuple[Callable[..., Any], bool]]
+
+    # ---------------------------------------------------------------- tensors and gradients
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """A plain tensor on this rank's device with a copy of ``array``."""
+
+    def numpy(self, x: Tensor) -> np.ndarray:
+        """The values of a plain tensor; of a DTensor, the whole of it (`full_tensor`)."""
+
+    def value_and_grads(
+        self, function: Callable[..., Any], arrays: Sequence[np.ndarray]
+    ) -> tuple[Any, list[np.ndarray | None]]:
+        """``function`` of plain tensors made of ``arrays`` gives ``(loss, value)``: that value, and the loss's
+        gradient by each floating point argument, zeros where there is none (None for arguments of other dtypes)."""
+
+    def model_value_and_grads(
+        self, module: Module, function: Callable[[Any], Any], array: np.ndarray
+    ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
+        """`value_and_grads` of a function of one input; besides, the gradient of every parameter of ``module`` by
+        name as the framework gives it to a user, None where there is none. Starts from no gradients."""
+
+    def second_order(
+        self, function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """``function`` of plain tensors gives a loss, ``combine`` of its gradients a scalar: the gradient of that
+        scalar by each argument."""
+
+    def sgd(self, module: Module, rate: float) -> Callable[[dict[str, Any]], None]:
+        """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
+
+    def load(self, module: Module, rng: np.random.Generator) -> Module:
+        """Give every parameter 0.3 times standard normal numbers, drawn in the order of names; returns the module, on
+        this rank's device."""
+
+    def freeze(self, module: Module, name: str) -> None:
+        """Switch the gradient of a parameter off."""
+
+    def call(self, module: Module, *args: Any, **kwargs: Any) -> Any:
+        """``module(*args, **kwargs)``."""
+
+    def seed(self, value: int) -> None:
+        """Seed the framework's default generator."""
+
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The framework's ``rand`` or ``randn``."""
+
+    # ---------------------------------------------------------------- modules
+    def linear_module(self, n_in: int, n_out: int, bias: bool = True) -> Module:
+        """The framework's linear layer."""
+
+    def embedding_module(self, count: int, features: int) -> Module:
+        """The framework's embedding."""
+
+    def norm_module(self, features: int) -> Module:
+        """The framework's layer norm over the last dimension, with weight and bias."""
+
+    def loss_module(self, **options: Any) -> Module:
+        """The framework's cross entropy as a module; options in its own words."""
+
+    def Mlp(self, features: int, hidden: int, bias: bool = True) -> Module:
+        """``down(relu(up(x)))``."""
+
+    def Attention(self, features: int, head_dim: int) -> Module:
+        """Attention without a mask: linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias; the number of heads is
+        left to the view, so that it is right on this rank's part."""
+
+    def Block(self, features: int, hidden: int, head_dim: int) -> Module:
+        """``norm1``, ``attention`` (`Attention`), ``norm2``, ``feed_forward`` with ``w1``, ``w2``, ``w3`` and SiLU."""
+
+    def Tied(self, vocabulary: int, features: int) -> Module:
+        """``head(tanh(embedding(ids)))``, where both have one parameter."""
+
+    def RmsNorm(self, features: int) -> Module:
+        """`rms_norm` with a ``weight``."""
+
+    def GroupedAttention(self, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> Module:
+        """`forwards.grouped_attention`: attributes ``num_heads``, ``num_kv_heads``, ``head_dim``, ``normed``, linear
+        layers ``wq``, ``wk``, ``wv``, ``wo`` without bias and, if normed, `RmsNorm` ``q_norm`` and ``k_norm``."""
+
+    def FusedAttention(self, heads: int, kv_heads: int, head_dim: int, viewed: bool = False) -> Module:
+        """`forwards.fused_attention`, or `forwards.viewed_attention`: linear layers ``wqkv`` and ``wo``."""
+
+    def FusedGated(self, features: int, hidden: int) -> Module:
+        """`forwards.fused_gated`: linear layers ``w13`` and ``w2``."""
+
+    def Experts(self, count: int, features: int, hidden: int) -> Module:
+        """`forwards.experts`: parameters ``gate_up`` (count, features, 2 * hidden), ``down`` (count, hidden,
+        features)."""
+
+    def Projection(self, n_in: int, n_out: int) -> Module:
+        """A class that is no linear layer to the backend: parameters ``kernel`` (in, out) and ``shift`` (out,)."""
+
+    def LinearByAnotherName(self, n_in: int, n_out: int, bias: bool = True) -> Module:
+        """A subclass of the framework's linear layer."""
+
+    def Buffered(self, features: int) -> Module:
+        """``linear(x) * scale`` with a buffer ``scale`` of 1, 2, ... up to ``features``."""
+
+    def Scaled(self, n_in: int, n_out: int) -> Module:
+        """A subclass of the linear layer that is called ``(x, scale, *, shift)`` and gives ``y * scale + shift``."""
+
+    def Probe(self) -> Module:
+        """Keeps what it was called with as ``seen = (args, kwargs)``; returns its positional inputs."""
+
+    # ---------------------------------------------------------------- operations
+    def weighted_sum(self, y: Tensor, weights: Tensor) -> Tensor:
+        """``(y * weights).sum()``."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``."""
+
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        """Matrix product, with leading dimensions broadcast."""
+
+    def relu(self, x: Tensor) -> Tensor:
+        """``max(x, 0)``."""
+
+    def silu(self, x: Tensor) -> Tensor:
+        """``x * sigmoid(x)``."""
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """GELU, exact."""
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Logistic function."""
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """Hyperbolic tangent."""
+
+    def exp(self, x: Tensor) -> Tensor:
+        """Exponential."""
+
+    def square(self, x: Tensor) -> Tensor:
+        """``x ** 2``."""
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of ``weight``."""
+
+    def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """``x`` where ``condition``, else ``y``."""
+
+    def softmax(self, x: Tensor, dim: int) -> Tensor:
+        """Softmax along ``dim``."""
+
+    def log_softmax(self, x: Tensor, dim: int) -> Tensor:
+        """Logarithm of softmax along ``dim``."""
+
+    def logsumexp(self, x: Tensor, dim: int) -> Tensor:
+        """Logarithm of the sum of exponentials along ``dim``."""
+
+    def sum(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Sum over one dimension, several or all."""
+
+    def mean(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Mean over one dimension, several or all."""
+
+    def amax(self, x: Tensor, dim: int) -> Tensor:
+        """Largest along ``dim``."""
+
+    def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Another shape, with one -1 at most."""
+
+    def transpose(self, x: Tensor, a: int, b: int) -> Tensor:
+        """Swap two dimensions."""
+
+    def permute(self, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Reorder all dimensions."""
+
+    def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
+        """A new dimension of size 1."""
+
+    def expand(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Broadcast to ``shape``."""
+
+    def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
+        """Join along a dimension."""
+
+    def stack(self, xs: Sequence[Tensor], dim: int) -> Tensor:
+        """Join along a new dimension."""
+
+    def split(self, x: Tensor, size: Any, dim: int) -> Sequence[Tensor]:
+        """Pieces of one size, or of a list of sizes."""
+
+    def chunk(self, x: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
+        """So many pieces."""
+
+    def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
+        """``value`` where ``mask``, else ``x``."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Over the dimensions of ``weight``, epsilon 1e-5."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Over the dimensions of ``weight``, epsilon 1e-5."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention, (batch, heads, length, head_dim); ``k`` and ``v`` may have fewer heads."""
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """Dropout as in training."""
+
+    def cross_entropy(self, logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross entropy of (rows, classes) by class indices."""
+
+    def loss(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        smoothing: float = 0.0,
+        ignore: int = -100,
+    ) -> Tensor:
+        """Cross entropy with all its options."""
+
+    def nll(
+        self, log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """Negative log likelihood."""
+
+    def unruled(self, x: Tensor) -> Tensor:
+        """An operation on square matrices that has no sharding rule."""
+
+    def unruled_in_place(self, x: Tensor) -> Tensor:
+        """An operation without a sharding rule that writes into ``x``."""
+
+    def custom(self, x: Tensor) -> Tensor:
+        """An element-wise operation without a sharding rule, which a check registers under `CUSTOM`."""
+
+
+def missing_names(lab: Any) -> list[str]:
+    """The names of `Lab` that ``lab`` does not have, sorted."""
+    names = {name for name in (*vars(Lab), *Lab.__annotations__) if not name.startswith("_")}
+    return sorted(name for name in names if not hasattr(lab, name))

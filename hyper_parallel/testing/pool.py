@@ -1,0 +1,245 @@
+"""A pool of worker processes that stays up while pytest runs, one process a rank.
+
+    results = pool.run(2, "hyper_parallel.testing.conformance.jobs.linear:column", 8, True)
+
+Starting four ranks takes seconds, a job milliseconds. Every job goes to all ranks of the pool, because making a process
+group takes all of them; `hyper_parallel.testing.spmd` gives the job a mesh over the first ``world_size`` of them.
+
+A job that fails raises `JobError` here, with the tracebacks of all ranks that failed. If the ranks did not all fail in
+the same place, some may be left waiting in a collective: then, and when a job takes too long, the workers are killed,
+and the next job gets new ones. So a hang costs one test its time-out and nothing else.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.testing.worker import Failure, Settings, serve
+
+#: Ranks in the pool, and so the largest world that a test can have.
+SIZE = 4
+START_TIMEOUT = 180.0
+JOB_TIMEOUT = 120.0
+#: Once one rank has failed, how long the others may go on: they may be waiting for it forever.
+GRACE = 5.0
+#: What they get to end by themselves after that: enough for those that do not hang to save their coverage.
+GRACE_OF_HUNG = 1.0
+#: How much of a worker's own output an error message quotes, from the end.
+OUTPUT_QUOTED = 4000
+
+
+class JobError(Exception):
+    """A job failed on at least one rank.
+
+    Attributes:
+        failures: what happened, by rank.
+    """
+
+    def __init__(self, job: str, failures: dict[int, Failure]) -> None:
+        super().__init__(job, failures)
+        self.job = job
+        self.failures = failures
+
+    def __str__(self) -> str:
+        """One section for each distinct failure, with the ranks that it happened on; hangs, its consequences, last."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, failure in sorted(self.failures.items(), key=lambda item: (item[1].place == "hung", item[0])):
+            ranks_of.setdefault(failure.text.strip(), []).append(rank)
+        sections = [f"---- rank {', '.join(map(str, ranks))}\n{text}" for text, ranks in ranks_of.items()]
+        return "\n".join([f"{self.job} failed on {len(self.failures)} rank(s)", *sections])
+
+
+@dataclass
+class Worker:
+    """This side of one worker process."""
+
+    process: BaseProcess
+    connection: Connection
+    log: Path
+    log_start: int = 0
+
+    def output(self) -> str:
+        """What the worker wrote to stdout and stderr since the current job began."""
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip()
+        return f"\nits output:\n{text[-OUTPUT_QUOTED:]}" if text else ""
+
+
+class WorkerPool:
+    """Worker processes in one process group of the backend ``platform``; with None, without any framework or group.
+
+    The workers start with the first job.
+    """
+
+    def __init__(self, platform: str | None, size: int = SIZE) -> None:
+        self.platform = platform
+        self.size = size
+        #: How many times workers have been started.
+        self.starts = 0
+        self._workers: list[Worker] = []
+        #: Why workers could not be started. They would not start for the next test either, at the same cost.
+        self._cannot_start: JobError | None = None
+        self._logs = tempfile.TemporaryDirectory(prefix="hyper-parallel-workers-")
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def run(self, world_size: int, job: str | Callable[..., Any], *args: Any, timeout: float = JOB_TIMEOUT) -> list:
+        """Call ``job(*args)`` on every rank and return what ranks 0 to ``world_size - 1`` return.
+
+        Args:
+            world_size: how many ranks take part; the mesh of `hyper_parallel.testing.spmd.device_mesh` has that many.
+            job: ``"package.module:function"``, or the function itself if a module holds it under its own name.
+            args: picklable arguments, the same for every rank.
+            timeout: seconds until ranks that have not answered count as hung.
+
+        Raises:
+            JobError: if the job failed, hung or died on any rank.
+        """
+        __tracebackhide__ = True
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size must be between 1 and {self.size}, got {world_size}")
+        name = job if isinstance(job, str) else f"{job.__module__}:{job.__qualname__}"
+        task = ForkingPickler.dumps((name, world_size, args))
+        if not self._workers:
+            self._start()
+        outcomes = self._exchange(task, timeout)
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        if not failures:
+            return [outcomes[rank] for rank in range(world_size)]
+        if not _in_step(failures, world_size):
+            self.close(grace=GRACE_OF_HUNG)
+        raise JobError(name, failures)
+
+    def close(self, grace: float = GRACE) -> None:
+        """Stop the workers and wait until they are gone. A later `run` starts new ones.
+
+        Args:
+            grace: seconds after which those are killed that have not come to an end by themselves.
+        """
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.connection.close()  # a worker that waits for a job takes this as the end
+        deadline = time.monotonic() + grace
+        for worker in workers:
+            worker.process.join(max(0, deadline - time.monotonic()))
+            worker.process.kill()
+            worker.process.join()
+            worker.process.close()
+
+    def _start(self) -> None:
+        """Start the workers; once more, on another port, if a stranger took the port in between."""
+        if self._cannot_start is None:
+            failures = self._start_once()
+            if any(re.search(r"(?i)address already in use|EADDRINUSE", failure.text) for failure in failures.values()):
+                failures = self._start_once()
+            if failures:
+                self._cannot_start = JobError("starting the workers", failures)
+        if self._cannot_start is not None:
+            raise self._cannot_start
+
+    def _start_once(self) -> dict[int, Failure]:
+        """Start the workers and return the failures; if there are any, no worker is left."""
+        self.starts += 1
+        context = multiprocessing.get_context("forkserver")
+        if self.platform is not None:
+            # Workers are forked from a process that has imported the framework. Not the library itself: its import
+            # belongs into the measured coverage of each worker.
+            framework = self.platform.split("-")[0]
+            context.set_forkserver_preload(["numpy", framework])
+        port = _free_port()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            log = Path(self._logs.name) / f"start-{self.starts}-rank-{rank}.log"
+            settings = Settings(self.platform, rank, self.size, port, str(log))
+            process = context.Process(target=serve, args=(settings, theirs), name=f"rank-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(Worker(process, ours, log))
+        outcomes = self._collect(START_TIMEOUT)
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        if failures:
+            self.close(grace=GRACE_OF_HUNG)
+        return failures
+
+    def _exchange(self, task: memoryview, timeout: float) -> dict[int, Any]:
+        """Send a task to every worker and return the outcome of each rank."""
+        for worker in self._workers:
+            worker.log_start = worker.log.stat().st_size
+            with suppress(OSError):  # it died since the last job, and `_collect` says so
+                worker.connection.send_bytes(task)
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float) -> dict[int, Any]:
+        """Wait for one outcome of each rank: what the job returned, or a `Failure`."""
+        started = time.monotonic()
+        deadline = started + timeout
+        outcomes: dict[int, Any] = {}
+        pending: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(self._workers)}
+        while pending:
+            ready = wait(list(pending), max(0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = pending.pop(connection)
+                outcomes[rank] = self._receive(rank)
+                if isinstance(outcomes[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if pending:
+            outcomes.update(self._hung(sorted(pending.values()), time.monotonic() - started))
+        return outcomes
+
+    def _receive(self, rank: int) -> Any:
+        """The outcome that a worker sent, or a failure in its place if it died."""
+        worker = self._workers[rank]
+        try:
+            outcome = worker.connection.recv()
+        except (EOFError, OSError):
+            worker.process.join(GRACE)
+            code = worker.process.exitcode
+            return Failure("died", f"the process ended with exit code {code}{worker.output()}")
+        if isinstance(outcome, Failure):
+            return Failure(outcome.place, outcome.text.rstrip() + worker.output())
+        return outcome
+
+    def _hung(self, ranks: list[int], seconds: float) -> dict[int, Failure]:
+        """Failures for ranks that gave no answer, with the stacks they hang in."""
+        for rank in ranks:
+            if (pid := self._workers[rank].process.pid) is not None:
+                os.kill(pid, signal.SIGUSR1)  # has the worker write its stacks to its output
+        time.sleep(0.5)
+        frames_of_worker = re.compile(r'^  File "[^"]*/testing/worker\.py", line .*', re.MULTILINE | re.DOTALL)
+        return {
+            rank: Failure(
+                "hung", f"no answer after {seconds:.0f} s{frames_of_worker.sub('', self._workers[rank].output())}"
+            )
+            for rank in ranks
+        }
+
+
+def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
+    """Whether exactly the ranks that take part failed, all in one place: then no collective is left half done."""
+    places = {failure.place for failure in failures.values()}
+    return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
