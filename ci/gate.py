@@ -1,12 +1,16 @@
 """Run the tests of one or more backends, each with the coverage that its folder in `platform/` asks for.
 
-    python ci/gate.py torch-cpu mindspore
+    python ci/gate.py torch-cpu mindspore torch-npu=.venv/torch-npu/bin/python
 
 The unit tests run once. Then each backend gets a pytest process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for
 the conformance suite and its own tests; its coverage is what these and the unit tests reach together, lines and
 branches. ``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports
 for browsers stay in ``build/gate/<backend>/html``. Ends with a table, and exits non-zero if any test failed, a part ran
 no test or an area is under its threshold.
+
+A backend that cannot live in one environment with the others is given with its interpreter.
+A backend whose device is simulated (`SIMULATORS`) runs on the real one where that is set up. Where neither can run, its
+row says why; that is a failure when the variable CI is set.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COVERAGE = [sys.executable, "-m", "coverage"]
+#: backend -> (module that simulates its device, variable that is set where the real one is)
+SIMULATORS = {"torch-npu": ("tests.simulated_npu", "ASCEND_HOME_PATH")}
 PART_TIMEOUT = 20 * 60
 BUILD = Path("build") / "gate"
 
@@ -53,17 +59,48 @@ class Part:
     seconds: float = 0.0
     areas: list[Area] = field(default_factory=list)
     problem: str = ""
+    left_out: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """What the last column says."""
+        return f"FAIL: {self.problem}" if self.problem else f"LEFT OUT: {self.left_out}" if self.left_out else "ok"
 
 
-def run_tests(root: Path, name: str, folders: list[str], environment: dict[str, str]) -> Part:
-    """Run pytest on ``folders`` under coverage; data and report go to a folder of this part."""
+def launcher(backend: str, python: str) -> list[str]:
+    """The command that starts Python for the tests of ``backend``: within a simulator where the device needs one."""
+    module, real = SIMULATORS.get(backend, ("", ""))
+    simulated = module and not os.environ.get(real)
+    return [python, "-m", module, "run", python] if simulated else [python]
+
+
+def why_not(root: Path, backend: str, python: str) -> str:
+    """Why the simulator of ``backend`` cannot run here, or nothing."""
+    command = launcher(backend, python)
+    if len(command) == 1:
+        return ""
+    if shutil.which(python) is None:
+        return f"its environment could not be made: there is no {python}"
+    check = [*command[: command.index("run")], "check"]
+    done = subprocess.run(check, cwd=root, check=False, capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode else ""
+
+
+def run_tests(
+    root: Path, name: str, folders: list[str], environment: dict[str, str], command: list[str] | None = None
+) -> Part:
+    """Run pytest on ``folders`` under coverage; data and report go to a folder of this part.
+
+    ``command`` starts Python, if not the one of this process.
+    """
     part = Part(name)
     output = root / BUILD / name
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     report = output / "junit.xml"
     print(f"\n== {name}: {' '.join(folders)}", flush=True)
-    command = [*COVERAGE, "run", "-m", "pytest", "-q", f"--junitxml={report}", *folders]
+    measured = ["-m", "coverage", "run", "-m", "pytest", "-q", f"--junitxml={report}", *folders]
+    command = [*(command or [sys.executable]), *measured]
     environment = {**os.environ, **environment, "COVERAGE_FILE": str(output / "coverage")}
     started = time.monotonic()
     try:
@@ -129,8 +166,7 @@ def print_table(parts: list[Part]) -> None:
     row = "{:<12} {:>7} {:>7} {:>8} {:>8}  {}"
     print("\n" + row.format("part", "passed", "failed", "skipped", "seconds", "verdict"))
     for part in parts:
-        verdict = f"FAIL: {part.problem}" if part.problem else "ok"
-        print(row.format(part.name, part.passed, part.failed, part.skipped, round(part.seconds), verdict))
+        print(row.format(part.name, part.passed, part.failed, part.skipped, round(part.seconds), part.verdict))
         for area in part.areas:
             print(f"{'':<12}   {area}")
     passed, failed, skipped = (sum(getattr(part, key) for part in parts) for key in ("passed", "failed", "skipped"))
@@ -140,16 +176,21 @@ def print_table(parts: list[Part]) -> None:
 def main() -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("backends", nargs="+", metavar="BACKEND", help="names of folders in platform/")
+    parser.add_argument("backends", nargs="+", metavar="BACKEND[=PYTHON]", help="folders in platform/")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="the project")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     gates = sorted(path.parent.name for path in root.glob("platform/*/coverage.ini"))
-    if unknown := sorted(set(arguments.backends) - set(gates)):
+    backends = {name: python or sys.executable for name, _, python in (b.partition("=") for b in arguments.backends)}
+    if unknown := sorted(set(backends) - set(gates)):
         parser.error(f"no such backend: {', '.join(unknown)}; there are {', '.join(gates)}")
     parts = [run_tests(root, "unit", ["tests/unit"], {})]
-    for backend in arguments.backends:
-        part = run_tests(root, backend, folders_of(root, backend), {"HYPER_PARALLEL_PLATFORM": backend})
+    for backend, python in backends.items():
+        if reason := why_not(root, backend, python):
+            parts.append(Part(backend, **{"problem" if os.environ.get("CI") else "left_out": reason}))
+            continue
+        environment = {"HYPER_PARALLEL_PLATFORM": backend}
+        part = run_tests(root, backend, folders_of(root, backend), environment, launcher(backend, python))
         measure(root, part)
         parts.append(part)
     print_table(parts)
