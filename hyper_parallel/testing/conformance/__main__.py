@@ -1,0 +1,169 @@
+"""Run the conformance suite on a backend, the checks that this project's own gates run, and report.
+
+    python -m hyper_parallel.testing.conformance my-backend --report conformance.md
+
+The backend is found as programs find it: it is one of this package's, or an installed package names it in the
+entry-point group ``hyper_parallel.platforms``. Exit status: 0 when checks ran and all passed, 1 when one failed or none
+ran, 2 when the suite cannot be run, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform as python_platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE, PlatformError, get_platform
+from hyper_parallel.testing import labs
+from hyper_parallel.testing.conformance.report import Report
+from hyper_parallel.testing.pool import SIZE
+
+__all__ = ["main"]
+
+CHECKS = Path(__file__).resolve().parent
+#: pytest's exit status when checks failed, and when there were none. The report says both; others are pytest's own.
+FAILED, NOTHING_RAN = 1, 5
+
+
+def world_sizes(text: str) -> list[int]:
+    """``"1,2"`` -> [1, 2]."""
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or not 1 <= sizes[0] <= sizes[-1] <= SIZE:
+        raise argparse.ArgumentTypeError(f"numbers from 1 to {SIZE}, separated by commas, not {text!r}")
+    return sizes
+
+
+def report_file(text: str) -> Path:
+    """A path whose suffix says what to write."""
+    path = Path(text)
+    if path.suffix not in (".json", ".md"):
+        raise argparse.ArgumentTypeError(f"a report is a .json or .md file, not {text!r}")
+    return path
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hyper_parallel.testing.conformance",
+        description="Run the conformance suite on a backend and report.",
+        epilog="Further arguments go to pytest.",
+    )
+    every = ",".join(map(str, range(1, SIZE + 1)))
+    parser.add_argument("backend", help="name or alias of the backend")
+    parser.add_argument("--lab", metavar="MODULE", help="lab of the backend, instead of the one its package names")
+    parser.add_argument(
+        "--world-sizes", type=world_sizes, default=every, metavar="N,...", help=f"run checks on so many ranks ({every})"
+    )
+    parser.add_argument("-k", metavar="EXPRESSION", help="run the checks that match, as pytest has it")
+    parser.add_argument(
+        "--report", type=report_file, action="append", default=[], metavar="FILE", help="write .json or .md; repeatable"
+    )
+    return parser
+
+
+def backend_of(name: str) -> Platform:
+    """The backend, seen to be registered under the name that its class says.
+
+    Raises:
+        PlatformError: when it is not known, cannot run here, or is registered under another name: a program that
+            chooses it by the name that it reports would get another backend, or none.
+    """
+    backend = get_platform(name)
+    try:
+        same = get_platform(backend.name) is backend
+    except PlatformError:
+        same = False
+    if not same:
+        raise PlatformError(
+            f"{name!r} is {type(backend).__name__}, whose attribute `name` is {backend.name!r}: register it under that "
+            f"name, or change the attribute"
+        )
+    return backend
+
+
+def versions_of(backend: Platform) -> dict[str, str]:
+    """Versions that a result depends on."""
+    versions = {"Python": python_platform.python_version()}
+    for package in ("hyper-parallel", "numpy", backend.Tensor.__module__.split(".")[0]):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    return versions
+
+
+def run(
+    backend: Platform, lab: str, arguments: argparse.Namespace, pytest_arguments: Sequence[str]
+) -> tuple[int, Report]:
+    """Run pytest in this process; returns its exit status and the report."""
+    import pytest
+
+    from hyper_parallel.testing.conformance import plugin
+
+    report = Report(
+        backend=backend.name,
+        device_type=backend.device_type,
+        comm_backend=backend.comm_backend,
+        lab=lab,
+        versions=versions_of(backend),
+        world_sizes=arguments.world_sizes,
+        complete=len(arguments.world_sizes) == SIZE and not arguments.k and not pytest_arguments,
+    )
+    options = [
+        str(CHECKS),
+        # The folder of checks alone decides: not what is configured where the command happens to run.
+        f"--rootdir={CHECKS}",
+        f"--config-file={os.devnull}",
+        "--import-mode=importlib",
+        "-pno:cacheprovider",
+        "-ofaulthandler_timeout=300",
+        "--continue-on-collection-errors",  # the other files say what they have to say
+        "-q",
+        *(["-k", arguments.k] if arguments.k else []),
+        *pytest_arguments,
+    ]
+    return int(pytest.main(options, plugins=[plugin, plugin.Counter(report)])), report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    arguments, pytest_arguments = make_parser().parse_known_args(argv)
+    if importlib.util.find_spec("pytest") is None:
+        return _cannot_run("the checks are written for pytest, which is not installed: pip install 'pytest>=8.4'")
+    if arguments.lab:
+        os.environ[labs.ENVIRONMENT_VARIABLE] = arguments.lab
+    # Read when the frameworks are loaded, here and in the workers: ranks share few cores, and MindSpore warns a lot.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOG_v", "3")
+    try:
+        backend = backend_of(arguments.backend)
+        lab = labs.lab_of(backend.name)
+        os.environ[ENVIRONMENT_VARIABLE] = backend.name
+        labs.load_lab(lab)
+    except (PlatformError, labs.LabError) as error:
+        return _cannot_run(str(error))
+    status, report = run(backend, lab, arguments, pytest_arguments)
+    for path in arguments.report:
+        report.write(path)
+    print(f"\n{report.to_text()}", flush=True)
+    if status not in (0, FAILED, NOTHING_RAN):
+        return status
+    return 0 if report.ok else 1
+
+
+def _cannot_run(reason: str) -> int:
+    print(f"the conformance suite cannot be run: {reason}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What a run of the conformance suite found, as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+__all__ = ["Failure", "Group", "Report"]
+
+
+@dataclass
+class Group:
+    """One file of checks."""
+
+    name: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+@dataclass
+class Failure:
+    """A check that failed: its name as pytest has it, and what pytest says about it."""
+
+    check: str
+    message: str
+
+
+@dataclass
+class Report:
+    """The result of one run.
+
+    Attributes:
+        backend: name of the backend.
+        device_type: of its meshes.
+        comm_backend: what its groups run on.
+        lab: module that gave its framework to the checks.
+        versions: of the library, Python, NumPy and the framework.
+        world_sizes: of the checks that were asked for.
+        complete: whether all checks were asked for.
+        groups: by name of their file.
+        failures: one for each failed check.
+        skip_reasons: reason -> how many checks.
+        seconds: that it took.
+    """
+
+    backend: str
+    device_type: str
+    comm_backend: str
+    lab: str
+    versions: dict[str, str]
+    world_sizes: list[int]
+    complete: bool
+    groups: dict[str, Group] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    skip_reasons: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def group(self, name: str) -> Group:
+        """The group ``name``, which appears in the table from now on."""
+        return self.groups.setdefault(name, Group(name))
+
+    @property
+    def passed(self) -> int:
+        """How many checks passed."""
+        return sum(group.passed for group in self.groups.values())
+
+    @property
+    def failed(self) -> int:
+        """How many checks failed."""
+        return sum(group.failed for group in self.groups.values())
+
+    @property
+    def skipped(self) -> int:
+        """How many checks were skipped."""
+        return sum(group.skipped for group in self.groups.values())
+
+    @property
+    def verdict(self) -> str:
+        """One sentence. A run in which nothing passed proves nothing, and is no success."""
+        if self.failed:
+            return f"{self.backend} does not conform: {self.failed} of {self.passed + self.failed} checks failed"
+        if not self.passed:
+            return f"{self.backend} was not checked: no check ran"
+        if not self.complete:
+            return f"{self.backend} passes the checks that were asked for; not all were"
+        return f"{self.backend} conforms"
+
+    @property
+    def ok(self) -> bool:
+        """Whether checks ran and none failed."""
+        return bool(self.passed) and not self.failed
+
+    def _rows(self) -> list[tuple[str, int, int, int]]:
+        rows = [(g.name, g.passed, g.failed, g.skipped) for _, g in sorted(self.groups.items())]
+        return [*rows, ("total", self.passed, self.failed, self.skipped)]
+
+    def _about(self) -> list[tuple[str, str]]:
+        return [
+            ("device", f"{self.device_type} ({self.comm_backend})"),
+            ("lab", self.lab),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
+            ("world sizes", ", ".join(map(str, self.world_sizes))),
+            ("seconds", f"{self.seconds:.0f}"),
+        ]
+
+    def to_text(self) -> str:
+        """The table for a terminal, with the verdict."""
+        width = max(len("check group"), *(len(row[0]) for row in self._rows()))
+        lines = [f"{'check group':<{width}} {'passed':>7} {'failed':>7} {'skipped':>8}"]
+        lines += [f"{name:<{width}} {p:>7} {f:>7} {s:>8}" for name, p, f, s in self._rows()]
+        lines += [f"skipped, {count}: {reason}" for reason, count in sorted(self.skip_reasons.items())]
+        lines += ["", f"{self.verdict} ({', '.join(f'{name} {value}' for name, value in self._about()[:2])})"]
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        """The same for a file, with what the run was made of and what pytest says of each failure."""
+        lines = [f"# Conformance of {self.backend}", "", f"{self.verdict}.", ""]
+        lines += [f"* {name}: {value}" for name, value in self._about()]
+        lines += ["", "| check group | passed | failed | skipped |", "|---|---:|---:|---:|"]
+        lines += [f"| {name} | {p} | {f} | {s} |" for name, p, f, s in self._rows()]
+        if self.skip_reasons:
+            lines += ["", "Skipped:", ""]
+            lines += [f"* {count}: {reason}" for reason, count in sorted(self.skip_reasons.items())]
+        for failure in self.failures:
+            # A fence longer than any in the message: models and documents in it may have some.
+            lines += ["", f"## {failure.check}", "", "`````", failure.message.strip(), "`````"]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """Everything, with totals and verdict."""
+        totals = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
+        content = {**asdict(self), "groups": [asdict(g) for _, g in sorted(self.groups.items())]}
+        return json.dumps({**content, "totals": totals, "ok": self.ok, "verdict": self.verdict}, indent=2) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write JSON or Markdown, as the suffix says."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json() if path.suffix == ".json" else self.to_markdown(), encoding="utf-8")

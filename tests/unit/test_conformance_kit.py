@@ -1,0 +1,133 @@
+"""The conformance kit without a framework: what it refuses, what it reports, and that the gates run the same checks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.platform import registry
+from hyper_parallel.testing import labs
+from hyper_parallel.testing.conformance import __main__ as kit
+from hyper_parallel.testing.conformance.report import Failure, Report
+from hyper_parallel.testing.labs.protocol import missing_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the kit sets is gone after the test."""
+    for name in (labs.ENVIRONMENT_VARIABLE, "HYPER_PARALLEL_PLATFORM", "OMP_NUM_THREADS", "GLOG_v"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(registry, "_backends", {})
+    monkeypatch.setattr(registry, "_aliases", {})
+
+
+def test_gates_collect_every_file_of_checks() -> None:
+    checks = {path.name for path in (ROOT / "hyper_parallel/testing/conformance").glob("test_*.py")}
+    assert len(checks) > 10
+    for name in sorted(checks):
+        module = f"hyper_parallel.testing.conformance.{name.removesuffix('.py')}"
+        assert f"from {module} import *" in (ROOT / "tests/conformance" / name).read_text(), name
+
+
+def test_without_pytest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert kit.main(["torch-cpu"]) == 2
+    assert "pytest, which is not installed" in capsys.readouterr().err
+
+
+def test_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kit.main(["no-such-backend"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown platform: 'no-such-backend'" in error
+    assert "torch-cpu" in error
+
+
+class Misnamed:
+    """As much of a backend as its registration takes."""
+
+    name = "another-name"
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return None
+
+
+def test_backend_under_another_name(capsys: pytest.CaptureFixture[str]) -> None:
+    registry.register_platform("a-name", Misnamed)  # type: ignore[arg-type]
+    assert kit.main(["a-name"]) == 2
+    assert "'a-name' is Misnamed, whose attribute `name` is 'another-name'" in capsys.readouterr().err
+
+
+class Named(Misnamed):
+    name = "a-name"
+
+
+def test_backend_whose_lab_is_not_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    registry.register_platform("a-name", Named)  # type: ignore[arg-type]
+    assert kit.main(["a-name"]) == 2
+    assert "the backend 'a-name' has no lab" in capsys.readouterr().err
+    assert kit.main(["a-name", "--lab", "no_such_module"]) == 2
+    assert "the lab 'no_such_module' cannot be imported" in capsys.readouterr().err
+    lab = types.ModuleType("half_a_lab")
+    for name in missing_names(lab):
+        if name not in ("tensor", "COMBINATIONS"):
+            setattr(lab, name, None)
+    monkeypatch.setitem(sys.modules, "half_a_lab", lab)
+    assert kit.main(["a-name", "--lab", "half_a_lab"]) == 2
+    assert "the lab 'half_a_lab' lacks COMBINATIONS, tensor;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--world-sizes", "2,x"], ["--world-sizes", "5"], ["--report", "report.txt"]], ids=str
+)
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        kit.main(["torch-cpu", *arguments])
+    assert repr(arguments[1]) in capsys.readouterr().err
+
+
+def report_of(*counts: tuple[str, int, int, int]) -> Report:
+    report = Report("b", "cpu", "gloo", "some.lab", {"Python": "3"}, [1, 2, 3, 4], True)
+    for name, passed, failed, skipped in counts:
+        group = report.group(name)
+        group.passed, group.failed, group.skipped = passed, failed, skipped
+    return report
+
+
+def test_verdicts() -> None:
+    assert report_of(("styles", 3, 0, 1)).verdict == "b conforms"
+    some = report_of(("styles", 3, 0, 0))
+    some.complete = False
+    assert some.ok and some.verdict == "b passes the checks that were asked for; not all were"
+    failed = report_of(("styles", 3, 1, 0), ("ops", 2, 0, 0))
+    assert not failed.ok and failed.verdict == "b does not conform: 1 of 6 checks failed"
+    for nothing in (report_of(), report_of(("styles", 0, 0, 7))):
+        assert not nothing.ok and nothing.verdict == "b was not checked: no check ran"
+
+
+def test_forms_of_a_report(tmp_path: Path) -> None:
+    report = report_of(("styles", 3, 1, 2), ("ops", 2, 0, 0))
+    report.failures.append(Failure("test_styles.py::test_mlp[2]", "E  off by 1"))
+    report.skip_reasons["4 ranks were not asked for"] = 2
+    lines = report.to_text().splitlines()
+    assert [line.split() for line in lines[1:4]] == [
+        ["ops", "2", "0", "0"],
+        ["styles", "3", "1", "2"],
+        ["total", "5", "1", "2"],
+    ]
+    for name in ("reports/r.md", "reports/r.json"):
+        report.write(tmp_path / name)
+    content = json.loads((tmp_path / "reports/r.json").read_text())
+    assert content["totals"] == {"passed": 5, "failed": 1, "skipped": 2}
+    assert content["groups"][1] == {"name": "styles", "passed": 3, "failed": 1, "skipped": 2}
+    assert content["failures"] == [{"check": "test_styles.py::test_mlp[2]", "message": "E  off by 1"}]
+    markdown = (tmp_path / "reports/r.md").read_text()
+    assert "| styles | 3 | 1 | 2 |\n| total | 5 | 1 | 2 |" in markdown
+    assert "## test_styles.py::test_mlp[2]\n\n`````\nE  off by 1\n`````" in markdown
+    assert "* 2: 4 ranks were not asked for" in markdown
