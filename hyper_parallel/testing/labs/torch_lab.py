@@ -397,7 +397,7 @@ def dropout(x: Any, p: float) -> Any:
 
 def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The framework's ``rand`` or ``randn``."""
-    return getattr(torch, name)(shape)
+    return getattr(torch, name)(shape, device=device())
 
 
 #: An operation on square matrices that has no sharding rule, and one on any shape, with the name to register it under.

@@ -1,0 +1,1 @@
+"""What is particular to torch_npu and HCCL, and the simulated NPU itself."""

@@ -1,0 +1,212 @@
+"""The simulated NPU: what it does not do it must refuse, by name; its kernels must be right."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.spmd import on_mesh
+from tests.simulated_npu import build, preload
+from tests.torch.support import device
+
+pytestmark = pytest.mark.skipif(not preload.is_simulated(), reason="the NPUs here are real")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+def test_every_call_is_accounted_for() -> None:
+    """A call of CANN is emulated, accepted with a reason, or ends the process by name; the table says which."""
+    emulated, accepted = build.emulated_calls(build.build()), build.accepted_calls()
+    assert not emulated & set(accepted)
+    assert all(reason for reason in accepted.values())
+    command = [sys.executable, "-m", "tests.simulated_npu", "calls"]
+    table = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    rows = {line.split()[0]: line for line in table.splitlines()[:-1]}
+    assert build.calls_of_wheel() <= set(rows)
+    assert {name for name, row in rows.items() if row.endswith(" emulated") and "not" not in row} == emulated
+
+
+def test_call_that_is_not_emulated_ends_the_process_by_name() -> None:
+    missing = sorted(build.calls_of_wheel() - build.emulated_calls(build.build()) - set(build.accepted_calls()))
+    assert "aclrtMapMem" in missing
+    done = run_python("import torch, ctypes; ctypes.CDLL('libacl_op_compiler.so').aclrtMapMem()")
+    assert done.returncode == -6
+    assert "torch_npu called CANN's aclrtMapMem, which is not emulated: add it to" in done.stderr
+
+
+def test_operator_of_cann_that_is_not_emulated_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    run = ctypes.CDLL("libascendcl.so").aclopCompileAndExecute
+    assert run(b"TopKV2", 0, None, None, 0, None, None, None, 0, 0, None, None) != 0
+    assert "runs CANN's operator TopKV2 (0 inputs" in capfd.readouterr().err
+
+
+def test_kernel_that_is_missing_is_named() -> None:
+    import torch_npu
+
+    with pytest.raises(
+        NotImplementedError, match=r"operator npu_gelu_mul is not simulated: add a .* KERNELS in tests/"
+    ):
+        torch_npu.npu_gelu_mul(torch.ones(2, 4, device="npu"))
+
+
+def test_two_devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match=r"same device, but found at least two devices, npu:0 and cpu! \(aten::add"):
+        torch.ones(2, device="npu") + torch.ones(2)
+
+
+def test_memory_is_limited() -> None:
+    done = run_python("import torch; torch.empty(2**21, device='npu')", SIMULATED_NPU_MEMORY=str(2**22))
+    assert done.returncode != 0
+    assert "out of memory" in done.stderr
+
+
+def test_double_is_float_as_on_the_device() -> None:
+    """torch_npu converts float64 to float32 without an error."""
+    assert torch.ones(2, device="npu").double().dtype is torch.float32
+
+
+@on_mesh(2)
+def different_collectives(mesh: Any) -> str:
+    x = torch.ones(4, device=device())
+    group = mesh.get_group(0)
+    with pytest.raises(RuntimeError):
+        if spmd.rank == 0:
+            dist.all_reduce(x, group=group)
+        else:
+            dist.all_gather_into_tensor(torch.empty(8, device=device()), x, group=group)
+    x.fill_(1)
+    dist.all_reduce(x, group=group)  # both have left it, so the group is as good as before
+    return x.sum().item()
+
+
+def test_different_collectives_are_an_error(pool: Any) -> None:
+    assert pool.run(2, different_collectives) == [8, 8]
+
+
+def absent_rank() -> str:
+    group = dist.new_group([0, 1])  # of its own, because it is of no use afterwards
+    if spmd.rank > 1:
+        return ""
+    x = torch.ones(4, device=device())
+    dist.all_reduce(x, group=group)
+    if spmd.rank == 0:
+        os.environ["SIMULATED_NPU_TIMEOUT"] = "1"
+        try:
+            with pytest.raises(RuntimeError) as caught:
+                dist.all_reduce(x, group=group)
+        finally:
+            del os.environ["SIMULATED_NPU_TIMEOUT"]
+        return str(caught.value)
+    return ""
+
+
+def test_rank_that_does_not_come_is_a_timeout(pool: Any) -> None:
+    assert "HcclAllreduce, error code is 9" in pool.run(2, absent_rank)[0]
+
+
+# ----------------------------------------------------------------------------------------------------- fused kernels
+def leaves(*shapes: tuple[int, ...], seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same numbers as leaves on the CPU and on the NPU."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [x.clone().requires_grad_() for x in numbers], [x.npu().requires_grad_() for x in numbers]
+
+
+def compare(wanted: torch.Tensor, got: torch.Tensor, cpu: list[torch.Tensor], npu: list[torch.Tensor]) -> None:
+    """Values and gradients, with a cotangent that is different everywhere."""
+    torch.testing.assert_close(got.detach().cpu(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    cotangent = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    wanted.backward(cotangent)
+    got.backward(cotangent.npu())
+    for x, y in zip(cpu, npu, strict=True):
+        assert x.grad is not None and y.grad is not None
+        torch.testing.assert_close(y.grad.cpu(), x.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalised", [(16,), (4, 16)])
+def test_rms_norm(normalised: tuple[int, ...]) -> None:
+    import torch_npu
+
+    cpu, npu = leaves((3, 4, 16), normalised)
+    compare(F.rms_norm(cpu[0], normalised, cpu[1], 1e-6), torch_npu.npu_rms_norm(*npu)[0], cpu, npu)
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_swiglu(dim: int) -> None:
+    import torch_npu
+
+    cpu, npu = leaves((3, 4, 16))
+    gate, up = cpu[0].chunk(2, dim)
+    compare(F.silu(gate) * up, torch_npu.npu_swiglu(npu[0], dim=dim), cpu, npu)
+
+
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_rotary(mode: str) -> None:
+    """Against a rotation of complex numbers."""
+    import torch_npu
+
+    cpu, npu = leaves((2, 3, 5, 8))
+    angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.125])
+    pairs = cpu[0].unflatten(-1, (2, 4)).transpose(-1, -2) if mode == "half" else cpu[0].unflatten(-1, (4, 2))
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    )
+    wanted = turned.transpose(-1, -2).flatten(-2) if mode == "half" else turned.flatten(-2)
+    both = angles.repeat(1, 2) if mode == "half" else angles.repeat_interleave(2, -1)
+    cos, sin = (f(both)[None, None].npu() for f in (torch.cos, torch.sin))
+    compare(wanted, torch_npu.npu_rotary_mul(npu[0], cos, sin, mode), cpu, npu)
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
+@pytest.mark.parametrize("sparse_mode", [0, 2])
+def test_fusion_attention(layout: str, sparse_mode: int) -> None:
+    """Causal, four heads of the query on two of key and value, against torch's attention."""
+    import torch_npu
+
+    def laid_out(x: torch.Tensor) -> torch.Tensor:
+        x = x if layout == "BNSD" else x.transpose(1, 2)
+        x = x.flatten(2) if layout in ("BSH", "SBH") else x
+        return (x.transpose(0, 1) if layout == "SBH" else x).contiguous()
+
+    cpu, heads = leaves((2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16))
+    npu = [laid_out(x.detach()).requires_grad_() for x in heads]
+    wanted = F.scaled_dot_product_attention(*cpu, is_causal=True, enable_gqa=True)
+    mask = torch.ones(8, 8, dtype=torch.bool).triu(1).npu()
+    options = {"atten_mask": mask, "scale": 1 / math.sqrt(16), "sparse_mode": sparse_mode}
+    got = torch_npu.npu_fusion_attention(*npu, 4, layout, **options)[0]
+    cotangent = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    wanted.backward(cotangent)
+    got.backward(laid_out(cotangent).npu())
+    torch.testing.assert_close(got.detach().cpu(), laid_out(wanted.detach()), rtol=1e-5, atol=1e-5)
+    for x, y in zip(cpu, npu, strict=True):
+        torch.testing.assert_close(y.grad.cpu(), laid_out(x.grad), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_with_dropout_is_refused() -> None:
+    import torch_npu
+
+    x = torch.ones(1, 1, 2, 4, device="npu")
+    with pytest.raises(NotImplementedError, match="without dropout"):
+        torch_npu.npu_fusion_attention(x, x, x, 1, "BNSD", keep_prob=0.5)
