@@ -104,6 +104,15 @@ class Platform(ABC):
         """Whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
         return _kind_of(module, self.embedding_kinds) is not None
 
+    @abstractmethod
+    def is_plain_linear(self, module: Module) -> bool:
+        """Whether a call of ``module`` is `linear` of its input, its weight and its bias and nothing else: of the
+        framework's own class, not of one derived from it, and without an activation."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias`` on plain local tensors. Differentiable."""
+
     def kind_of(self, module: Module) -> ModuleKind:
         """Where a linear or embedding module keeps its parameters.
 
@@ -216,6 +225,12 @@ class Platform(ABC):
     ) -> Any:
         """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
         ``with_kwargs``); what it returns, unless None, replaces the output."""
+
+    @abstractmethod
+    def replace_forward(self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
+        **kwargs)``, the forward of its class. Hooks run around it as before. A copy of the module runs it on itself,
+        and the module stays an instance of its class."""
 
     # ---------------------------------------------------------------- process groups
     @abstractmethod

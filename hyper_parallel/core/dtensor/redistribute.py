@@ -5,13 +5,23 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
 
-__all__ = ["partial_grad_view", "plan_redistribution", "redistribute", "redistribute_local", "redistribution_cost"]
+__all__ = [
+    "partial_grad_view",
+    "plain_partial_grad_view",
+    "plan_redistribution",
+    "redistribute",
+    "redistribute_local",
+    "redistribution_cost",
+]
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 _PLANS: dict[tuple[Layout, Layout], tuple[Step, ...]] = {}
 
@@ -74,6 +84,19 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         share = transitions.share if len(others) == len(mesh_dims) else transitions.share_partial
         view = share(shard, step, data)
     platform.write_cache(holder, key, view)
+    return view
+
+
+def plain_partial_grad_view(x: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """`partial_grad_view` of a plain tensor that is the same on all ranks of ``mesh``, sharing its collectives."""
+    platform = mesh.platform
+    if not platform.requires_grad(x) or mesh.size() == 1:
+        return x
+    key = (mesh, mesh_dims)
+    view = platform.read_cache(x, key)
+    if view is None:
+        view = transitions_of(platform).copy(x, mesh, mesh_dims)
+        platform.write_cache(x, key, view)
     return view
 
 

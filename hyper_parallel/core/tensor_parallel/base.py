@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
@@ -63,16 +64,36 @@ class ModuleStyle(ParallelStyle):
         return isinstance(other, ModuleStyle)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        platform = device_mesh.platform
         self._partition(module, device_mesh)
-        platform.register_forward_pre_hook(
-            module,
-            lambda module, args, kwargs: self._before(module, args, kwargs, device_mesh),
-            with_kwargs=True,
-        )
-        platform.register_forward_hook(module, lambda module, args, output: self._after(module, output, device_mesh))
+        local = self._local_forward(module, device_mesh)
+        device_mesh.platform.replace_forward(module, lambda forward: self._forward(forward, local, device_mesh))
         mark_applied(module, self)
         return module
+
+    def _forward(
+        self, forward: Callable[..., Any], local: Callable[[Any, Any], Any] | None, mesh: DeviceMesh
+    ) -> Callable[..., Any]:
+        """What a call of the module runs in place of ``forward``: that, between the styles' conversions, or ``local``
+        for a plain tensor alone."""
+        plain = mesh.platform.Tensor
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if local is not None and len(args) == 1 and type(args[0]) is plain and not kwargs:
+                try:
+                    return local(module, args[0])
+                except Exception:
+                    # An input that does not fit is explained here; this communicates nothing where `local` is known.
+                    self._before(module, args, kwargs, mesh)
+                    raise
+            args, kwargs = self._before(module, args, kwargs, mesh)
+            return self._after(module, forward(module, *args, **kwargs), mesh)
+
+        return run
+
+    def _local_forward(self, module: Any, mesh: DeviceMesh) -> Callable[[Any, Any], Any] | None:
+        """``local(module, x)`` for a plain ``x``, without distributed tensors, where style and module are such that all
+        is known now; else None. It must do what `_before`, the module's forward and `_after` do."""
+        return None
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         super().check(module, device_mesh, where)

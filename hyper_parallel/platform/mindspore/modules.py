@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, ClassVar
 
 import mindspore as ms
@@ -55,6 +56,17 @@ class ModuleVerbs:
     def set_distributed_parameter(self, module: Any, name: str, local: Any, layout: Any) -> None:
         make_distributed(module._params[name], local, layout)
 
+    def is_plain_linear(self, module: Any) -> bool:
+        return type(module) is mint.nn.Linear or (type(module) is nn.Dense and not module.activation_flag)
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        return mint.nn.functional.linear(x, weight, bias)
+
+    def replace_forward(self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        cls = type(module)
+        object.__setattr__(module, "_replaced_forward", make(cls.construct))
+        module.__class__ = _class_with_replaced_forward(cls)
+
     def register_forward_pre_hook(
         self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
@@ -64,6 +76,17 @@ class ModuleVerbs:
         self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+
+@cache
+def _class_with_replaced_forward(cls: type) -> type:
+    """A subclass under the same name. The cell keeps a function, not a bound method: copies run it on themselves."""
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._replaced_forward(self, *args, **kwargs)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, "construct": construct})
 
 
 _FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)

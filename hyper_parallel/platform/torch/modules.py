@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
@@ -13,6 +15,7 @@ from hyper_parallel.platform.base import ModuleKind, Platform
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
 __all__ = ["ModuleVerbs"]
+
 
 class ModuleVerbs(Platform):
     """The verbs of `Platform` about modules."""
@@ -60,6 +63,20 @@ class ModuleVerbs(Platform):
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):
                 parameter.grad = gradient[layout.local_index()].clone()
 
+    def is_plain_linear(self, module: Any) -> bool:
+        """See `Platform.is_plain_linear`."""
+        return type(module) is nn.Linear
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `Platform.linear`."""
+        return F.linear(x, weight, bias)
+
+    def replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """See `Platform.replace_forward`."""
+        cls: Any = type(module)
+        module.__dict__["_replaced_forward"] = make(cls.forward)
+        module.__class__ = _class_with_replaced_forward(cls)
+
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
@@ -71,6 +88,17 @@ class ModuleVerbs(Platform):
     ) -> Any:
         """See `Platform.register_forward_hook`."""
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+
+@cache
+def _class_with_replaced_forward(cls: type) -> type:
+    """A subclass under the same name. The object keeps a function, not a bound method: copies run it on themselves."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._replaced_forward(self, *args, **kwargs)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, "forward": forward})
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:
