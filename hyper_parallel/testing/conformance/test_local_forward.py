@@ -1,0 +1,108 @@
+"""Linear layers that run on plain tensors without distributed ones: what changes is the time, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    get_platform,
+    parallelize_module,
+)
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
+from hyper_parallel.testing.labs import get_lab
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def both(mesh: Any) -> tuple[Any, Any]:
+    """A model and its parallelised twin."""
+    lab = get_lab()
+    single, sharded = (lab.load(lab.Mlp(6, 12), np.random.default_rng(5)) for _ in range(2))
+    return single, parallelize_module(sharded, mesh, PLAN)
+
+
+@spmd.on_mesh()
+def identity(mesh: Any) -> None:
+    lab = get_lab()
+    single, sharded = both(mesh)
+    x = lab.tensor(floats(3, 6))
+    wanted = lab.numpy(lab.call(single, x))
+    assert isinstance(sharded.up, type(single.up))
+    assert type(sharded.up).__name__ == type(single.up).__name__
+    assert get_platform().is_linear_module(sharded.up)
+
+    # A copy computes with its own parameters.
+    other = copy.deepcopy(sharded)
+    lab.load(sharded, np.random.default_rng(9))
+    same(lab.numpy(lab.call(other, x)), wanted, "output of the copy")
+    assert np.abs(lab.numpy(lab.call(sharded, x)) - wanted).max() > 0.01
+
+    # Hooks see what the caller gives and gets.
+    seen: list[Any] = []
+    get_platform().register_forward_pre_hook(other.up, lambda module, args: seen.append(args[0]))
+    get_platform().register_forward_hook(other.up, lambda module, args, output: seen.append(output))
+    same(lab.numpy(lab.call(other, x)), wanted, "output with hooks")
+    assert len(seen) == 2
+    assert not any(isinstance(value, DTensor) for value in seen)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_module_stays_what_it_is(pool: Any, world_size: int) -> None:
+    """Copies, classes and hooks."""
+    pool.run(world_size, identity)
+
+
+@spmd.on_mesh()
+def gradients_of_gradients(mesh: Any) -> None:
+    lab = get_lab()
+    single, sharded = both(mesh)
+    weights = lab.tensor(floats(3, 6) + 1)
+
+    def loss(model: Any) -> Callable[[Any], Any]:
+        return lambda x: lab.weighted_sum(lab.tanh(lab.call(model, x)), weights)
+
+    def combine(gradient: Any) -> Any:
+        return lab.weighted_sum(gradient, gradient)
+
+    (wanted,) = lab.second_order(loss(single), combine, [floats(3, 6)])
+    (found,) = lab.second_order(loss(sharded), combine, [floats(3, 6)])
+    same(found, wanted, "gradient of the squared gradient")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gradients_of_gradients(pool: Any, world_size: int) -> None:
+    """The collectives of backward are differentiable too."""
+    pool.run(world_size, gradients_of_gradients)
+
+
+@spmd.on_mesh()
+def mixed_calls(mesh: Any) -> None:
+    """Plain and distributed inputs, one after the other, of one module; both ways share collectives."""
+    lab = get_lab()
+    single, sharded = both(mesh)
+    x = lab.tensor(floats(3, 6))
+    wanted = lab.numpy(lab.call(single, x))
+    many = {"all_reduce": 1} if mesh.size() > 1 else {}
+    for given in (x, DTensor.from_local(x, mesh, [Replicate()]), x):
+        with CommDebugMode() as comm:
+            y = lab.call(sharded, given)
+        same(lab.numpy(y), wanted, "output")
+        assert comm.get_comm_counts() == many
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_plain_and_distributed_inputs(pool: Any, world_size: int) -> None:
+    """One module takes both."""
+    pool.run(world_size, mixed_calls)
