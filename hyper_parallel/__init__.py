@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "CollectiveError": "hyper_parallel.core.dtensor.faults",
     "CommDebugMode": "hyper_parallel.debug",
     "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
@@ -28,11 +29,13 @@ _HOME_OF = {
     "PrepareModuleInput": "hyper_parallel.core.tensor_parallel.style",
     "PrepareModuleInputOutput": "hyper_parallel.core.tensor_parallel.style",
     "PrepareModuleOutput": "hyper_parallel.core.tensor_parallel.style",
+    "RankMismatchError": "hyper_parallel.core.dtensor.faults",
     "Replicate": "hyper_parallel.core.dtensor.placement_types",
     "RowwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",
     "Shard": "hyper_parallel.core.dtensor.placement_types",
     "available_platforms": "hyper_parallel.platform",
+    "check_ranks": "hyper_parallel.core.dtensor.agreement",
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
     "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",

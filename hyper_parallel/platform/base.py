@@ -239,10 +239,15 @@ class Platform(ABC):
         None before. Core holds it weakly and compares by identity."""
 
     @abstractmethod
-    def init_process_group(self) -> None:
+    def init_process_group(self, timeout: float | None = None) -> None:
         """Initialise the default group from the launcher's environment (torchrun's ``RANK``, ``WORLD_SIZE``,
         ``MASTER_ADDR``, ``MASTER_PORT`` or msrun's ``MS_*``), and select this rank's device. Without a launcher: a
-        world of one rank."""
+        world of one rank. Does nothing when there is a default group already.
+
+        ``timeout`` is how many seconds ranks wait for each other, when they meet and in each collective of this and
+        of all other groups, before they raise; None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or
+        where that is not set, the framework's own. See `hyper_parallel.platform.timeout.timeout_seconds`.
+        """
 
     @abstractmethod
     def destroy_process_group(self) -> None:
@@ -304,6 +309,29 @@ class Platform(ABC):
     @abstractmethod
     def all_gather_object(self, value: Any, group: Group, size: int) -> list[Any]:
         """One picklable value of each rank, in rank order. Off the hot path."""
+
+    # ---------------------------------------------------------------- when a rank is lost
+    def is_communication_failure(self, error: Exception) -> bool:
+        """Whether a collective raised ``error`` because a rank did not do its part: it died, hangs or does something
+        else. Such an error reaches the user as a `CollectiveError`. A backend that cannot tell answers False, and its
+        own errors reach the user as they are."""
+        return False
+
+    def roll_call(
+        self, group: Group, ranks: Sequence[int], report: str
+    ) -> tuple[dict[int, str], tuple[int, ...]] | None:
+        """Find out who is missing after a collective on ``group`` failed.
+
+        Make the collectives fail in which others wait for ranks of the group, leave ``report`` for the other ranks
+        of the world, wait a few seconds for theirs, and return them with the ranks that left none. The group may be
+        unusable afterwards. Never raises; None where ranks have no way to find out.
+
+        Args:
+            group: of the failed collective.
+            ranks: global ranks of the group.
+            report: what this rank was doing.
+        """
+        return None
 
     # ---------------------------------------------------------------- autograd
     @abstractmethod

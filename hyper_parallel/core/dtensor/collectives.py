@@ -1,7 +1,7 @@
 """Collectives on plain local tensors along one mesh dimension: uneven sizes, emulation and counting, in one place.
 
 Nothing here is differentiable; `core.dtensor.transitions` pairs these into autograd functions. A mesh dimension of
-size 1 and a tensor without elements cause no communication.
+size 1 and a tensor without elements cause no communication. Where a rank is lost, each raises `CollectiveError`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,22 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS, check_collective
+from hyper_parallel.core.dtensor.faults import explain_along
+
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["OBSERVERS", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", "scatter"]
+__all__ = [
+    "OBSERVERS",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+    "scatter",
+]
 
 #: Called as ``observer(collective, mesh, mesh_dim, local)`` before each collective; see `debug.CommDebugMode`.
 OBSERVERS: list[Callable[[str, DeviceMesh, int, Any], None]] = []
@@ -27,15 +39,23 @@ def _record(collective: str, mesh: DeviceMesh, mesh_dim: int, local: Any) -> Non
 def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
     """Reduce ``x``, which is contiguous and may be overwritten, over the mesh dimension."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
-    if size == 1 or 0 in platform.shape_of(x):
+    if size == 1:
+        return x
+    if CHECKS:
+        check_collective("all_reduce", mesh, mesh_dim, x, {"op": op})
+    if 0 in platform.shape_of(x):
         return x
     if OBSERVERS:
         _record("all_reduce", mesh, mesh_dim, x)
-    if platform.supports("all_reduce", op, x):
-        return platform.all_reduce(x, op, mesh.platform_group(mesh_dim))
-    if op == "avg" and platform.supports("all_reduce", "sum", x):
-        return platform.all_reduce(x, "sum", mesh.platform_group(mesh_dim)) / size
-    return _reduce_parts(_gather_parts(x, mesh, mesh_dim), op, platform)
+    try:
+        if platform.supports("all_reduce", op, x):
+            return platform.all_reduce(x, op, mesh.platform_group(mesh_dim))
+        if op == "avg" and platform.supports("all_reduce", "sum", x):
+            return platform.all_reduce(x, "sum", mesh.platform_group(mesh_dim)) / size
+        return _reduce_parts(_gather_parts(x, mesh, mesh_dim), op, platform)
+    except RuntimeError as error:
+        explain_along(error, "all_reduce", x, mesh, mesh_dim)
+        raise
 
 
 def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Any:
@@ -43,6 +63,10 @@ def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequenc
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return x
+    if CHECKS:
+        check_collective(
+            "all_gather", mesh, mesh_dim, x, {"the tensor dimension": dim, "the sizes of shards": sizes}, dim
+        )
     largest = max(sizes)
     x = _pad(x, dim, largest, platform)
     if 0 in platform.shape_of(x):
@@ -51,9 +75,13 @@ def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequenc
         return platform.zeros(shape, x)
     if OBSERVERS:
         _record("all_gather", mesh, mesh_dim, x)
-    if dim == 0 and platform.supports("all_gather", "", x) and all(n == largest for n in sizes):
-        return platform.all_gather(platform.contiguous(x), mesh.platform_group(mesh_dim), size)
-    parts = _gather_parts(x, mesh, mesh_dim)
+    try:
+        if dim == 0 and platform.supports("all_gather", "", x) and all(n == largest for n in sizes):
+            return platform.all_gather(platform.contiguous(x), mesh.platform_group(mesh_dim), size)
+        parts = _gather_parts(x, mesh, mesh_dim)
+    except RuntimeError as error:
+        explain_along(error, "all_gather", x, mesh, mesh_dim)
+        raise
     return platform.cat(
         [part if n == largest else platform.narrow(part, dim, 0, n) for part, n in zip(parts, sizes, strict=True) if n],
         dim,
@@ -66,6 +94,9 @@ def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Seq
     if size == 1:
         return x
     rank = mesh.get_local_rank(mesh_dim)
+    if CHECKS:
+        details = {"op": op, "the tensor dimension": dim, "the sizes of shards": sizes}
+        check_collective("reduce_scatter", mesh, mesh_dim, x, details)
     if 0 in platform.shape_of(x):
         return _part(x, dim, sizes, rank, platform)
     if OBSERVERS:
@@ -73,16 +104,20 @@ def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Seq
     group, native_op, scale = mesh.platform_group(mesh_dim), op, None
     if op == "avg" and not platform.supports("reduce_scatter", "avg", x):
         native_op, scale = "sum", size
-    if platform.supports("reduce_scatter", native_op, x):
-        largest = max(sizes)
-        if dim != 0 or any(n != largest for n in sizes):
-            parts = [_pad(_part(x, dim, sizes, i, platform), dim, largest, platform) for i in range(size)]
-            x = platform.cat(parts, 0)
-        y = platform.reduce_scatter(platform.contiguous(x), native_op, group, size)
-        y = y if sizes[rank] == largest else platform.narrow(y, dim, 0, sizes[rank])
-    else:
-        y = _part(_all_reduce_unobserved(platform.clone(x), mesh, mesh_dim, native_op), dim, sizes, rank, platform)
-        y = platform.clone(y)
+    try:
+        if platform.supports("reduce_scatter", native_op, x):
+            largest = max(sizes)
+            if dim != 0 or any(n != largest for n in sizes):
+                parts = [_pad(_part(x, dim, sizes, i, platform), dim, largest, platform) for i in range(size)]
+                x = platform.cat(parts, 0)
+            y = platform.reduce_scatter(platform.contiguous(x), native_op, group, size)
+            y = y if sizes[rank] == largest else platform.narrow(y, dim, 0, sizes[rank])
+        else:
+            y = _part(_all_reduce_unobserved(platform.clone(x), mesh, mesh_dim, native_op), dim, sizes, rank, platform)
+            y = platform.clone(y)
+    except RuntimeError as error:
+        explain_along(error, "reduce_scatter", x, mesh, mesh_dim)
+        raise
     return y if scale is None else y / scale
 
 
@@ -101,31 +136,38 @@ def all_to_all(
     if size == 1:
         return x
     rank = mesh.get_local_rank(mesh_dim)
+    if CHECKS:
+        details = {"the tensor dimensions": (src_dim, dst_dim), "the sizes of shards": (src_sizes, dst_sizes)}
+        check_collective("all_to_all", mesh, mesh_dim, x, details, src_dim)
     if sum(src_sizes) == 0 or sum(dst_sizes) == 0 or _empty_besides(platform.shape_of(x), src_dim, dst_dim):
         shape = list(platform.shape_of(x))
         shape[src_dim], shape[dst_dim] = sum(src_sizes), dst_sizes[rank]
         return platform.zeros(shape, x)
     if OBSERVERS:
         _record("all_to_all", mesh, mesh_dim, x)
-    if not platform.supports("all_to_all", "", x):
-        parts = _gather_parts(_pad(x, src_dim, max(src_sizes), platform), mesh, mesh_dim)
-        mine = [_part(part, dst_dim, dst_sizes, rank, platform) for part in parts]
-    else:
-        to_send = [
-            _pad(
-                _pad(_part(x, dst_dim, dst_sizes, i, platform), dst_dim, max(dst_sizes), platform),
-                src_dim,
-                max(src_sizes),
-                platform,
-            )
-            for i in range(size)
-        ]
-        received = platform.all_to_all(platform.cat(to_send, 0), mesh.platform_group(mesh_dim), size)
-        rows = platform.shape_of(received)[0] // size
-        mine = [
-            platform.narrow(platform.narrow(received, 0, i * rows, rows), dst_dim, 0, dst_sizes[rank])
-            for i in range(size)
-        ]
+    try:
+        if not platform.supports("all_to_all", "", x):
+            parts = _gather_parts(_pad(x, src_dim, max(src_sizes), platform), mesh, mesh_dim)
+            mine = [_part(part, dst_dim, dst_sizes, rank, platform) for part in parts]
+        else:
+            to_send = [
+                _pad(
+                    _pad(_part(x, dst_dim, dst_sizes, i, platform), dst_dim, max(dst_sizes), platform),
+                    src_dim,
+                    max(src_sizes),
+                    platform,
+                )
+                for i in range(size)
+            ]
+            received = platform.all_to_all(platform.cat(to_send, 0), mesh.platform_group(mesh_dim), size)
+            rows = platform.shape_of(received)[0] // size
+            mine = [
+                platform.narrow(platform.narrow(received, 0, i * rows, rows), dst_dim, 0, dst_sizes[rank])
+                for i in range(size)
+            ]
+    except RuntimeError as error:
+        explain_along(error, "all_to_all", x, mesh, mesh_dim)
+        raise
     return platform.cat(
         [platform.narrow(part, src_dim, 0, n) for part, n in zip(mine, src_sizes, strict=True) if n], src_dim
     )
@@ -134,11 +176,19 @@ def all_to_all(
 def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
     """Value of rank ``src`` of the mesh dimension; ``x`` is contiguous and may be overwritten."""
     platform = mesh.platform
-    if mesh.shape[mesh_dim] == 1 or 0 in platform.shape_of(x):
+    if mesh.shape[mesh_dim] == 1:
+        return x
+    if CHECKS:
+        check_collective("broadcast", mesh, mesh_dim, x, {"the source": src})
+    if 0 in platform.shape_of(x):
         return x
     if OBSERVERS:
         _record("broadcast", mesh, mesh_dim, x)
-    return platform.broadcast(x, mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim))
+    try:
+        return platform.broadcast(x, mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim))
+    except RuntimeError as error:
+        explain_along(error, "broadcast", x, mesh, mesh_dim)
+        raise
 
 
 def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], src: int) -> Any:
@@ -146,7 +196,12 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     holds; on the other ranks only shape and dtype of ``x`` matter."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     rank = mesh.get_local_rank(mesh_dim)
-    if size == 1 or 0 in platform.shape_of(x):
+    if size == 1:
+        return _part(x, dim, sizes, rank, platform)
+    if CHECKS:
+        details = {"the source": src, "the tensor dimension": dim, "the sizes of shards": sizes}
+        check_collective("scatter", mesh, mesh_dim, x, details)
+    if 0 in platform.shape_of(x):
         return _part(x, dim, sizes, rank, platform)
     if not platform.supports("scatter", "", x):
         return platform.clone(_part(broadcast(platform.clone(x), mesh, mesh_dim, src), dim, sizes, rank, platform))
@@ -159,8 +214,26 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     if rank == src:
         parts = [platform.clone(_pad(_part(x, dim, sizes, i, platform), dim, largest, platform)) for i in range(size)]
     source, group = mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim)
-    out = platform.scatter(platform.zeros(shape, x), parts, source, group)
+    try:
+        out = platform.scatter(platform.zeros(shape, x), parts, source, group)
+    except RuntimeError as error:
+        explain_along(error, "scatter", x, mesh, mesh_dim)
+        raise
     return out if sizes[rank] == largest else platform.clone(platform.narrow(out, dim, 0, sizes[rank]))
+
+
+def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
+    """One picklable value of each rank of the mesh dimension, in its order. Off the hot path, not counted."""
+    size = mesh.shape[mesh_dim]
+    if size == 1:
+        return [value]
+    if CHECKS:
+        check_collective("all_gather_object", mesh, mesh_dim, None)
+    try:
+        return mesh.platform.all_gather_object(value, mesh.platform_group(mesh_dim), size)
+    except RuntimeError as error:
+        explain_along(error, "all_gather_object", None, mesh, mesh_dim)
+        raise
 
 
 def _all_reduce_unobserved(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
+__all__ = ["CACHES", "DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
 
 _MESHES: dict[tuple, DeviceMesh] = {}
+#: What else keeps meshes alive, as functions that empty it: called when a platform's world is a new one.
+CACHES: list[Callable[[], None]] = []
+_WORLDS: dict[Platform, weakref.ref[Any]] = {}
 _ACTIVE = threading.local()
 
 
@@ -61,7 +65,6 @@ class DeviceMesh:
     ndim: int
     _coordinate: tuple[int, ...] | None
     _groups: tuple[Any, ...]
-    _world: weakref.ref[Any]
 
     def __new__(cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         platform = _platform_for(device_type)
@@ -70,6 +73,9 @@ class DeviceMesh:
         if platform.world() is None:
             platform.init_process_group()
         _check(ranks, names, platform.world_size())
+        if CHECKS:
+            facts = {"the ranks of the mesh": str(ranks.tolist()), "mesh_dim_names": str(names)}
+            CHECKS[-1].agree("a DeviceMesh", facts)
         return _intern(platform, ranks, names, None)
 
     def get_coordinate(self) -> tuple[int, ...] | None:
@@ -272,10 +278,12 @@ def _intern(
     platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None, groups: tuple[Any, ...] | None
 ) -> DeviceMesh:
     world = platform.world()
+    if platform not in _WORLDS or _WORLDS[platform]() is not world:
+        _forget(platform)
+        _WORLDS[platform] = weakref.ref(world)
     key = (platform, ranks.shape, tuple(ranks.ravel().tolist()), names)
     found = _MESHES.get(key)
-    # A mesh of a process group that was destroyed holds dead groups: the same key then gets a new mesh.
-    if found is not None and found._world() is world:
+    if found is not None:
         return found
     mesh = object.__new__(DeviceMesh)
     mesh.platform = platform
@@ -284,12 +292,19 @@ def _intern(
     mesh.mesh_dim_names = names
     mesh.shape = tuple(int(n) for n in ranks.shape)
     mesh.ndim = ranks.ndim
-    mesh._world = weakref.ref(world)
     where = np.argwhere(ranks == platform.rank())
     mesh._coordinate = tuple(int(i) for i in where[0]) if len(where) else None
     mesh._groups = _new_groups(platform, ranks) if groups is None else groups
     _MESHES[key] = mesh
     return mesh
+
+
+def _forget(platform: Platform) -> None:
+    """Drop what belongs to process groups that were destroyed: a mesh with the same ranks gets new groups."""
+    for key in [key for key in _MESHES if key[0] is platform]:
+        del _MESHES[key]
+    for clear in CACHES:
+        clear()
 
 
 def _new_groups(platform: Platform, ranks: np.ndarray) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.gathered import run_gathered
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.loss_operands import distribute_labels
@@ -27,6 +27,7 @@ _ELEMENTWISE = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "po
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _PLANS: dict[tuple, _Plan] = {}
 _MAX_PLANS = 1 << 16
+CACHES.append(_PLANS.clear)
 
 
 class _Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from hyper_parallel.core.dtensor.collectives import all_gather_object
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 
 __all__ = ["manual_seed", "synchronize"]
@@ -44,6 +45,6 @@ def synchronize(mesh: DeviceMesh) -> None:
     state: Any = platform.get_rng_state()
     for mesh_dim in range(mesh.ndim):
         if mesh.shape[mesh_dim] > 1:
-            state = platform.all_gather_object(state, mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])[0]
+            state = all_gather_object(state, mesh, mesh_dim)[0]
     platform.set_rng_state(state)
     _SYNCHRONIZED.add(mesh)

@@ -7,6 +7,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 _PLANS: dict[tuple[Layout, Layout], tuple[Step, ...]] = {}
+CACHES.append(_PLANS.clear)
 
 
 def redistribute(x: Any, layout: Layout) -> Any:

@@ -224,7 +224,7 @@ def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:
     communicating = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
     for mesh_dim in communicating:
         mine = (tuple(layout.shape), str(local.dtype))
-        everyone = platform.all_gather_object((mine, problem), mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])
+        everyone = collectives.all_gather_object((mine, problem), mesh, mesh_dim)
         problem = _difference(everyone, mesh.ranks_along(mesh_dim))
         if problem is None and layout.placements[mesh_dim].is_replicate():
             with platform.no_dispatch(), platform.no_grad():
@@ -238,7 +238,7 @@ def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:
                     "is Replicate()"
                 )
     for mesh_dim in communicating:
-        problems = platform.all_gather_object(problem, mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])
+        problems = collectives.all_gather_object(problem, mesh, mesh_dim)
         problem = next((p for p in problems if p is not None), None)
     if problem is not None:
         raise ValueError(problem)

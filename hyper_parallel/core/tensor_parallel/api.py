@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.tensor_parallel.base import name_module
-from hyper_parallel.core.tensor_parallel.plan import Plan, resolve_plan
+from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
 
 __all__ = ["parallelize_module"]
 
@@ -23,7 +24,7 @@ def parallelize_module(
 ) -> Any:
     """Parallelise a model in place according to a plan.
 
-    The whole plan is checked before any parameter is touched.
+    The whole plan is checked before any parameter is touched; inside `check_ranks()` ranks also compare it.
 
     Args:
         module: model of the selected platform.
@@ -73,7 +74,10 @@ def parallelize_module(
             "mesh['tp']"
         )
     check_src_data_rank(src_data_rank, mesh)
-    for path, submodule, style in resolve_plan(parallelize_plan, module, mesh):
+    matches = resolve_plan(parallelize_plan, module, mesh)
+    if CHECKS:
+        CHECKS[-1].agree("parallelize_module", plan_facts(matches, module, mesh, src_data_rank))
+    for path, submodule, style in matches:
         name_module(submodule, path)
         style.src_data_rank = src_data_rank
         style._apply(submodule, mesh)

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hyper_parallel.core.dtensor.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.collectives import all_gather_object
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import loss_parallel
@@ -134,7 +135,7 @@ def _layout_of_logits(
     key = (dim, vocab_size, shape[dim] if vocab_size is None else 0)
     if size > 1 and key not in compared:
         # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
-        everyone = mesh.platform.all_gather_object((shape, dim, vocab_size), mesh.platform_group(0), size)
+        everyone = all_gather_object((shape, dim, vocab_size), mesh, 0)
     else:
         everyone = [(shape, dim, vocab_size) if i == rank else None for i in range(size)]
     total = shape[dim] * size if vocab_size is None else vocab_size

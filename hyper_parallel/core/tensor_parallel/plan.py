@@ -16,7 +16,7 @@ from hyper_parallel.core.tensor_parallel.attention import check_projections, hea
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 
-__all__ = ["Plan", "resolve_plan"]
+__all__ = ["Plan", "plan_facts", "resolve_plan"]
 
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
 Match = tuple[str, Any, ParallelStyle]
@@ -46,6 +46,30 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
     matches.sort(key=lambda match: -len(match[0].split(".")) if match[0] else 0)
     _check_ties(matches, modules, mesh)
     return matches
+
+
+def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank: int | None) -> dict[str, str]:
+    """What must be equal on all ranks for a plan to be applied, by name, for `check_ranks`.
+
+    Args:
+        matches: from `resolve_plan`.
+        model, mesh, src_data_rank: as `parallelize_module` takes them.
+    """
+    facts = {
+        "the model": type(model).__name__,
+        "the shape of the mesh": f"{mesh.shape}, mesh_dim_names={mesh.mesh_dim_names}",
+        "src_data_rank": str(src_data_rank),
+    }
+    for path, _, style in matches:
+        facts[f"the style of {path!r}"] = repr(style)
+    for path, module in mesh.platform.named_modules(model):
+        for name, p in mesh.platform.named_parameters(module):
+            full = f"{path}.{name}" if path else name
+            facts[f"parameter {full!r}"] = f"{p.dtype} {tuple(p.shape)}, requires_grad={p.requires_grad}"
+        for name, buffer in mesh.platform.named_buffers(module):
+            full = f"{path}.{name}" if path else name
+            facts[f"buffer {full!r}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
+    return facts
 
 
 def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> list[Match]:

@@ -17,9 +17,13 @@ from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 from mindspore.mint.distributed import distributed as dist_internals
 
+from hyper_parallel.platform.mindspore import faults
+from hyper_parallel.platform.timeout import timeout_seconds
+
 __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 
-_TIMEOUT = timedelta(seconds=int(os.environ.get("HYPER_PARALLEL_TIMEOUT", "300")))
+#: Seconds, where nobody says how long to wait.
+_TIMEOUT = 300.0
 
 
 def device_target() -> str:
@@ -58,7 +62,8 @@ class GroupVerbs:
             self._world = _adopt()
         return self._world
 
-    def init_process_group(self) -> None:
+    def init_process_group(self, timeout: float | None = None) -> None:
+        seconds = timeout_seconds(timeout)
         if self.world() is not None:
             return
         if ms.get_context("mode") == ms.GRAPH_MODE:
@@ -79,7 +84,7 @@ class GroupVerbs:
             communication.init(self.comm_backend)
             self._world = _adopt()
         elif int(environment.get("WORLD_SIZE", "1")) > 1:
-            self._world = _meet(self.comm_backend, environment)
+            self._world = _meet(self.comm_backend, environment, timedelta(seconds=seconds or _TIMEOUT))
         else:
             self._world = World(0, 1, None)
 
@@ -121,6 +126,13 @@ class GroupVerbs:
             world.subgroups[world.rank,] = group
         return group
 
+    def is_communication_failure(self, error: Exception) -> bool:
+        return faults.is_communication_failure(error)
+
+    def roll_call(self, group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
+        world = self.world()
+        return None if world is None else faults.roll_call(world.store, world.rank, ranks, report)
+
     def _need_world(self) -> World:
         world = self.world()
         if world is None:
@@ -140,7 +152,7 @@ def _adopt() -> World:
     return World(communication.get_rank(), communication.get_group_size(), group)
 
 
-def _meet(backend: str, environment: Any) -> World:
+def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
     """Initialise from torchrun's variables."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
@@ -157,10 +169,10 @@ def _meet(backend: str, environment: Any) -> World:
         port,
         world_size=size,
         is_master=rank == 0,
-        timeout=_TIMEOUT,
+        timeout=timeout,
     )
     communication.management._init_with_store(
-        backend=backend, timeout=_TIMEOUT, world_size=size, rank=rank, store=store, group_name=""
+        backend=backend, timeout=timeout, world_size=size, rank=rank, store=store, group_name=""
     )
     group = f"{backend}_world_group"
     _name_default_group(group)

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.base import Platform
-from hyper_parallel.platform.torch import launch
+from hyper_parallel.platform.timeout import timeout_seconds
+from hyper_parallel.platform.torch import faults, launch
 
 __all__ = ["CommunicationVerbs"]
 
@@ -60,10 +61,11 @@ class CommunicationVerbs(Platform):
         """See `Platform.world`."""
         return dist.group.WORLD if dist.is_initialized() else None
 
-    def init_process_group(self) -> None:
+    def init_process_group(self, timeout: float | None = None) -> None:
         """See `Platform.init_process_group`."""
+        seconds = timeout_seconds(timeout)
         if not dist.is_initialized():
-            launch.init_process_group(self.comm_backend, self._select_device)
+            launch.init_process_group(self.comm_backend, self._select_device, seconds)
 
     def destroy_process_group(self) -> None:
         """See `Platform.destroy_process_group`."""
@@ -85,7 +87,8 @@ class CommunicationVerbs(Platform):
             if list(ranks) == list(range(world_size)):
                 group = dist.group.WORLD
             else:
-                group = dist.new_group(list(ranks))
+                # Left to itself, torch gives each group 30 minutes, whatever the default group has.
+                group = dist.new_group(list(ranks), timeout=faults.timeout_of(dist.group.WORLD, self.device_type))
             if dist.get_rank() in ranks:
                 mine = weakref.ref(group)
         return mine
@@ -148,6 +151,15 @@ class CommunicationVerbs(Platform):
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=_resolve(group))
         return values
+
+    # ------------------------------------------------------------------------------------------------ faults
+    def is_communication_failure(self, error: Exception) -> bool:
+        """See `Platform.is_communication_failure`."""
+        return faults.is_communication_failure(error)
+
+    def roll_call(self, group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
+        """See `Platform.roll_call`."""
+        return faults.roll_call(group(), ranks, report)
 
     def _movable(self, x: torch.Tensor) -> torch.Tensor:
         """The same memory as a dtype that the backend can move."""

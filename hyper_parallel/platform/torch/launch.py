@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -49,19 +50,20 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
     if environ.get("MS_ROLE") == "MS_WORKER" and "MS_WORKER_NUM" in environ:
         rank = int(environ.get("RANK_ID", environ.get("MS_NODE_ID", "0")))
         host, port = environ.get("MS_SCHED_HOST", "127.0.0.1"), int(environ.get("MS_SCHED_PORT", "8118")) + 1
-        return Launch(
-            rank, int(environ["MS_WORKER_NUM"]), int(environ.get("DEVICE_ID", rank)), f"tcp://{host}:{port}"
-        )
+        return Launch(rank, int(environ["MS_WORKER_NUM"]), int(environ.get("DEVICE_ID", rank)), f"tcp://{host}:{port}")
     return Launch(0, 1, 0, None)
 
 
-def init_process_group(backend: str, select_device: Callable[[int], None]) -> None:
-    """Initialise the default process group with ``backend`` from the environment; see `read_environment`."""
+def init_process_group(backend: str, select_device: Callable[[int], None], timeout: float | None) -> None:
+    """Initialise the default process group with ``backend`` from the environment; see `read_environment`.
+
+    ``timeout`` is in seconds; None is torch's own: 30 minutes, with NCCL 10.
+    """
     launch = read_environment()
     select_device(launch.local_rank)
+    wait = None if timeout is None else timedelta(seconds=timeout)
+    rank, size = launch.rank, launch.world_size
     if launch.init_method is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
     else:
-        dist.init_process_group(
-            backend, init_method=launch.init_method, rank=launch.rank, world_size=launch.world_size
-        )
+        dist.init_process_group(backend, init_method=launch.init_method, rank=rank, world_size=size, timeout=wait)

@@ -1,0 +1,108 @@
+"""What is raised when a rank is lost during a collective, and when `check_ranks` finds that ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["CollectiveError", "RankMismatchError", "describe_dim", "explain", "explain_along", "names_of"]
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed because ranks did not do their part: they ended, hang, or do something else.
+
+    Every rank that waited in the collective raises it, no later than the time-out of the process group and a few
+    seconds; the error of the backend is its ``__cause__``. The process group may be unusable afterwards.
+
+    Attributes:
+        collective: what failed: ``"all_reduce"``, ``"all_gather"``, ...
+        ranks: global ranks that should have taken part.
+        missing: those of them that did not report that they were waiting too; None where that cannot be known.
+
+    Example:
+        >>> from hyper_parallel import CollectiveError
+        >>> issubclass(CollectiveError, RuntimeError)
+        True
+    """
+
+    def __init__(self, message: str, collective: str, ranks: tuple[int, ...], missing: tuple[int, ...] | None) -> None:
+        super().__init__(message)
+        self.collective = collective
+        self.ranks = ranks
+        self.missing = missing
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.collective, self.ranks, self.missing)
+
+
+class RankMismatchError(ValueError):
+    """Inside `check_ranks`, the ranks were about to do different things. All ranks raise it, before they do them.
+
+    Attributes:
+        ranks: global ranks that differ from most of the others, or where no value has a majority, from the first.
+
+    Example:
+        >>> from hyper_parallel import RankMismatchError
+        >>> issubclass(RankMismatchError, ValueError)
+        True
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.ranks)
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """``"rank 3"`` or ``"ranks 1, 3"``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def describe_dim(mesh: DeviceMesh, mesh_dim: int) -> str:
+    """``"along mesh dimension 0 ('tp')"``."""
+    return f"along mesh dimension {mesh.dim_label(mesh_dim)}"
+
+
+def explain_along(error: Exception, collective: str, local: Any, mesh: DeviceMesh, mesh_dim: int) -> None:
+    """`explain` for a collective of the local tensor ``local`` along a mesh dimension."""
+    platform = mesh.platform
+    tensor = f" of a {local.dtype} tensor of shape {tuple(platform.shape_of(local))}" if local is not None else ""
+    what = f"{collective}{tensor} {describe_dim(mesh, mesh_dim)}"
+    explain(error, collective, what, platform, mesh.platform_group(mesh_dim), mesh.ranks_along(mesh_dim))
+
+
+def explain(error: Exception, collective: str, what: str, platform: Any, group: Any, ranks: Sequence[int]) -> None:
+    """Return if ``error`` is of another kind than a rank that was lost.
+
+    Args:
+        error: what the platform's verb raised.
+        collective: its name.
+        what: the same with what it worked on, for messages.
+        platform, group, ranks: whose collective it was.
+
+    Raises:
+        CollectiveError: otherwise, from ``error``.
+    """
+    if not platform.is_communication_failure(error):
+        return
+    members = tuple(ranks)
+    report = f"{what} among {names_of(members)}"
+    found = platform.roll_call(group, members, report)
+    missing = None if found is None else found[1]
+    lines = [f"{report} failed on rank {platform.rank()}"]
+    if found is None:
+        lines[0] += "; which ranks did not take part is not known here"
+    elif missing:
+        verb = "has" if len(missing) == 1 else "have"
+        lines[0] += f": {names_of(missing)} did not take part, and {verb} ended, or hang{'s' * (len(missing) == 1)}"
+    else:
+        lines[0] += ": all of them are there, and have lost their connection or wait in different collectives"
+    if found is not None:
+        lines += [f"rank {r} failed in {text}" for r, text in sorted(found[0].items()) if text != report]
+    lines.append(f"the backend says: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
+    raise CollectiveError("\n".join(lines), collective, members, missing) from error

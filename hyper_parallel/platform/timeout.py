@@ -1,0 +1,42 @@
+"""How long ranks wait for each other."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+
+__all__ = ["VARIABLE", "timeout_seconds"]
+
+#: Seconds, for programs that do not call `init_process_group` themselves.
+VARIABLE = "HYPER_PARALLEL_TIMEOUT"
+
+
+def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
+    """The argument, else the environment variable ``HYPER_PARALLEL_TIMEOUT``, else None.
+
+    Args:
+        timeout: seconds.
+        environ: the environment.
+
+    Raises:
+        TypeError: for an argument that is no number. ValueError: for anything but a positive, finite number.
+
+    Example:
+        >>> timeout_seconds(None, {"HYPER_PARALLEL_TIMEOUT": "20"})
+        20.0
+    """
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
+        raise TypeError(f"init_process_group(timeout=...) takes seconds, got {timeout!r}")
+    source, given = f"{VARIABLE}=", environ.get(VARIABLE)
+    if timeout is not None:
+        source, given = "init_process_group(timeout=...) ", repr(timeout)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{source}{given}: the timeout is a positive number of seconds")
+    return seconds

@@ -1,0 +1,83 @@
+"""Finding out who is missing when a collective of torch.distributed fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["GRACE", "is_communication_failure", "roll_call", "timeout_of"]
+
+#: Seconds that a rank whose collective has failed waits for the reports of the others.
+GRACE = 3.0
+_TAG = 0x4E0
+
+
+def timeout_of(group: Any, device_type: str) -> timedelta | None:
+    """How long collectives of a group wait on a device, None when its backend does not say."""
+    try:
+        return group._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):  # torch's fake group has no options
+        return None
+
+
+def is_communication_failure(error: Exception) -> bool:
+    """Whether a backend lost a rank, rather than refused what it was given."""
+    return isinstance(error, dist.DistError) or "gloo/transport/" in str(error)
+
+
+def roll_call(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
+    """See `Platform.roll_call`. The reports lie in the store at which the ranks have met.
+
+    Args:
+        group: a ``ProcessGroup``; None when it was destroyed.
+    """
+    if group is None or not dist.is_initialized():
+        return None
+    store, me = distributed_c10d._get_default_store(), dist.get_rank()
+    reports: dict[int, str] = {me: report}
+    waiting = [rank for rank in ranks if rank != me]
+    deadline = time.monotonic() + GRACE
+    try:
+        store.set(_key(me), report)
+        _fail_waiting_ranks(group)
+        while waiting and time.monotonic() < deadline:
+            for rank in [rank for rank in waiting if store.check([_key(rank)])]:
+                reports[rank] = store.get(_key(rank)).decode()
+                waiting.remove(rank)
+            time.sleep(0.05)
+    except RuntimeError:
+        # The store does not answer. Without torchrun, whose agent keeps it, rank 0 does. It may have ended only after
+        # it had left its report.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or 0 not in ranks:
+            return None
+        return (reports, tuple(waiting)) if 0 in reports else (reports, (0,))
+    return reports, tuple(waiting)
+
+
+def _fail_waiting_ranks(group: Any) -> None:
+    """Fail the collectives of the ranks that wait in ``group`` for the rank that is missing.
+
+    When a process dies, gloo fails at once on its neighbours only; the others would wait for the time-out. A receive
+    that times out closes gloo's connections to all ranks, which fails them too. (``abort`` leaves them waiting.)
+    """
+    if dist.get_backend(group) != "gloo":
+        return
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return
+
+
+def _key(rank: int) -> str:
+    return f"hyper_parallel/fault/{rank}"

@@ -1,0 +1,115 @@
+"""Ranks that die or hang in the middle of a step, time-outs, and what stays behind when groups are made again.
+
+Processes that are killed or sleep are started here, outside the pool.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.platform.timeout import timeout_seconds
+
+TIMEOUT = 4
+PROGRAM = f"""
+import os, sys, time
+import torch
+import hyper_parallel as hp
+
+platform = hp.get_platform()
+platform.init_process_group(timeout={TIMEOUT})
+rank, lost, how = platform.rank(), int(sys.argv[1]), sys.argv[2]
+if how == "hangs":
+    mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+else:
+    mesh = hp.init_device_mesh("cpu", mesh_dim_names=("tp",))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+hp.parallelize_module(model, mesh, {{"0": hp.ColwiseParallel(), "2": hp.RowwiseParallel()}})
+x = torch.ones(2, 8, requires_grad=True)
+model(x).sum().backward()
+
+def be_lost(gradient):  # before the all-reduce of the input's gradient
+    if rank == lost:
+        time.sleep(60 if how == "hangs" else 0)
+        os._exit(1)
+
+model[0].weight.register_hook(be_lost)
+started = time.monotonic()
+try:
+    model(x).sum().backward()
+    time.sleep({TIMEOUT} + 10 if rank == 0 else 0)  # it serves the store at which the others meet
+except hp.CollectiveError as error:
+    assert "gloo" in str(error.__cause__)
+    seconds = time.monotonic() - started
+    print(f"raised|{{seconds:.1f}}|{{error.collective}}|{{error.ranks}}|{{error.missing}}|{{error}}", flush=True)
+os._exit(0)
+"""
+
+
+def run_ranks(program: str, *args: str, size: int = 4, stop: int | None = None, **environ: str) -> list[str]:
+    """Output of each rank; rank ``stop``, which sleeps, is killed when the others have ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = str(Path(__file__).parents[2])
+    common = {**os.environ, "PYTHONPATH": root, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environ}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HYPER_PARALLEL_PLATFORM": "torch-cpu"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *args],
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = ["" if r == stop else p.communicate(timeout=120)[0] for r, p in enumerate(processes)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "ranks"),
+    [
+        # Its neighbours notice at once; rank 0 would wait for the time-out if they did not fail it.
+        (2, "dies", (0, 1, 2, 3)),
+        # With rank 0 goes the store at which ranks leave their reports.
+        (0, "dies", (0, 1, 2)),
+        # In a group of its own, for which torch has another time-out than the one that the user gave.
+        (3, "hangs", (2, 3)),
+    ],
+)
+def test_lost_rank_is_named(lost: int, how: str, ranks: tuple[int, ...]) -> None:
+    outputs = run_ranks(PROGRAM, str(lost), how, size=max(ranks) + 1, stop=lost)
+    for rank in set(ranks) - {lost}:
+        _, _, raised = outputs[rank].partition("raised|")
+        assert raised, outputs[rank]
+        seconds, collective, members, missing, message = raised.split("|", 4)
+        assert (collective, members, missing) == ("all_reduce", str(ranks), f"({lost},)"), raised
+        assert f"failed on rank {rank}: rank {lost} did not take part, and has ended, or hangs" in message
+        assert "all_reduce of a torch.float32 tensor of shape (2, 8) along mesh dimension 0 ('tp')" in message
+        # The time-out, what the roll call waits, and time for a loaded machine; torch's own time-out is half an hour.
+        assert float(seconds) < TIMEOUT + 3 + 20, raised
+
+
+def test_time_outs_from_argument_and_environment() -> None:
+    assert timeout_seconds(None, {}) is None
+    assert timeout_seconds(2, {"HYPER_PARALLEL_TIMEOUT": "20"}) == 2.0
+    assert timeout_seconds(None, {"HYPER_PARALLEL_TIMEOUT": "2.5"}) == 2.5
+    for given, error in (("20", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError)):
+        with pytest.raises(error, match="init_process_group"):
+            timeout_seconds(given, {})
+    for text in ("soon", "-1", "inf", "nan"):
+        with pytest.raises(ValueError, match=f"HYPER_PARALLEL_TIMEOUT={text}: the timeout is a positive number"):
+            timeout_seconds(None, {"HYPER_PARALLEL_TIMEOUT": text})
