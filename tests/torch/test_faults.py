@@ -113,3 +113,69 @@ def test_time_outs_from_argument_and_environment() -> None:
     for text in ("soon", "-1", "inf", "nan"):
         with pytest.raises(ValueError, match=f"HYPER_PARALLEL_TIMEOUT={text}: the timeout is a positive number"):
             timeout_seconds(None, {"HYPER_PARALLEL_TIMEOUT": text})
+
+
+LEAKS = """
+import gc, os, sys
+import torch
+import torch.distributed as dist
+import hyper_parallel as hp
+from hyper_parallel.core.dtensor import device_mesh, dispatch, layout, redistribute
+from torch.distributed import distributed_c10d
+
+platform = hp.get_platform()
+rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+
+def cycle(number):
+    # A store of its own for each time: with torch's own, on one port, a rank may meet the server of the time before.
+    store = dist.FileStore(f"{folder}/{number}", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    meshes = [hp.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), hp.init_device_mesh("cpu", (2,))]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    hp.parallelize_module(model, meshes[0]["tp"], {"0": hp.ColwiseParallel(), "2": hp.RowwiseParallel()})
+    model(torch.ones(2, 8)).sum().backward()
+    x = hp.distribute_tensor(torch.ones(4, 4), meshes[1], [hp.Shard(0)])
+    (x @ x.t()).redistribute(placements=[hp.Replicate()]).sum().item()
+    with hp.check_ranks():
+        hp.rand(3, device_mesh=meshes[1], placements=[hp.Shard(0)])
+    platform.destroy_process_group()
+
+def alone():
+    platform.init_process_group(timeout=60)
+    hp.parallelize_module(torch.nn.Linear(8, 8), hp.init_device_mesh("cpu"), hp.ColwiseParallel())
+    platform.destroy_process_group()
+
+def census():
+    gc.collect()
+    found = {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+    for kind in (hp.DeviceMesh, layout.Layout, dist.ProcessGroup, hp.DTensor):
+        found[kind.__name__] = sum(isinstance(o, kind) for o in gc.get_objects())
+    found["interned"] = len(device_mesh._MESHES), len(layout._LAYOUTS)
+    found["plans"] = len(dispatch._PLANS), len(redistribute._PLANS)
+    found["torch"] = len(distributed_c10d._world.pg_map), len(distributed_c10d._world.pg_names)
+    return found
+
+for number in range(3):
+    cycle(number)
+before = census()
+for number in range(3, 13):
+    cycle(number)
+after = census()
+assert before == after and before["DeviceMesh"] > 0, (before, after)
+for name in ("RANK", "WORLD_SIZE"):
+    del os.environ[name]
+for _ in range(3):
+    alone()
+before = census()
+for _ in range(10):
+    alone()
+after = census()
+assert before == after, (before, after)
+assert sys.excepthook is sys.__excepthook__  # torch puts one more around it each time
+print("equal")
+"""
+
+
+def test_groups_that_are_made_again_leave_nothing_behind(tmp_path: Path) -> None:
+    outputs = run_ranks(LEAKS, str(tmp_path), size=2)
+    assert all(output.endswith("equal\n") for output in outputs), "\n".join(outputs)

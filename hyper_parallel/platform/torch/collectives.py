@@ -70,7 +70,7 @@ class CommunicationVerbs(Platform):
     def destroy_process_group(self) -> None:
         """See `Platform.destroy_process_group`."""
         if dist.is_initialized():
-            dist.destroy_process_group()
+            launch.destroy_process_group()
 
     def rank(self) -> int:
         """See `Platform.rank`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["Launch", "init_process_group", "read_environment"]
+__all__ = ["Launch", "destroy_process_group", "init_process_group", "read_environment"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,14 @@ def init_process_group(backend: str, select_device: Callable[[int], None], timeo
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
     else:
         dist.init_process_group(backend, init_method=launch.init_method, rank=rank, world_size=size, timeout=wait)
+
+
+def destroy_process_group() -> None:
+    """Destroy the default process group and all others, and take back the hook for uncaught exceptions.
+
+    torch puts one more around ``sys.excepthook`` each time that it initialises, and leaves it there.
+    """
+    dist.destroy_process_group()
+    hook = sys.excepthook
+    if getattr(hook, "__module__", "") == dist.distributed_c10d.__name__:
+        sys.excepthook = inspect.getclosurevars(hook).nonlocals.get("old_hook", hook)
