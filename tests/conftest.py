@@ -10,6 +10,9 @@ import pytest
 
 from hyper_parallel.testing.pool import WorkerPool
 
+# The checks that tests/conformance collects: a failed assert in them shows its operands, as in a file of tests.
+pytest.register_assert_rewrite("hyper_parallel.testing.conformance")
+
 PLATFORM = os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch-cpu")
 
 # Folders that speak about some backends only; everything else is for all.
