@@ -46,8 +46,7 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
     if results is None:
         return None
     return type(results)(
-        r if layout is None or r is x else wrap(r, layout)
-        for r, x, layout in zip(results, first, layouts, strict=True)
+        r if layout is None or r is x else wrap(r, layout) for r, x, layout in zip(results, first, layouts, strict=True)
     )
 
 
@@ -183,4 +182,3 @@ def unscale_each(func: Any, args: tuple, kwargs: dict) -> None:
         pairs = {(mesh, d) for _, mesh, mesh_dims in _by_sharding(gradients) for d in mesh_dims}
         for mesh, mesh_dim in sorted(pairs, key=lambda p: (p[0].mesh.ravel().tolist(), p[1])):
             found_inf.copy_(collectives.all_reduce(found_inf, mesh, mesh_dim, "max"))
-

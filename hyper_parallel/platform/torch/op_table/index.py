@@ -16,7 +16,6 @@ __all__ = ["table"]
 T: Any = torch.Tensor
 
 
-
 def table() -> Table:
     """Rows of getitem, setitem_, gather, index_select and one_hot."""
     rows: Table = {}
