@@ -18,11 +18,27 @@ from hyper_parallel.testing.labs.protocol import missing_names
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class Misnamed:
+    """As much of a backend as its registration takes."""
+
+    name = "another-name"
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return None
+
+
+class Named(Misnamed):
+    name = "a-name"
+
+
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the kit sets is gone after the test."""
+    """Whatever the kit sets is gone after the test; there is one backend, of no framework."""
     for name in (labs.ENVIRONMENT_VARIABLE, "HYPER_PARALLEL_PLATFORM", "OMP_NUM_THREADS", "GLOG_v"):
         monkeypatch.setenv(name, "")
+    monkeypatch.setattr(registry, "_BUILT_IN", (("b", Named, None),))
+    monkeypatch.setattr(registry, "_entry_points_read", True)
     monkeypatch.setattr(registry, "_backends", {})
     monkeypatch.setattr(registry, "_aliases", {})
 
@@ -45,27 +61,13 @@ def test_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert kit.main(["no-such-backend"]) == 2
     error = capsys.readouterr().err
     assert "unknown platform: 'no-such-backend'" in error
-    assert "torch-cpu" in error
-
-
-class Misnamed:
-    """As much of a backend as its registration takes."""
-
-    name = "another-name"
-
-    @classmethod
-    def unavailable_reason(cls) -> str | None:
-        return None
+    assert "  b: available" in error
 
 
 def test_backend_under_another_name(capsys: pytest.CaptureFixture[str]) -> None:
     registry.register_platform("a-name", Misnamed)  # type: ignore[arg-type]
     assert kit.main(["a-name"]) == 2
     assert "'a-name' is Misnamed, whose attribute `name` is 'another-name'" in capsys.readouterr().err
-
-
-class Named(Misnamed):
-    name = "a-name"
 
 
 def test_backend_whose_lab_is_not_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
