@@ -163,6 +163,17 @@ def _topk(operands: tuple, statics: tuple) -> Any:
     return [np.take_along_axis(x, order, axis=dim), order]
 
 
+def _glu(operands: tuple, statics: tuple) -> Any:
+    gate, up = np.split(operands[0], 2, statics[0])
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def _rotary(operands: tuple, statics: tuple) -> Any:
+    x, cos, sin = operands
+    first, second = np.split(x, 2, -1)
+    return x * cos + np.concatenate([-second, first], -1) * sin
+
+
 def _layer_norm(operands: tuple, statics: tuple) -> Any:
     x, weight, bias = (*operands, None)[:3]
     dims = tuple(range(x.ndim - statics[0], x.ndim))
@@ -509,6 +520,13 @@ ALONG = [
     Case("topk", "a.->a.,a.", (floats(5, 6),), (3, -1), _topk),
 ]
 
+FUSED = [
+    Case("glu", "a.->a.", (floats(5, 6),), (-1,), _glu),
+    Case("glu", "a.b->a.b", (floats(5, 4, 3),), (1,), _glu),
+    Case("rotary", "abc.,c.,c.->abc.", (floats(2, 3, 5, 4), floats(5, 4), floats(5, 4)), ("half",), _rotary),
+    Case("rotary", "ab.,.b.,..->ab.", (floats(3, 5, 4), floats(1, 5, 4), floats(1, 4)), ("half",), _rotary),
+]
+
 NORM = [
     Case("layer_norm", "ab.,.,.->ab.", (floats(5, 3, 4), floats(4), floats(4)), (1, 0), _layer_norm),
     Case("layer_norm", "a..,..,_->a..,a..,a..", (floats(5, 3, 4), floats(3, 4), None), (2, 2), _layer_norm),
@@ -623,6 +641,7 @@ CASES = [
     *INDEXING,
     *JOIN,
     *ALONG,
+    *FUSED,
     *NORM,
     *EMBEDDING,
     *ATTENTION,

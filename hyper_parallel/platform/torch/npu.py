@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.torch.base import TorchPlatform
+from hyper_parallel.platform.torch.op_table import OP_TABLE, fused_npu
 
 __all__ = ["TorchNpuPlatform"]
 
@@ -35,6 +36,10 @@ class TorchNpuPlatform(TorchPlatform):
     moved_dtypes = _FLOATS | _INTEGERS | frozenset({torch.uint8, torch.bool, torch.float64})
     all_reduce_dtypes = _ALL_REDUCED
     reduce_scatter_dtypes = _REDUCE_SCATTERED
+
+    def __init__(self) -> None:
+        # Their functions are there now that `unavailable_reason` has loaded torch_npu; the DTensor class comes later.
+        OP_TABLE.update(fused_npu.table())
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

@@ -59,6 +59,8 @@ gather             x, index                        dim
 index_select       x, index (1-D)                  dim
 one_hot            x                               number of classes
 -----------------  ------------------------------  ------------------------------------------------------------------
+glu                x                               dim
+rotary             x, cosines, sines               the pairing, which no rule reads
 layer_norm         x, weight|None, bias|None       number of normalised dims, number of statistics returned besides
                                                    (which keep these dims with size 1)
 rms_norm           x, weight|None                  as layer_norm
@@ -109,6 +111,7 @@ from hyper_parallel.core.dtensor.rules import (  # noqa: E402, F401
     dropout,
     elementwise,
     embedding,
+    fused,
     indexing,
     join,
     loss,
