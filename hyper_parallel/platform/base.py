@@ -322,9 +322,10 @@ class Platform(ABC):
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         """Find out who is missing after a collective on ``group`` failed.
 
-        Make the collectives fail in which others wait for ranks of the group, leave ``report`` for the other ranks
-        of the world, wait a few seconds for theirs, and return them with the ranks that left none. The group may be
-        unusable afterwards. Never raises; None where ranks have no way to find out.
+        Make the ranks fail that wait in the group, leave ``report`` for the other ranks of the world, and wait a few
+        seconds for theirs. Returned are reports by rank, and the ranks that did not fail in this group; of those, a
+        report tells where else they failed. The group may be unusable afterwards. Never raises; None where ranks have
+        no way to find out.
 
         Args:
             group: of the failed collective.

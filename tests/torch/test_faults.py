@@ -9,11 +9,19 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
+from hyper_parallel import CollectiveError, DeviceMesh
+from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.platform.timeout import timeout_seconds
+from hyper_parallel.platform.torch import faults
+from hyper_parallel.testing.spmd import on_mesh
 
 TIMEOUT = 4
 PROGRAM = f"""
@@ -179,3 +187,53 @@ print("equal")
 def test_groups_that_are_made_again_leave_nothing_behind(tmp_path: Path) -> None:
     outputs = run_ranks(LEAKS, str(tmp_path), size=2)
     assert all(output.endswith("equal\n") for output in outputs), "\n".join(outputs)
+
+
+@on_mesh(4)
+def lose_a_rank_of_a_group(world: Any) -> tuple | None:
+    """Rank 1 does not come to a collective of a group of its own with rank 0."""
+    rank = world.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "timeout_of", lambda group, device_type: timedelta(seconds=1))
+        patch.setattr(faults, "GRACE", 0.2)
+        mesh = DeviceMesh(None, [0, 1], mesh_dim_names=("lost",))
+        if rank:
+            return None
+        errors = []
+        for _ in range(2):
+            with pytest.raises(CollectiveError) as lost:
+                collectives.all_reduce(torch.ones(2), mesh, 0)
+            errors.append(lost.value.missing)
+        store = distributed_c10d._get_default_store()
+        group, key = mesh.get_group(), f"hyper_parallel/fault/{mesh.get_group().group_name}/"
+        store.set("hyper_parallel/fault/1", "another collective")
+        elsewhere = faults.roll_call(group, (0, 1), "mine")
+        store.set(f"{key}1", "theirs")
+        here = faults.roll_call(group, (0, 1), "mine")
+        patch.setattr(faults, "_fail_waiting_ranks", lambda group: None)
+        patch.setattr(distributed_c10d, "_get_default_store", lambda: Broken())
+        dead = [faults.roll_call(group, ranks, "mine") for ranks in ((0, 1), (1, 2))]
+        patch.setattr(torch.distributed, "get_rank", lambda: 1)
+        dead.append(faults.roll_call(group, (0, 1), "mine"))
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        dead.append(faults.roll_call(group, (0, 1), "mine"))
+        destroyed = faults.roll_call(None, (0, 1), "mine")
+    assert faults.timeout_of(object(), "cpu") is None
+    return errors, elsewhere, here, dead, destroyed
+
+
+class Broken:
+    """A store whose server has ended."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("connection reset")
+
+
+def test_roll_call(pool: Any) -> None:
+    errors, elsewhere, here, dead, destroyed = pool.run(4, lose_a_rank_of_a_group)[0]
+    assert errors == [(1,), (1,)]
+    assert elsewhere == ({0: "mine", 1: "another collective"}, (1,))
+    assert here == ({0: "mine", 1: "theirs"}, ())
+    # Rank 0 serves the store, unless torchrun's agent does.
+    assert dead == [({0: "mine"}, (1,)), None, ({1: "mine"}, (0,)), None]
+    assert destroyed is None

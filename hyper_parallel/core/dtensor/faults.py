@@ -93,16 +93,16 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
     members = tuple(ranks)
     report = f"{what} among {names_of(members)}"
     found = platform.roll_call(group, members, report)
-    missing = None if found is None else found[1]
-    lines = [f"{report} failed on rank {platform.rank()}"]
-    if found is None:
-        lines[0] += "; which ranks did not take part is not known here"
-    elif missing:
-        verb = "has" if len(missing) == 1 else "have"
-        lines[0] += f": {names_of(missing)} did not take part, and {verb} ended, or hang{'s' * (len(missing) == 1)}"
-    else:
-        lines[0] += ": all of them are there, and have lost their connection or wait in different collectives"
-    if found is not None:
-        lines += [f"rank {r} failed in {text}" for r, text in sorted(found[0].items()) if text != report]
+    reports, missing = ({}, None) if found is None else found
+    silent = [rank for rank in missing or () if rank not in reports]
+    text = f"{report} failed on rank {platform.rank()}"
+    if missing is None:
+        text += "; which ranks did not take part is not known here"
+    elif silent:
+        text += f": {names_of(silent)} did not take part, and {'has' if len(silent) == 1 else 'have'} ended, or "
+        text += "hangs" if len(silent) == 1 else "hang"
+    elif not missing:
+        text += ": all of them are there, and have lost their connection or wait in different collectives"
+    lines = [text, *(f"rank {r} failed in {other}" for r, other in sorted(reports.items()) if other != report)]
     lines.append(f"the backend says: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
     raise CollectiveError("\n".join(lines), collective, members, missing) from error

@@ -23,33 +23,44 @@ def is_communication_failure(error: Exception) -> bool:
     return _FAILURES.search(str(error)) is not None
 
 
-def roll_call(store: Any, me: int, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
+def roll_call(
+    store: Any, me: int, group: str, ranks: Sequence[int], report: str
+) -> tuple[dict[int, str], tuple[int, ...]] | None:
     """See `Platform.roll_call`.
 
     Args:
         store: the ``TCPStore`` at which the ranks have met, served by rank 0; None under msrun, which has none.
         me: this rank.
+        group: name of the group.
         ranks: global ranks of the group.
         report: what this rank was doing.
     """
     if store is None:
         return None
+    here, anywhere = f"hyper_parallel/fault/{group}/", "hyper_parallel/fault/"
     reports: dict[int, str] = {me: report}
     waiting = [rank for rank in ranks if rank != me]
     deadline = time.monotonic() + GRACE
     try:
-        store.set(f"hyper_parallel/fault/{me}", report)
-        store.add(f"hyper_parallel/faults/{me}", 1)
+        for place in (here, anywhere):
+            store.set(f"{place}{me}", report)
+            store.add(f"{place}{me}/count", 1)
         while waiting and time.monotonic() < deadline:
-            # `get` of what is not there waits for the store's time-out; a counter that is not there is 0.
-            for rank in [rank for rank in waiting if store.add(f"hyper_parallel/faults/{rank}", 0) > 0]:
-                text = store.get(f"hyper_parallel/fault/{rank}")
-                reports[rank] = text.decode() if isinstance(text, bytes) else str(text)
-                waiting.remove(rank)
+            _collect(store, here, waiting, reports)
+            waiting = [rank for rank in waiting if rank not in reports]
             time.sleep(0.05)
+        _collect(store, anywhere, waiting, reports)
     except RuntimeError:
         # The store does not answer: rank 0, which serves it, has ended, maybe only after it had left its report.
         if 0 not in ranks:
             return None
         return (reports, tuple(waiting)) if 0 in reports else (reports, (0,))
     return reports, tuple(waiting)
+
+
+def _collect(store: Any, place: str, ranks: Sequence[int], reports: dict[int, str]) -> None:
+    """Add the reports that are there. `get` of what is not there waits for the store's time-out, so count first."""
+    for rank in ranks:
+        if store.add(f"{place}{rank}/count", 0) > 0:
+            text = store.get(f"{place}{rank}")
+            reports[rank] = text.decode() if isinstance(text, bytes) else str(text)

@@ -131,7 +131,7 @@ class GroupVerbs:
 
     def roll_call(self, group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
         world = self.world()
-        return None if world is None else faults.roll_call(world.store, world.rank, ranks, report)
+        return None if world is None else faults.roll_call(world.store, world.rank, group, ranks, report)
 
     def _need_world(self) -> World:
         world = self.world()

@@ -17,6 +17,8 @@ __all__ = ["GRACE", "is_communication_failure", "roll_call", "timeout_of"]
 #: Seconds that a rank whose collective has failed waits for the reports of the others.
 GRACE = 3.0
 _TAG = 0x4E0
+#: What gloo's errors contain when a connection is lost; the second comes from every later use of the group.
+_GLOO = ("gloo/transport/", "Application timeout caused pair closure")
 
 
 def timeout_of(group: Any, device_type: str) -> timedelta | None:
@@ -29,7 +31,7 @@ def timeout_of(group: Any, device_type: str) -> timedelta | None:
 
 def is_communication_failure(error: Exception) -> bool:
     """Whether a backend lost a rank, rather than refused what it was given."""
-    return isinstance(error, dist.DistError) or "gloo/transport/" in str(error)
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO)
 
 
 def roll_call(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
@@ -41,17 +43,21 @@ def roll_call(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, 
     if group is None or not dist.is_initialized():
         return None
     store, me = distributed_c10d._get_default_store(), dist.get_rank()
+    here, anywhere = f"hyper_parallel/fault/{group.group_name}/", "hyper_parallel/fault/"
     reports: dict[int, str] = {me: report}
     waiting = [rank for rank in ranks if rank != me]
     deadline = time.monotonic() + GRACE
     try:
-        store.set(_key(me), report)
+        store.set(f"{here}{me}", report)
+        store.set(f"{anywhere}{me}", report)
         _fail_waiting_ranks(group)
         while waiting and time.monotonic() < deadline:
-            for rank in [rank for rank in waiting if store.check([_key(rank)])]:
-                reports[rank] = store.get(_key(rank)).decode()
+            for rank in [rank for rank in waiting if store.check([f"{here}{rank}"])]:
+                reports[rank] = store.get(f"{here}{rank}").decode()
                 waiting.remove(rank)
             time.sleep(0.05)
+        for rank in [rank for rank in waiting if store.check([f"{anywhere}{rank}"])]:
+            reports[rank] = store.get(f"{anywhere}{rank}").decode()
     except RuntimeError:
         # The store does not answer. Without torchrun, whose agent keeps it, rank 0 does. It may have ended only after
         # it had left its report.
@@ -77,7 +83,3 @@ def _fail_waiting_ranks(group: Any) -> None:
         except RuntimeError as error:
             if "Timed out" in str(error):
                 return
-
-
-def _key(rank: int) -> str:
-    return f"hyper_parallel/fault/{rank}"

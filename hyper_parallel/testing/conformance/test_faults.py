@@ -1,0 +1,99 @@
+"""What a lost rank looks like: each collective names itself, its tensor, its ranks and who is missing.
+
+The platform's verbs are replaced by ones that fail: here is what core makes of it. That backends lose and find ranks
+is tested with processes that really end or hang, in the tests of each backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import CollectiveError, check_ranks
+from hyper_parallel.core.dtensor import collectives, faults
+from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.spmd import on_mesh
+
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "all_gather_object")
+
+
+def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
+    """Each collective of core, of a (2, 2) tensor."""
+    x = get_lab().tensor(np.ones((2, 2), np.float32))
+    return {
+        "all_reduce": lambda: collectives.all_reduce(x, mesh, 0),
+        "all_gather": lambda: collectives.all_gather(x, mesh, 0, 0, (2, 2)),
+        "reduce_scatter": lambda: collectives.reduce_scatter(x, mesh, 0, 0, (1, 1)),
+        "all_to_all": lambda: collectives.all_to_all(x, mesh, 0, 0, 1, (2, 2), (1, 1)),
+        "broadcast": lambda: collectives.broadcast(x, mesh, 0, 0),
+        "scatter": lambda: collectives.scatter(x, mesh, 0, 0, (1, 1), 0),
+        "all_gather_object": lambda: collectives.all_gather_object("x", mesh, 0),
+    }
+
+
+@on_mesh(2, names=("tp",))
+def failing(mesh: Any) -> dict[str, Any]:
+    platform, found = mesh.platform, {}
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("connection lost\nand more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for verb in VERBS:
+            patch.setattr(platform, verb, fail)
+        patch.setattr(platform, "is_communication_failure", lambda error: False)
+        for call in calls(mesh).values():
+            with pytest.raises(RuntimeError, match="connection lost") as other:
+                call()
+            assert type(other.value) is RuntimeError
+        patch.setattr(platform, "is_communication_failure", lambda error: "connection" in str(error))
+        for name, call in calls(mesh).items():
+            patch.setattr(platform, "roll_call", lambda group, ranks, report: ({0: report}, (1,)))
+            with pytest.raises(CollectiveError) as lost:
+                call()
+            error = lost.value
+            found[name] = (str(error), error.collective, error.ranks, error.missing, str(error.__cause__))
+        with pytest.raises(CollectiveError) as lost, check_ranks(mesh):
+            call()
+        found["check_ranks"] = str(lost.value)
+        with pytest.raises(ValueError, match="own mistake"), check_ranks(mesh):
+            raise ValueError("own mistake")  # the others cannot be told: they are lost
+        for case, answer in {
+            "unknown": None,
+            "several": ({0: "x"}, (1, 2)),
+            "nobody": ({}, ()),
+            "elsewhere": ({1: "all_gather of something"}, (1,)),
+        }.items():
+            patch.setattr(platform, "roll_call", lambda group, ranks, report, answer=answer: answer)
+            with pytest.raises(CollectiveError) as lost:
+                calls(mesh)["all_reduce"]()
+            found[case] = str(lost.value)
+    return found
+
+
+def test_lost_ranks_are_named(pool: Any) -> None:
+    for rank, found in enumerate(pool.run(2, failing)):
+        for name in VERBS:
+            message, collective, ranks, missing, cause = found[name]
+            # Where a backend has no scatter, core broadcasts, and says so.
+            assert collective in (name, "broadcast" if name == "scatter" else name)
+            assert (ranks, missing) == ((0, 1), (1,)) and cause.startswith("connection lost")
+            first, last = message.splitlines()
+            assert first.startswith(collective)
+            assert ("float32" in first.lower()) == (name != "all_gather_object")
+            assert " along mesh dimension 0 ('tp') among ranks 0, 1 failed on" in first
+            assert first.endswith(f"on rank {rank}: rank 1 did not take part, and has ended, or hangs")
+            assert last == "the backend says: connection lost"
+        assert "of shape (2, 2) along" in found["all_reduce"][0]
+        assert found["check_ranks"].startswith("the comparison of check_ranks() among ranks 0, 1 failed")
+        assert "which ranks did not take part is not known here" in found["unknown"]
+        assert "ranks 1, 2 did not take part, and have ended, or hang\n" in found["several"]
+        assert "all of them are there" in found["nobody"]
+        assert f"failed on rank {rank}\nrank 1 failed in all_gather of something\n" in found["elsewhere"]
+
+
+def test_names_of_ranks() -> None:
+    assert faults.names_of([3]) == "rank 3" and faults.names_of([1, 3]) == "ranks 1, 3"
