@@ -37,7 +37,7 @@ def place(
     """Make ``x`` a DTensor laid out as ``desired``.
 
     Args:
-        x: plain tensor, laid out as ``layout``; or a DTensor, whose own placement counts; None stays None.
+        x: plain tensor, laid out as ``layout``; or a DTensor, whose own placement counts.
         mesh: 1-D mesh.
         layout: placement of a plain ``x``.
         desired: placement wanted; None keeps ``layout``.
@@ -48,8 +48,6 @@ def place(
         TypeError: when ``x`` is no tensor.
         ValueError: when ``x`` is distributed over another mesh.
     """
-    if x is None:
-        return None
     if isinstance(x, DTensor):
         if x.device_mesh is not mesh:
             raise ValueError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")

@@ -72,6 +72,14 @@ def test_fewer_key_value_heads_than_ranks(pool: Any, world_size: int, kv_heads: 
         assert counts == expect(world_size, {"all_reduce": 1}, backward)
 
 
+@pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 2), (4, 2)])
+def test_fewer_key_value_heads_that_stay_distributed(pool: Any, world_size: int, kv_heads: int) -> None:
+    """The whole keys and values then, of which attention takes what it needs."""
+    kept = {"wq": ColwiseParallel(use_local_output=False), "wo": RowwiseParallel()}
+    plan = {**kept, "w[kv]": ColwiseParallel(heads=kv_heads, replicate_heads=True, use_local_output=False)}
+    pool.run(world_size, grouped, 12, kv_heads, False, plan)
+
+
 @pytest.mark.parametrize(("world_size", "heads", "kv_heads"), [(4, 12, 2), (4, 6, 3), (3, 4, 2)])
 def test_any_number_of_heads_when_they_stay_distributed(pool: Any, world_size: int, heads: int, kv_heads: int) -> None:
     plan = {

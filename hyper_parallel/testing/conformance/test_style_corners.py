@@ -1,0 +1,272 @@
+"""Corners of styles and plans: rare arguments, attention modules that say little about themselves, reprs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hyper_parallel.core.tensor_parallel as tensor_parallel
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    HeadNormParallel,
+    NoParallel,
+    ParameterParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    check_ranks,
+    parallelize_module,
+    vocab_parallel_cross_entropy,
+)
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import compare, floats
+from hyper_parallel.testing.labs import get_lab
+
+PROJECTIONS = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
+
+
+def test_names_of_the_package() -> None:
+    """Names of losses are found when first used; others are none."""
+    assert tensor_parallel.vocab_parallel_cross_entropy is vocab_parallel_cross_entropy
+    with pytest.raises(AttributeError, match="no attribute 'bogus'"):
+        tensor_parallel.bogus  # noqa: B018
+
+
+def test_reprs() -> None:
+    """A repr is the call that makes the style."""
+    for style in (
+        HeadNormParallel(use_local_output=False),
+        NoParallel(input_layout=Shard(0), output_layout=Shard(1), use_local_output=False),
+        ColwiseParallel(heads=2, replicate_heads=True),
+        RowwiseParallel(packed=(4, 2), heads=(2, 1)),
+    ):
+        assert vars(eval(repr(style))) == vars(style)
+    assert repr(ParameterParallel({"w": Shard(0)})) == (
+        "ParameterParallel({'w': Shard(dim=0)}, input_layouts=(Replicate(),), output_layouts=(Replicate(),), "
+        "use_local_output=True)"
+    )
+
+
+@spmd.on_mesh()
+def attention_without_a_size(mesh: Any, heads: int, kv_heads: int) -> Any:
+    """Numbers of heads, and no size of a head: it follows from the features."""
+
+    def build(lab: Any) -> Any:
+        module = lab.GroupedAttention(heads, kv_heads, 2)
+        module.head_size_of_view, module.head_dim = module.head_dim, None
+        return module
+
+    lab = get_lab()
+    if heads % mesh.size() or kv_heads % mesh.size():
+        with pytest.raises(ValueError, match=f"{min(heads, kv_heads)} heads"):
+            parallelize_module(build(lab), mesh, PROJECTIONS)
+        return None
+    parallelize_module(build(lab), mesh, PROJECTIONS)
+    return None
+
+
+def test_heads_without_their_size(pool: Any) -> None:
+    """Found by name and features."""
+    pool.run(2, attention_without_a_size, 8, 4)
+    pool.run(2, attention_without_a_size, 8, 3)
+    pool.run(4, attention_without_a_size, 8, 2)
+
+
+@spmd.on_mesh()
+def unknown_projections(mesh: Any) -> None:
+    """What has no number of heads that is known is not checked: a fused projection, a latent one, given numbers."""
+    lab = get_lab()
+    module = lab.GroupedAttention(4, 4, 2)
+    module.num_heads = module.num_kv_heads = 3  # of other features than 3 heads of 2
+    parallelize_module(module, mesh, PROJECTIONS)
+    module = lab.GroupedAttention(4, 4, 2)
+    module.head_dim = None
+    module.num_heads = module.num_kv_heads = 5
+    parallelize_module(module, mesh, PROJECTIONS)
+    module = lab.GroupedAttention(4, 2, 2, normed=True)
+    module.q_norm = lab.RmsNorm(3)  # neither of a head nor of all
+    plan = {"wq": ColwiseParallel(heads=4), "wk": ColwiseParallel(packed=2), "wv": ColwiseParallel(), "wo": "rowwise"}
+    parallelize_module(module, mesh, plan)
+    assert not isinstance(module.q_norm.weight, DTensor)
+    assert isinstance(module.k_norm.weight, DTensor)
+
+
+def test_unknown_projections(pool: Any) -> None:
+    """Nothing is guessed."""
+    pool.run(2, unknown_projections)
+
+
+@spmd.on_mesh()
+def several_inputs(mesh: Any) -> None:
+    """`ParameterParallel` with an entry for each of several inputs and outputs."""
+    lab = get_lab()
+    style = ParameterParallel({"up": Shard(0)}, input_layouts=(None, Shard(0)), output_layouts=(None, Shard(0)))
+    probe = lab.Probe()
+    probe.up = lab.Projection(4, 2).kernel
+    parallelize_module(probe, mesh, style)
+    x = lab.tensor(floats(2, 3))
+    first, second = lab.call(probe, "text", x)
+    assert first == "text"
+    same(lab.numpy(second), lab.numpy(x), "a shard that stays one")
+    assert isinstance(probe.seen[0][1], DTensor)
+    with pytest.raises(ValueError, match=r"1 positional input\(s\), ParameterParallel has 2 input_layouts"):
+        lab.call(probe, x)
+    with pytest.raises(ValueError, match=r"returned 3 output\(s\), ParameterParallel has 2 output_layouts"):
+        lab.call(probe, x, x, x)
+    with pytest.raises(TypeError, match="names of parameters, got 3"):
+        ParameterParallel({3: Shard(0)})
+
+
+def test_several_inputs(pool: Any) -> None:
+    """Those with a layout are converted."""
+    pool.run(2, several_inputs)
+
+
+@spmd.on_mesh()
+def rare_calls(mesh: Any) -> None:
+    lab = get_lab()
+    x = lab.tensor(floats(4, 6))
+    # None is an input, too: it stays None.
+    probe = parallelize_module(
+        lab.Probe(),
+        mesh,
+        PrepareModuleInput(
+            input_layouts=(Replicate(), Replicate()),
+            desired_input_layouts=(Replicate(), Replicate()),
+            input_kwarg_layouts={"mask": Replicate(), "bias": None},
+            desired_input_kwarg_layouts={"mask": Replicate(), "bias": None},
+        ),
+    )
+    lab.call(probe, x, None, mask=None, bias=x)
+    assert probe.seen[0][1] is None
+    assert probe.seen[1]["mask"] is None
+    assert probe.seen[1]["bias"] is x
+    with pytest.raises(ValueError, match=r"PrepareModuleInput.*already"):
+        parallelize_module(probe, mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Shard(0)))
+    parallelize_module(probe, mesh, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Shard(0)))
+
+    with pytest.raises(TypeError, match="the output of"):
+        # A forward that gives no tensor of the library: what it computed is not known to be the same on all ranks.
+        parallelize_module(lab.Probe(), mesh, {"": SequenceParallel(sequence_dim=0)})(x, x)
+
+    for wrong, kind, message in (
+        ([1], TypeError, "a style, its name, or a dict"),
+        ({1: "colwise"}, TypeError, "the key 1"),
+    ):
+        with pytest.raises(kind, match=message):
+            parallelize_module(lab.linear_module(4, 4), mesh, wrong)
+
+
+def test_rare_calls(pool: Any) -> None:
+    """None as input, a style twice, plans that are none."""
+    pool.run(2, rare_calls)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def other_meshes(mesh: Any) -> None:
+    lab = get_lab()
+    with pytest.raises(ValueError, match=r"ColwiseParallel on '\w+' needs a 1-D mesh.*mesh\['tp'\]"):
+        ColwiseParallel().apply(lab.linear_module(4, 4), mesh)
+    module = ColwiseParallel().apply(lab.linear_module(4, 4), mesh["tp"])
+    assert module.weight.placements == (Shard(0),)
+    x = DTensor.from_local(lab.tensor(floats(2, 4)), mesh["dp"], [Replicate()])
+    with pytest.raises(ValueError, match=r"the input of .* is distributed over .*dp.*, the style works on .*tp"):
+        lab.call(module, x)
+
+
+def test_other_meshes(pool: Any) -> None:
+    """A style is for one dimension, and its inputs for that of the style."""
+    pool.run(4, other_meshes)
+
+
+@spmd.on_mesh()
+def logits_that_differ(mesh: Any) -> None:
+    """Ranks give other numbers of samples: found by all of them, and not by a hang."""
+    lab, samples = get_lab(), 3 + mesh.get_local_rank()
+    target = lab.tensor(np.zeros(samples, np.int64))
+    with pytest.raises(ValueError, match="differ between ranks in their classes only"):
+        vocab_parallel_cross_entropy(lab.tensor(floats(samples, 4)), target, mesh)
+    with pytest.raises(ValueError, match=r"the target has shape \(2, 4\)"):
+        vocab_parallel_cross_entropy(lab.tensor(floats(3, 5)), lab.tensor(floats(2, 4)), mesh)
+
+
+@spmd.on_mesh()
+def misfits(mesh: Any) -> None:
+    lab = get_lab()
+    with pytest.raises(ValueError, match=r"24 features, which are not 7 heads \(heads=\(3, 2, 2\)\)"):
+        parallelize_module(lab.linear_module(4, 24), mesh, ColwiseParallel(heads=(3, 2, 2)))
+    # The framework's own words for what fits the style and not the weight.
+    column = parallelize_module(lab.linear_module(4, 24), mesh, ColwiseParallel())
+    with pytest.raises((RuntimeError, ValueError)):
+        lab.numpy(lab.call(column, lab.tensor(floats(3, 13))))
+    for nothing in (None, "x"):
+        with pytest.raises(TypeError, match=r"the input of .* must be a tensor, got"):
+            lab.call(column, nothing)
+
+
+def test_misfits(pool: Any) -> None:
+    """Heads, features and inputs."""
+    pool.run(2, misfits)
+
+
+@spmd.on_mesh()
+def model_with_buffers(mesh: Any) -> Any:
+    """Inside `check_ranks`, buffers are compared too."""
+    lab = get_lab()
+    with check_ranks(mesh):
+        model = parallelize_module(lab.Buffered(4), mesh, NoParallel())
+    assert isinstance(model.scale, DTensor)
+
+
+def test_buffers_are_compared(pool: Any) -> None:
+    """They agree here."""
+    pool.run(2, model_with_buffers)
+
+
+@spmd.on_mesh()
+def two_styles(mesh: Any) -> Any:
+    """A style for the parameters and one for the input of a module."""
+    prepared = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    return compare(
+        lambda lab: lab.Mlp(6, 8),
+        {"up": ColwiseParallel(), "u[p]": prepared, "down": RowwiseParallel()},
+        floats(4, 6),
+        mesh,
+        takes=Shard(0),
+    )
+
+
+def test_two_styles_on_a_module(pool: Any) -> None:
+    """In the order of the plan."""
+    for counts in pool.run(2, two_styles):
+        assert counts == {
+            "forward": {"all_gather": 1, "all_reduce": 1},
+            "backward": {"reduce_scatter": 1},
+        }
+
+
+@spmd.on_mesh()
+def row_without_bias(mesh: Any) -> Any:
+    return compare(lambda lab: lab.linear_module(6, 4, False), "rowwise_rep", floats(3, 6), mesh)
+
+
+@spmd.on_mesh()
+def wrong_logits(mesh: Any) -> None:
+    lab = get_lab()
+    target = lab.tensor(np.zeros((), np.int64))
+    with pytest.raises(ValueError, match="dimension of classes"):
+        vocab_parallel_cross_entropy(lab.tensor(np.float32(1.0)), target, mesh)
+
+
+def test_logits_without_classes(pool: Any) -> None:
+    """An error before any communication."""
+    pool.run(2, wrong_logits)
+    pool.run(2, logits_that_differ)
+    pool.run(2, row_without_bias)
