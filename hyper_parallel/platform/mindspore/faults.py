@@ -54,7 +54,7 @@ def roll_call(
         # The store does not answer: rank 0, which serves it, has ended, maybe only after it had left its report.
         if 0 not in ranks:
             return None
-        return (reports, tuple(waiting)) if 0 in reports else (reports, (0,))
+        return reports, tuple(rank for rank in ranks if rank not in reports) if 0 in reports else (0,)
     return reports, tuple(waiting)
 
 

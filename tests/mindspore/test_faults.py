@@ -1,0 +1,120 @@
+"""Ranks that die in the middle of a step, and how the others find out which."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel.platform.mindspore import faults
+from tests.mindspore.test_launch import environment, free_port
+
+PROGRAM = """
+import os
+import numpy as np
+from mindspore import Tensor, nn
+import hyper_parallel as hp
+from hyper_parallel.platform.mindspore.grad import value_and_grad
+
+platform = hp.get_platform()
+platform.init_process_group()
+rank, mesh = platform.rank(), hp.init_device_mesh("cpu", mesh_dim_names=("tp",))
+model = nn.SequentialCell(nn.Dense(8, 8), nn.ReLU(), nn.Dense(8, 8))
+hp.parallelize_module(model, mesh, {"0": hp.ColwiseParallel(), "2": hp.RowwiseParallel()})
+step = value_and_grad(lambda x: model(x).sum(), 0, model.trainable_params())
+x = Tensor(np.ones((2, 8), np.float32))
+step(x)
+if rank == 1:
+    os._exit(1)
+try:
+    step(x)
+except hp.CollectiveError as error:
+    print(f"raised|{error.collective}|{error.ranks}|{error.missing}|{error}", flush=True)
+os._exit(0)
+"""
+
+
+def test_lost_rank_is_named() -> None:
+    """After half a minute, which is what MindSpore waits on CPU; nothing sets it."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=environment(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(3)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    for rank in (0, 2):
+        _, _, raised = outputs[rank].partition("raised|")
+        assert raised.startswith("all_reduce|(0, 1, 2)|(1,)|all_reduce of a Float32 tensor of shape (2, 8)"), outputs
+        assert f"failed on rank {rank}: rank 1 did not take part, and has ended, or hangs" in raised
+
+
+class Store:
+    """What `TCPStore` does, in this process: no `get` of what is not there."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values: dict[str, Any] = values
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> Any:
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = self.values.get(key, 0) + amount
+        return int(self.values[key])
+
+
+class Broken(Store):
+    """A store whose server has ended."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("TCP add operation failed.")
+
+
+class Ending(Store):
+    """A store whose server ends after the first look."""
+
+    def get(self, key: str) -> Any:
+        self.add = Broken().add  # type: ignore[method-assign]
+        return super().get(key)
+
+
+def test_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "GRACE", 0.1)
+    store = Store()
+    assert faults.roll_call(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
+    assert faults.roll_call(store, 0, "tp", (0, 2), "in tp") == ({0: "in tp", 2: "in tp"}, ())
+    # Rank 0 did not fail in this group, but in another.
+    assert faults.roll_call(store, 1, "dp", (0, 1), "in dp") == ({1: "in dp", 0: "in tp"}, (0,))
+    # Under msrun there is no store.
+    assert faults.roll_call(None, 1, "tp", (0, 1), "in tp") is None
+    # Rank 0 serves the store.
+    assert faults.roll_call(Broken(), 1, "tp", (0, 1), "in tp") == ({1: "in tp"}, (0,))
+    assert faults.roll_call(Broken(), 1, "tp", (1, 2), "in tp") is None
+    ending = Ending(**store.values)
+    assert faults.roll_call(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("AllReduce failed.\n", True),
+        ("AllGather failed.", True),
+        ("Broadcast failed.", True),
+        ("hcclAllReduce failed: HCCL function error", True),
+        ("For 'MatMul', the shapes do not fit", False),
+    ],
+)
+def test_errors_that_mean_a_lost_rank(text: str, lost: bool) -> None:
+    assert faults.is_communication_failure(RuntimeError(text)) is lost
