@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -16,7 +17,7 @@ from hyper_parallel.core.tensor_parallel.attention import check_projections, hea
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 
-__all__ = ["Plan", "plan_facts", "resolve_plan"]
+__all__ = ["Plan", "nearest", "path_matches", "plan_facts", "resolve_plan"]
 
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
 Match = tuple[str, Any, ParallelStyle]
@@ -81,24 +82,29 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
         style = style_by_name(given, pattern) if isinstance(given, str) else given
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"the plan gives {pattern!r} {style!r}, which is no ParallelStyle and no name of one")
-        found = [(path, module, style) for path, module in modules.items() if _path_matches(path, pattern)]
+        found = [(path, module, style) for path, module in modules.items() if path_matches(path, pattern)]
         if not found:
             _report_no_match(pattern, modules)
         matches += found
     return matches
 
 
-def _path_matches(path: str, pattern: str) -> bool:
+def path_matches(path: str, pattern: str) -> bool:
+    """Whether a pattern names a path: segment by segment, each of which may be a glob pattern."""
     if not path or not pattern:
         return path == pattern
     names, patterns = path.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
+def nearest(pattern: str, paths: Iterable[str]) -> str:
+    """The end of a message about a pattern that matches nothing: the paths that look like it."""
+    near = difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.4)
+    return f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
+
+
 def _report_no_match(pattern: str, modules: dict[str, Any]) -> None:
-    near = difflib.get_close_matches(pattern, [path for path in modules if path], n=3, cutoff=0.4)
-    hint = f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
-    message = f"the plan's {pattern!r} matches no module{hint}"
+    message = f"the plan's {pattern!r} matches no module{nearest(pattern, modules)}"
     if is_strict():
         raise ValueError(message)
     warnings.warn(message, stacklevel=5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
+from hyper_parallel.core.tensor_parallel.plan import nearest, path_matches
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
 from hyper_parallel.integrations.huggingface.experts import ExpertsParallel
 from hyper_parallel.platform import Platform
@@ -89,17 +88,22 @@ def resolve_styles(
         for name, _ in mesh.platform.named_parameters(module)
     ]
     for key in changes:
-        if not any(_matches(name, key) for name in names):
-            raise ValueError(f"plan has the key {key!r}, and the model no such module or parameter{_near(key, names)}")
+        if not any(path_matches(name, key) for name in names):
+            raise ValueError(
+                f"plan has the key {key!r}, and the model no such module or parameter{nearest(key, names)}"
+            )
     styles: dict[str, ParallelStyle] = {}
     parameters: dict[str, dict[str, str]] = {}
     experts: set[str] = set()
     platform = mesh.platform
     own = {path: [name for name, _ in platform.named_parameters(module)] for path, module in modules.items()}
     for key, given in plan.items():
-        holders = [path for path in modules if _matches(path, key)]
+        holders = [path for path in modules if path_matches(path, key)]
         of_parameter = [
-            (path, name) for path, names in own.items() for name in names if _matches(f"{path}.{name}".lstrip("."), key)
+            (path, name)
+            for path, names in own.items()
+            for name in names
+            if path_matches(f"{path}.{name}".lstrip("."), key)
         ]
         for path in holders:
             if given == _EXPERTS:
@@ -114,7 +118,7 @@ def resolve_styles(
                 )
             parameters.setdefault(path, {})[name] = given
     for key in (key for key, style in changes.items() if style is None):
-        for path in [path for path in styles if _matches(path, key)]:
+        for path in [path for path in styles if path_matches(path, key)]:
             del styles[path]
     for path in {**parameters, **dict.fromkeys(experts)}:
         placements = {
@@ -123,17 +127,6 @@ def resolve_styles(
         }
         styles[path] = ExpertsParallel(placements) if path in experts else ParameterParallel(placements)
     return styles
-
-
-def _matches(path: str, key: str) -> bool:
-    """Whether a key names a path: segment by segment, ``*`` and other glob patterns allowed."""
-    names, patterns = path.split("."), key.split(".")
-    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
-
-
-def _near(key: str, known: Any) -> str:
-    near = difflib.get_close_matches(key, [path for path in known if path], n=3, cutoff=0.4)
-    return f"; the nearest are {', '.join(map(repr, near))}" if near else ""
 
 
 def _register_conv1d(platform: Platform) -> None:

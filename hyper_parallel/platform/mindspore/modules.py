@@ -63,7 +63,7 @@ class ModuleVerbs:
         return mint.nn.functional.linear(x, weight, bias)
 
     def replace_forward(self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        cls = type(module)
+        cls: Any = type(module)
         object.__setattr__(module, "_replaced_forward", make(cls.construct))
         module.__class__ = _class_with_replaced_forward(cls)
 
