@@ -58,7 +58,12 @@ def different_steps(mesh: Any) -> dict[str, tuple]:
             raise KeyError("no such file")
         reduced(Shard(0), 2, 3)
 
+    def uneven_style() -> None:
+        plan = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
+        parallelize_module(get_lab().Mlp(4, 8), mesh, plan)(tensor(mesh, 3 - rank, 4))
+
     return {
+        "uneven input of a style": error_of(mesh, uneven_style),
         "collective": error_of(mesh, lambda: reduced(Shard(0) if rank == 1 else Partial(), 2, 3)),
         "op": error_of(mesh, lambda: reduced(Partial("max" if rank == 1 else "sum"), 2, 3)),
         "dtype": error_of(mesh, lambda: reduced(Partial(), 2, dtype="int32" if rank == 1 else "float32")),
@@ -83,6 +88,7 @@ def test_each_difference_is_named(pool: Any) -> None:
         "shape": "differ in the shape of the local tensor. rank 1: (3, 3); rank 0: (2, 3)",
         "empty": "differ in the shape of the local tensor. rank 1: (0, 3); rank 0: (2, 3)",
         "uneven shards": "differ in the sizes of shards. rank 1: (2, 2); rank 0: (3, 3)",
+        "uneven input of a style": "differ in the sizes of shards. rank 1: (2, 2); rank 0: (3, 3)",
         "the end": "rank 1: the end of check_ranks(); rank 0: all_gather along mesh dimension 0",
         "exception": "rank 1: leaving check_ranks() with KeyError: 'no such file'; rank 0: all_gather",
         "mesh": "rank 1 and rank 0 differ in the ranks of the mesh. rank 1: [1, 0]; rank 0: [0, 1]",
