@@ -54,10 +54,6 @@ def _no_rounding(args: tuple, kwargs: dict) -> None:
     return None
 
 
-def _detach(func: Any, operands: tuple, statics: Any) -> Any:
-    return ms.ops.stop_gradient(operands[0])
-
-
 def _clone(func: Any, operands: tuple, statics: Any) -> Any:
     return copied(operands[0])
 

@@ -182,7 +182,8 @@ VARIANTS["FlashAttentionScore"] = _choose_flash_attention
 
 
 # -------------------------------------------------------------------- losses and dropout
-_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+#: as generated code and the primitives' own attributes count them
+_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 
 def _bind_nll(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:

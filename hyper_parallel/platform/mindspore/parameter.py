@@ -86,8 +86,8 @@ def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
 
 
 def _local_part(parameter: Any, data: Any) -> Any:
-    if not isinstance(data, Tensor):
-        return data
+    if not isinstance(data, (Tensor, int, float)):
+        return data  # MindSpore says what it takes
     layout = parameter._layout
     if isinstance(data, InterceptedTensor):
         if data._layout is not layout and data._layout.placements != layout.placements:
@@ -97,7 +97,8 @@ def _local_part(parameter: Any, data: Any) -> Any:
             )
         with NoDispatch():
             return Tensor._make_subclass(Tensor, data)
-    shape = tuple(data.shape)
+    # With a number MindSpore would change the shape of a parameter.
+    shape = tuple(data.shape) if isinstance(data, Tensor) else ()
     if shape == tuple(layout.local_shape):
         return data
     if shape == tuple(layout.shape):

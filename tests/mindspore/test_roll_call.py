@@ -1,0 +1,82 @@
+"""Who is missing when a collective fails: ranks that call the roll at a real store, at the same time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from mindspore.mint import distributed as dist
+
+from hyper_parallel.platform.mindspore import faults
+from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[Any, int]]:
+    """A store like that of rank 0, and its port."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = int(s.getsockname()[1])
+    yield store_at(port, is_master=True), port
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "GRACE", 0.4)
+
+
+def store_at(port: int, is_master: bool = False) -> Any:
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        world_size=1,
+        is_master=is_master,
+        timeout=timedelta(seconds=10),
+        wait_for_workers=False,
+    )
+
+
+def on_rank(rank: int, store: Any) -> GroupVerbs:
+    """The verbs of one rank of a world that has met at ``store``."""
+    groups = GroupVerbs()
+    groups._world = World(rank, 100, "world", store)
+    return groups
+
+
+def test_all_answer(server: tuple[Any, int]) -> None:
+    """As soon as everybody has, and what each was doing arrives at each."""
+    store, port = server
+    answers: dict[int, Any] = {}
+
+    def late() -> None:
+        time.sleep(0.2)
+        answers[11] = on_rank(11, store_at(port)).roll_call("group", (10, 11), "all_gather in 'up'")
+
+    other = threading.Thread(target=late)
+    started = time.monotonic()
+    other.start()
+    answers[10] = on_rank(10, store).roll_call("group", (10, 11), "all_reduce in 'down'")
+    other.join()
+    reports = {10: "all_reduce in 'down'", 11: "all_gather in 'up'"}
+    assert answers == {10: (reports, ()), 11: (reports, ())}
+    assert time.monotonic() - started < faults.GRACE / 2
+
+
+def test_some_are_missing(server: tuple[Any, int], short_grace: None) -> None:
+    """One has failed in this group, one in another, one is silent."""
+    store, port = server
+    assert on_rank(21, store_at(port)).roll_call("group", (21,), "all_reduce") == ({21: "all_reduce"}, ())
+    assert on_rank(22, store_at(port)).roll_call("other", (22,), "all_gather") == ({22: "all_gather"}, ())
+    reports, missing = on_rank(20, store).roll_call("group", (20, 21, 22, 23), "broadcast") or ({}, ())
+    assert reports == {20: "broadcast", 21: "all_reduce", 22: "all_gather"} and missing == (22, 23)
+
+
+def test_no_way_to_find_out() -> None:
+    """Under msrun there is no store; before initialisation there is no world."""
+    assert on_rank(0, None).roll_call("group", (0, 1), "all_reduce") is None
+    assert GroupVerbs().roll_call("group", (0, 1), "all_reduce") is None
