@@ -117,6 +117,16 @@ def _local_property(name: str) -> property:
     return property(get, doc=getattr(T, name).__doc__)
 
 
+def _complex_part(name: str) -> property:
+    """``x.real`` and ``x.imag``, which torch lets nobody intercept when they are set."""
+    read = getattr(T, name).__get__
+
+    def set_part(self: Any, value: Any) -> None:
+        read(self).copy_(value)
+
+    return property(read, set_part, doc=getattr(T, name).__doc__)
+
+
 def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
     """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it."""
     if _State.tensor_class is not None:
@@ -144,6 +154,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
 
     namespace = {
         **{name: _local_property(name) for name in ("dtype", "device", "ndim")},
+        **{name: _complex_part(name) for name in ("real", "imag")},
         "__doc__": mixin.__doc__,
         "__module__": mixin.__module__,
         "__torch_function__": classmethod(torch_function),

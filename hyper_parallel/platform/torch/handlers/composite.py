@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
@@ -170,13 +171,27 @@ _IN_PLACE_VIEWS = ("unsqueeze", "squeeze", "transpose", "t", "swapaxes", "swapdi
 def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.unsqueeze_(0)``: the same object gets another shape."""
     x = args[0]
+    if func is T.squeeze_:
+        args, kwargs = (x, _squeezed(x._layout, *args[1:], **kwargs)), {}
     view = getattr(T, func.__name__[:-1])(*args, **kwargs)
     with no_dispatch():
         func(*args, **kwargs)
-        if x.stride() != view.stride() or x.storage_offset() != view.storage_offset():
-            raise ValueError(f"{func.__name__} cannot be done in place on a tensor placed {list(x.placements)}")
     x._layout = view._layout
     return x
+
+
+def _squeezed(layout: Any, dim: Any = None) -> tuple[int, ...]:
+    """The dimensions that ``squeeze_(dim)`` removes: sizes of one in the global shape, not in that of a shard."""
+    asked = range(layout.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if any(not -layout.ndim <= d < layout.ndim for d in asked):
+        raise IndexError(f"squeeze_({dim}) is out of range for a tensor of {layout.ndim} dimension(s)")
+    dims = tuple(d for d in {d % layout.ndim: None for d in asked} if layout.shape[d] == 1)
+    if any(isinstance(p, Shard) and p.dim in dims for p in layout.placements):
+        raise ValueError(
+            f"squeeze_ cannot remove a dimension that is sharded, of a tensor of shape {tuple(layout.shape)} placed "
+            f"{list(layout.placements)}: use x = x.squeeze(...)"
+        )
+    return dims
 
 
 @handles(T.__setitem__)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of, wrap
 
 __all__ = ["hook_autograd_functions"]
@@ -68,7 +69,9 @@ def _local(cotangent: Any, layout: Any) -> Any:
     """A plain tensor: the object may become the gradient of a plain tensor further down."""
     if not is_dtensor(cotangent):
         return cotangent
-    if layout is not None:
-        cotangent = cotangent.redistribute(placements=list(layout.cotangent.placements))
+    mesh = cotangent._layout.mesh
+    # The gradient of a plain input is whole.
+    wanted = (Replicate(),) * mesh.ndim if layout is None else layout.cotangent.placements
+    cotangent = cotangent.redistribute(placements=list(wanted))
     with no_dispatch():
         return cotangent.as_subclass(T)

@@ -39,8 +39,6 @@ def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
     """Accept a DTensor, brought to the layout that gradients of the tensor have."""
     x, gradient = args
     if gradient is not None:
-        if not is_dtensor(x):
-            raise TypeError("the gradient of a plain tensor must be plain: use gradient.full_tensor() or to_local()")
         if not isinstance(gradient, T):
             raise TypeError(f"a gradient must be a tensor or None, got {type(gradient).__name__}")
         gradient = _as_cotangent(gradient, x._layout, "a gradient")
@@ -65,18 +63,12 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
             "x.data = value needs a distributed value for a distributed x: make it one with distribute_tensor or "
             "DTensor.from_local"
         )
+    if x.is_leaf:
+        get_grad(T.grad.__get__, (x,), {})  # a gradient that nobody has looked at has the layout of before
     with no_dispatch():
         func(x, value)
-    wrap_in_place(x, layout)
-
-
-def wrap_in_place(x: Any, layout: Any) -> None:
-    """Give an object another layout."""
-    if is_dtensor(x):
-        x._layout = layout
-        x.__dict__.pop("_cached", None)
-    else:
-        wrap(x, layout)
+    x._layout = layout
+    x.__dict__.pop("_cached", None)
 
 
 # ---------------------------------------------------------------------------------------------------- backward
@@ -138,7 +130,10 @@ def autograd_grad(func: Any, args: tuple, kwargs: dict) -> tuple:
         func, args, kwargs
     )
     if batched:
-        raise NotImplementedError("autograd.grad(is_grads_batched=True) is not supported with distributed tensors")
+        raise ValueError(
+            "autograd.grad(is_grads_batched=True) is not supported with distributed tensors: call autograd.grad once "
+            "for each of the grad_outputs, with retain_graph=True"
+        )
     outputs, inputs = _to_tuple(outputs), _to_tuple(inputs)
     results = graph._engine_run_backward(
         outputs,

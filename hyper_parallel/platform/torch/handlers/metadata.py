@@ -143,4 +143,4 @@ def contains(func: Any, args: tuple, kwargs: dict) -> bool:
 @handles(T.__reversed__)
 def reversed_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     """As `torch.Tensor.__reversed__`."""
-    return args[0].flip(tuple(range(args[0].dim()))) if args[0].dim() else args[0]
+    return args[0].flip(0) if args[0].dim() else args[0]

@@ -28,9 +28,7 @@ def hook_optimizers(tensor_class: type) -> None:
     """Wrap ``step`` of the element-wise optimizers, and let optimizers and gradient clipping choose the variants over
     lists for DTensors wherever they choose them for plain tensors."""
     for module in (torch_optimizer, _foreach_utils):
-        supported = getattr(module, "_foreach_supported_types", [])
-        if tensor_class not in supported:
-            supported.append(tensor_class)
+        getattr(module, "_foreach_supported_types", []).append(tensor_class)
     for name in _ELEMENTWISE:
         cls = getattr(torch.optim, name)
         if "step" in vars(cls):

@@ -15,7 +15,6 @@ __all__ = ["table"]
 T: Any = torch.Tensor
 _linear = torch._C._nn.linear
 _no_statics: tuple = ()
-_plain_product = (False, False)
 
 
 def table() -> Table:
@@ -24,7 +23,7 @@ def table() -> Table:
     matmul = NativeOp("matmul", _bind_matmul, _call_matmul)
     rows.update(dict.fromkeys(find(["matmul", "mm", "bmm", "mv", "dot", "__matmul__"], torch, T), matmul))
     rows[torch.linalg.matmul] = matmul
-    reflected = NativeOp("matmul", lambda func, args, kwargs: ((args[1], args[0]), _plain_product), _call_matmul)
+    reflected = NativeOp("matmul", lambda func, args, kwargs: ((args[1], args[0]), _no_statics), _call_matmul)
     rows[T.__rmatmul__] = reflected
     rows.update(dict.fromkeys([torch.addmm, T.addmm], NativeOp("addmm", _bind_addmm, _call_addmm)))
     rows[torch.einsum] = NativeOp("einsum", _bind_einsum, lambda func, ops, statics: torch.einsum(statics[0], *ops))
@@ -49,16 +48,13 @@ _matmul_arguments = signature("input", "other")
 
 def _bind_matmul(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     if len(args) == 2 and not kwargs:
-        return args, _plain_product
+        return args, _no_statics
     kwargs = {{"mat2": "other", "vec": "other", "tensor": "other"}.get(k, k): v for k, v in kwargs.items()}
-    return tuple(_matmul_arguments(func, args, kwargs)), _plain_product
+    return tuple(_matmul_arguments(func, args, kwargs)), _no_statics
 
 
 def _call_matmul(func: Any, operands: tuple, statics: tuple) -> Any:
-    a, b = operands
-    if statics is not _plain_product:
-        a, b = (a.mT if statics[0] else a), (b.mT if statics[1] else b)
-    return torch.matmul(a, b)
+    return torch.matmul(*operands)
 
 
 _addmm_arguments = signature("input", "mat1", "mat2", beta=1, alpha=1)
@@ -76,9 +72,5 @@ def _call_addmm(func: Any, operands: tuple, statics: tuple) -> Any:
 
 
 def _bind_einsum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    if not args or not isinstance(args[0], str):
-        raise UnboundCallError  # the form einsum(a, [0, 1], b, [1, 2])
-    operands = args[1:]
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        (operands,) = operands
-    return tuple(operands), (args[0],)
+    # Torch brings the forms einsum(equation, [a, b]) and einsum(a, [0, 1], b, [1, 2]) into this one.
+    return args[1:], (args[0],)

@@ -1,0 +1,172 @@
+"""Less common ways through autograd: plain and distributed tensors in one graph, hooks on outputs of the user's
+functions, batched gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform
+from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import close, full, randn, shard
+
+
+@on_mesh()
+def plain_and_distributed_tensors_in_one_graph(mesh: Any) -> None:
+    plain = randn(5, 3).requires_grad_()
+    x = DTensor.from_local(plain, mesh, [Replicate()])
+    (by_plain,) = torch.autograd.grad((x * x).sum(), plain)
+    assert type(by_plain) is torch.Tensor
+    close(by_plain, 2 * randn(5, 3))
+
+    y = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
+    root = (y * y).full_tensor().sum()
+    (by_y,) = torch.autograd.grad(root, y, retain_graph=True)
+    assert by_y.placements == (Shard(0),)
+    close(by_y, 2 * randn(5, 3))
+    (by_y,) = torch.autograd.grad(root, y, torch.tensor(3.0, device=root.device), retain_graph=True)
+    close(by_y, 6 * randn(5, 3))
+    with pytest.raises(TypeError, match=r"of a plain tensor must be plain: use gradient.full_tensor\(\)"):
+        torch.autograd.grad(root, y, shard(torch.ones_like(root), mesh, Replicate()))
+
+
+@on_mesh()
+def inputs_by_name(mesh: Any) -> None:
+    x, w = (shard(randn(5, 3, seed=seed), mesh, Shard(0)).requires_grad_() for seed in (0, 1))
+    found = torch.autograd.grad((x * w).sum(), {"x": x, "w": w})
+    assert sorted(found) == ["w", "x"]
+    close(found["x"], full(w))
+    close(found["w"], full(x))
+    (x * w).sum().backward(inputs={"w": w})
+    close(w.grad, full(x))
+    assert x.grad is None
+
+
+@on_mesh()
+def batched_gradients(mesh: Any) -> None:
+    x, gradients = shard(randn(5, 3), mesh, Shard(0)).requires_grad_(), torch.eye(3)
+    y = (x * x).sum(0)
+    with pytest.raises(
+        ValueError, match=r"call autograd\.grad once for each of the grad_outputs, with retain_graph=True"
+    ):
+        torch.autograd.grad(y, x, shard(gradients, mesh, Replicate()), is_grads_batched=True)
+    # What the message says to do.
+    rows = [shard(g, mesh, Replicate()) for g in gradients]
+    got = [torch.autograd.grad(y, x, row, retain_graph=True)[0] for row in rows]
+    plain = randn(5, 3).requires_grad_()
+    (wanted,) = torch.autograd.grad((plain * plain).sum(0), plain, gradients.to(plain.device), is_grads_batched=True)
+    close(torch.stack(got), wanted)
+
+
+@on_mesh()
+def backward_of_what_needs_no_gradient(mesh: Any) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        shard(randn(5, 3), mesh, Shard(0)).sum().backward()
+
+
+class Scaled(torch.autograd.Function):
+    """``x * w``, whose backward gives a gradient for each that needs one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any) -> Any:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        x, w = ctx.saved_tensors
+        by_w = (g * x).sum(0) if w.dim() else (g * x).sum()
+        return g * w if ctx.needs_input_grad[0] else None, by_w if ctx.needs_input_grad[1] else None
+
+
+@on_mesh()
+def functions_of_the_user(mesh: Any) -> None:
+    # A hook on the output sees a DTensor, as everywhere, and its result counts.
+    x, w = shard(randn(5, 3), mesh, Shard(0)).requires_grad_(), shard(randn(3, seed=1), mesh, Replicate())
+    seen: list[Any] = []
+    y = Scaled.apply(x, w)
+    y.register_hook(lambda g: seen.append((type(g), g.placements, tuple(g.shape))) or 2 * g)
+    y.sum().backward()
+    assert seen == [(type(x), (Shard(0),), (5, 3))]
+    close(x.grad, 2 * full(w).expand(5, 3))
+    assert w.grad is None
+    # The gradient of a plain input is whole: here each rank has a summand of it.
+    factor = torch.tensor(3.0, device=x.device, requires_grad=True)
+    Scaled.apply(shard(randn(5, 3), mesh, Shard(0)), factor).sum().backward()
+    assert type(factor.grad) is torch.Tensor
+    close(factor.grad, randn(5, 3).sum())
+    # Nothing to hook.
+    with torch.no_grad():
+        close(Scaled.apply(x, w), full(x) * full(w))
+
+
+class Norm(torch.autograd.Function):
+    """A plain result of a distributed tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x.full_tensor().pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * g * x.to_local()
+
+
+@on_mesh()
+def a_function_with_a_plain_result(mesh: Any) -> None:
+    x = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
+    value = Norm.apply(x)
+    assert type(value) is torch.Tensor
+    close(value, randn(5, 3).pow(2).sum())
+    value.backward()
+    close(x.grad, 2 * randn(5, 3))
+
+
+@on_mesh()
+def one_result_under_two_layouts(mesh: Any) -> None:
+    """`wrap` leaves a DTensor that has another layout as it is."""
+    from hyper_parallel.platform.torch.tensor import wrap
+
+    x = DTensor.from_local(randn(5, 3), mesh, [Replicate()])
+    summand = DTensor.from_local(randn(5, 3), mesh, [Partial()])
+    assert wrap(x, x._layout) is x
+    other = wrap(x, summand._layout)
+    assert other is not x and (x.placements, other.placements) == ((Replicate(),), (Partial(),))
+    assert other.to_local().data_ptr() == x.to_local().data_ptr()
+    close(other, mesh.size() * randn(5, 3))
+
+
+JOBS = [
+    plain_and_distributed_tensors_in_one_graph,
+    inputs_by_name,
+    batched_gradients,
+    backward_of_what_needs_no_gradient,
+    functions_of_the_user,
+    a_function_with_a_plain_result,
+    one_result_under_two_layouts,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_rare_gradients(pool: Any, job: Any, world_size: int) -> None:
+    pool.run(world_size, job)
+
+
+def test_a_cotangent_that_is_a_parameter() -> None:
+    """What backward of `Platform.autograd_function` computes with is plain, whatever class the cotangent has."""
+    kinds: list[type] = []
+
+    def backward(ctx: Any, g: Any) -> Any:
+        kinds.append(type(g))
+        return 2 * g
+
+    x = randn(3).requires_grad_()
+    get_platform().autograd_function(lambda ctx, x: 2 * x, backward)(x).backward(nn.Parameter(randn(3, seed=1)))
+    assert kinds == [torch.Tensor]
+    close(x.grad, 2 * randn(3, seed=1))
