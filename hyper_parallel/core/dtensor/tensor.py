@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
@@ -17,6 +17,10 @@ from hyper_parallel.platform import Platform
 __all__ = ["DTensor", "bind_platform"]
 
 _BOUND: dict[Platform, type] = {}
+#: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
+_TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = {}
+_MAX_TARGETS = 1 << 14
+CACHES.append(_TARGETS.clear)
 
 
 class DTensor:
@@ -151,17 +155,15 @@ class DTensor:
         layout: Layout = self._layout
         if device_mesh is not None and device_mesh is not layout.mesh:
             raise ValueError(f"cannot redistribute from {layout.mesh} to another mesh, {device_mesh}")
-        target = get_layout(
-            layout.mesh,
-            normalize_placements(placements, layout.mesh, layout.ndim, f"a tensor of shape {tuple(layout.shape)}"),
-            layout.shape,
-        )
-        for mesh_dim, (have, want) in enumerate(zip(layout.placements, target.placements, strict=True)):
-            if want.is_partial() and have is not want:
-                raise ValueError(
-                    f"cannot redistribute {have!r} to {want!r} on mesh dimension {layout.mesh.dim_label(mesh_dim)}: "
-                    "partial sums come from operations, or from DTensor.from_local"
-                )
+        key: Any = (layout, tuple(placements) if type(placements) is list else placements)
+        target = _TARGETS.get(key) if type(key[1]) is tuple else None
+        if target is None:
+            target = _target_layout(layout, placements)
+            if len(_TARGETS) >= _MAX_TARGETS:
+                _TARGETS.clear()
+            _TARGETS[layout, target.placements if key[1] is None else tuple(key[1])] = target
+        if target is layout:
+            return self
         with layout.mesh.platform.no_dispatch():
             return redistribute(self, target)
 
@@ -195,6 +197,24 @@ def bind_platform(platform: Platform) -> Platform:
     if platform not in _BOUND:
         _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
     return platform
+
+
+def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
+    """The layout that `DTensor.redistribute` is asked for.
+
+    Raises:
+        ValueError, TypeError: as there.
+    """
+    mesh = layout.mesh
+    normal = normalize_placements(placements, mesh, layout.ndim, f"a tensor of shape {tuple(layout.shape)}")
+    target = get_layout(mesh, normal, layout.shape)
+    for mesh_dim, (have, want) in enumerate(zip(layout.placements, target.placements, strict=True)):
+        if want.is_partial() and have is not want:
+            raise ValueError(
+                f"cannot redistribute {have!r} to {want!r} on mesh dimension {mesh.dim_label(mesh_dim)}: partial sums "
+                "come from operations, or from DTensor.from_local"
+            )
+    return target
 
 
 def _even_global_shape(

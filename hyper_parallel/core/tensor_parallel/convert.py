@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 Slots = tuple  # of Placement or None
+_WHOLE = (Replicate(),)
 
 
 def place(
@@ -52,7 +53,6 @@ def place(
         if x.device_mesh is not mesh:
             raise ValueError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
     elif mesh.platform.is_tensor(x):
-        _check_dim(layout, x, what)
         shape = None
         if size is not None and isinstance(layout, Shard):
             shape = list(x.shape)
@@ -63,13 +63,22 @@ def place(
                     f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part of "
                     f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
                 )
-        x = DTensor.from_local(x, mesh, (layout or Replicate(),), shape=shape)
+        try:
+            x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
+        except ValueError:
+            _check_dim(layout, x, what)
+            raise
     else:
         raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
-    if desired is None:
-        return x
-    _check_dim(desired, x, what)
-    return x.redistribute(placements=(desired,))
+    return x if desired is None else _redistribute(x, desired, what)
+
+
+def _redistribute(x: Any, desired: Placement, what: str) -> Any:
+    try:
+        return x.redistribute(placements=(desired,))
+    except ValueError:
+        _check_dim(desired, x, what)
+        raise
 
 
 def _check_dim(placement: Placement | None, x: Any, what: str) -> None:
@@ -84,8 +93,7 @@ def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, 
     if not isinstance(y, DTensor):
         raise TypeError(f"{what} must be a DTensor here, got {type(y).__name__}")
     if desired is not None:
-        _check_dim(desired, y, what)
-        y = y.redistribute(placements=(desired,))
+        y = _redistribute(y, desired, what)
     return y.to_local() if use_local else y
 
 
