@@ -38,6 +38,12 @@ def host_alias(x: torch.Tensor) -> torch.Tensor:
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a CPU tensor on the simulated device, with the same strides."""
+    spread = [d for d, (size, stride) in enumerate(zip(x.size(), x.stride(), strict=True)) if size > 1 and stride == 0]
+    if spread:  # expanded: one element in many places
+        narrow = x
+        for d in spread:
+            narrow = narrow.narrow(d, 0, 1)
+        return to_device(narrow, device).expand(x.size())
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
     host_alias(out).copy_(x.resolve_conj().resolve_neg())
     return out

@@ -81,11 +81,17 @@ def _call_with_key(operator: Any, key: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: operator._op_dk(key, *args, **kwargs)
 
 
+def _on_floats(operator: Any) -> Callable[..., Any]:
+    """``operator`` for integers as well, of which the CPU has no kernel and torch_npu has."""
+    return lambda x, *args, **kwargs: operator(x if x.is_floating_point() else x.float(), *args, **kwargs).to(x.dtype)
+
+
 def kernel_of(operator: Any) -> Callable[..., Any]:
     """A kernel for tensors of the device that runs ``operator`` on their host views."""
     schema = operator._schema
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     strict = operator.name().split("::")[1].split(".")[0] not in MIXED_DEVICES
+    run = _on_floats(operator) if operator is torch.ops.aten.histc.default else operator
     random = torch.Tag.nondeterministic_seeded in operator.tags
     generator_place = next((i for i, a in enumerate(schema.arguments) if a.name == "generator"), None)
 
@@ -102,7 +108,7 @@ def kernel_of(operator: Any) -> Callable[..., Any]:
                 host_kwargs.pop("generator", None)
                 out = _run_random(operator, generator or call.default_generator(), host_args, host_kwargs)
             else:
-                out = operator(*host_args, **host_kwargs)
+                out = run(*host_args, **host_kwargs)
             if writes:
                 call.copy_resized()
             return tree_map(call.to_device, out)
