@@ -94,6 +94,7 @@ _LAYERS = """
     mint.nn.Dropout(0.5).set_train(False)(x); ops.silu(x) * y; ops.EmbeddingLookup()(w, ids, 0)
     ops.SparseSoftmaxCrossEntropyWithLogits()(x, i); F.binary_cross_entropy_with_logits(x, y)
     ops.binary_cross_entropy(x, y); ops.smooth_l1_loss(x, y); ops.clip_by_norm(x, 1.0)
+    ops.NLLLoss()(x, i, v)[0]; ops.NLLLoss('sum')(x, i, v)[0]; ops.NLLLoss('none')(x, i, v)[0]
 """
 
 _INPLACE = """

@@ -78,6 +78,14 @@ def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -
 
 
 # -------------------------------------------------------------------- rows
+def test_what_depends_on_all_values() -> None:
+    """Core runs these on whole tensors; the row itself runs what it is given, too."""
+    x = np.float32([[0, 3, 0], [4, 0, 0]])
+    assert run_row("NonZero", ops.nonzero, (Tensor(x),)).asnumpy().tolist() == np.argwhere(x).tolist()
+    picked = run_row("MaskedSelect", ops.masked_select, (Tensor(x), Tensor(x > 0)))
+    assert picked.asnumpy().tolist() == [3, 4]
+
+
 def test_flatten_of_a_scalar() -> None:
     assert run_row("FlattenExt", None, (Tensor(3.0),)).asnumpy().tolist() == [3.0]
 

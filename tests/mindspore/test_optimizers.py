@@ -72,13 +72,21 @@ class TrustRatio(nn.Optimizer):
         return True
 
 
-#: Those that look at more than an element.
+class HalvedAdam(nn.Adam):
+    """A class of a user's own, whose parent's step is compiled."""
+
+    def construct(self, gradients: Any) -> Any:
+        return super().construct(tuple(g / 2 for g in gradients))
+
+
+#: Those that look at more than an element, or may.
 COUPLED: dict[str, Callable[[list], Any]] = {
     "AdaFactor": lambda p: nn.AdaFactor(p),
     "AdaFactor, learning rate": lambda p: nn.AdaFactor(
         p, 0.03, scale_parameter=False, relative_step=False, weight_decay=0.1, beta1=0.0
     ),
     "one's own": lambda p: TrustRatio(p, 0.01),
+    "derived": lambda p: HalvedAdam(p, 0.01, weight_decay=0.01),
 }
 
 
@@ -112,7 +120,7 @@ def same_gradients(mesh: Any, name: str, steps: int = 3) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamWeightDecay", "experimental AdamW", "AdaFactor", "one's own"])
+@pytest.mark.parametrize("name", ["SGD", "AdamWeightDecay", "experimental AdamW", "AdaFactor", "one's own", "derived"])
 def test_same_gradients(pool: Any, name: str) -> None:
     assert pool.run(2, same_gradients, name) == [[True] * 3] * 2
 
@@ -163,6 +171,23 @@ def needs_whole_parameters(mesh: Any) -> str:
 def test_optimizers_with_norms_are_refused(pool: Any) -> None:
     for error in pool.run(2, needs_whole_parameters):
         assert error.startswith("TypeError: Lamb needs whole parameters")
+
+
+@on_mesh()
+def too_few_gradients(mesh: Any) -> list[str]:
+    """Plain ones, of which nobody knows where they belong; DTensors, which the optimizer takes or does not."""
+    net = make_net(mesh)
+    optimizer = TrustRatio(net.trainable_params(), 0.01)
+    plain = ms.grad(loss_of(net), None, net.trainable_params())()
+    _, distributed = value_and_grad(loss_of(net), None, net.trainable_params())()
+    sharded = [g for g in distributed if isinstance(g, DTensor)]
+    return [error_of(optimizer, plain[:1]), error_of(optimizer, tuple(sharded[:1]))]
+
+
+def test_too_few_gradients(pool: Any) -> None:
+    for of_plain, of_distributed in pool.run(2, too_few_gradients):
+        assert of_plain.startswith("ValueError: TrustRatio has 7 parameters and got 1 plain tensors: pass one")
+        assert of_distributed == "ValueError: zip() argument 3 is shorter than arguments 1-2"
 
 
 #: What MindSpore 2.10 does with plain parameters on CPU: these are not ours to support.

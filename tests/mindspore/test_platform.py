@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import mindspore as ms
@@ -143,11 +144,13 @@ def test_cache_lives_for_one_recording(platform: Any) -> None:
         platform.write_cache(x, "key", view)
         found.append(platform.read_cache(x, "key") is view)
         found.append(platform.read_cache(x, "other"))
+        platform.write_cache(x, "other", x)
+        found.append(platform.read_cache(x, "other") is x and platform.read_cache(x, "key") is view)
         return view.sum()
 
     ms.grad(function)(x)
     ms.grad(function)(x)
-    assert found == [None, True, None] * 2
+    assert found == [None, True, None, True] * 2
     assert platform.read_cache(x, "key") is None
     platform.write_cache(x, "key", x * 1)
     assert platform.read_cache(x, "key") is None, "outside a recording nothing is kept"
@@ -203,6 +206,23 @@ def test_random_state(platform: Any) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_random_state_without_a_seed(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore would draw from nowhere: a seed is chosen, from NumPy's generator, and belongs to the state."""
+    seeds = importlib.import_module("mindspore.common.seed")
+    chosen = []
+    for host_seed in (1, 1, 2):
+        monkeypatch.setattr(seeds, "_GLOBAL_SEED", None)
+        np.random.seed(host_seed)
+        state = platform.get_rng_state()
+        draws = []
+        for _ in range(2):
+            platform.set_rng_state(state)
+            draws.append(ops.dropout(ops.ones((64,)), 0.5, True).asnumpy())
+        assert np.array_equal(*draws)
+        chosen.append(ms.get_seed())
+    assert chosen[0] == chosen[1] != chosen[2] and None not in chosen
+
+
 def test_interception(platform: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     x = distribute_tensor(Tensor(FLOATS), mesh, [Shard(0)])
@@ -213,6 +233,8 @@ def test_interception(platform: Any) -> None:
     assert isinstance(Tensor(FLOATS) + Tensor(FLOATS), Tensor)
     with pytest.raises(TypeError, match="from_local"):
         type(x)(Tensor(FLOATS))
+    again = type(x)(x)
+    assert again.placements == (Shard(0),) and np.array_equal(again.asnumpy(), FLOATS)
 
 
 def test_wrap_keeps_what_somebody_holds(platform: Any) -> None:

@@ -159,12 +159,9 @@ def _graph_error(what: str, found: Any) -> RuntimeError:
 
 
 def _names_of(function: Any) -> tuple:
-    """What the code of a function may refer to outside itself."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ()
+    """What the code of a function may refer to outside itself. MindSpore compiles functions and methods only."""
     closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    return (*closure, *[function.__globals__[n] for n in code.co_names if n in function.__globals__])
+    return (*closure, *[function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__])
 
 
 def _is_filled(cell: Any) -> bool:

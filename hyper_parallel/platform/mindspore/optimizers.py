@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import Tensor, nn
 from mindspore.ops.function import clip_func
 
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
@@ -75,7 +75,15 @@ def _sharded_parameter(optimizer: Any) -> Any:
 def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
     """Plain local gradients, as MindSpore's own functions give them, as DTensors."""
     parameters = tuple(optimizer.parameters)
-    if not isinstance(gradients, (tuple, list)) or len(gradients) != len(parameters):
+    if not isinstance(gradients, (tuple, list)):
+        return gradients
+    if len(gradients) != len(parameters):
+        if any(type(g) is Tensor and g.ndim for g in gradients):
+            # Which parameter a part belongs to is not known, and it would be taken for a whole gradient.
+            raise ValueError(
+                f"{type(optimizer).__name__} has {len(parameters)} parameters and got {len(gradients)} plain tensors: "
+                "pass one gradient for each, in the order of its parameters, or DTensors"
+            )
         return gradients
     return tuple(wrap_gradients(tuple(gradients), parameters))
 
