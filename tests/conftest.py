@@ -47,7 +47,7 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the folders and files of other backends. They are not reported as skipped: their own run reports them."""
+    """Leave out what speaks about other backends. It is not reported as skipped: their own run reports it."""
     here = Path(__file__).parent
     if collection_path.parent == here / "torch" and PLATFORM != "torch-cpu" and collection_path.name in ON_CPU_ONLY:
         return True
