@@ -84,6 +84,15 @@ def operator_without_rule(mesh: Any) -> None:
     )
     for y, wanted in zip(got, torch_npu.npu_add_rms_norm(x, x, gamma), strict=True):
         close(y, wanted)
+    q = randn(2, 4, 8, 16)
+    whole, spread = q.clone().requires_grad_(), distribute_tensor(q, mesh, [Shard(1)]).requires_grad_()
+    outs = [torch_npu.npu_fusion_attention(x, x, x, 4, "BNSD", scale=0.25) for x in (whole, spread)]
+    for wanted, y in zip(outs[0][:3], outs[1][:3], strict=True):
+        close(y, wanted)
+    assert outs[1][4:] == outs[0][4:]
+    for out in outs:
+        out[0].square().sum().backward()
+    close(spread.grad, whole.grad)
 
 
 def test_operator_without_rule_is_gathered(pool: Any) -> None:
