@@ -161,6 +161,35 @@ def test_ten_steps_on_uneven_shards(pool: Any, name: str) -> None:
     assert pool.run(3, ten_steps, name) == [[]] * 3
 
 
+class ScaledDescent(nn.Optimizer):
+    """An optimizer whose step takes more than gradients."""
+
+    def construct(self, gradients: Any, factor: Any, losses: Any) -> Any:
+        for p, g in zip(self.parameters, gradients, strict=True):
+            ops.assign(p, p - g * factor * sum(losses))
+        return True
+
+
+@on_mesh()
+def more_than_gradients(mesh: Any) -> list[bool]:
+    """Plain local gradients are known by their number; a factor and losses are whole on every rank."""
+    steps = []
+    for net in (make_net(), make_net(mesh)):
+        started = [whole(p).copy() for p in net.trainable_params()]
+        gradients = ms.grad(loss_of(net), None, net.trainable_params())()
+        ScaledDescent(0.1, net.trainable_params())(gradients, Tensor(0.5), [Tensor(1.0), Tensor(2.0)])
+        steps.append([whole(p) - s for p, s in zip(net.trainable_params(), started, strict=True)])
+    equal = [np.allclose(a, b, rtol=1e-4, atol=1e-6) and a.any() for a, b in zip(*steps, strict=True)]
+    reference = make_net()
+    wanted = ms.grad(loss_of(reference), None, reference.trainable_params())()
+    by_hand = [np.allclose(a, -1.5 * g.asnumpy(), rtol=1e-4, atol=1e-6) for a, g in zip(steps[0], wanted, strict=True)]
+    return [bool(b) for b in (*equal, *by_hand)]
+
+
+def test_a_step_that_takes_more_than_gradients(pool: Any) -> None:
+    assert pool.run(2, more_than_gradients) == [[True] * 14] * 2
+
+
 # ---------------------------------------------------------------------- what does not work
 @on_mesh()
 def needs_whole_parameters(mesh: Any) -> str:

@@ -101,8 +101,8 @@ def _local_part(parameter: Any, data: Any) -> Any:
     shape = tuple(data.shape) if isinstance(data, Tensor) else ()
     if shape == tuple(layout.local_shape):
         return data
-    if shape == tuple(layout.shape):
-        return data[layout.local_index()].contiguous() if layout.shape else data
+    if isinstance(data, Tensor) and shape == tuple(layout.shape):
+        return data[layout.local_index()].contiguous()
     raise ValueError(
         f"parameter {parameter.name!r} has shape {tuple(layout.shape)}, on this rank {tuple(layout.local_shape)}; "
         f"the new data has shape {shape}"
