@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, Shard
+from hyper_parallel.platform.torch.op_table.binding import UnboundCallError, signature
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard
 
@@ -20,6 +21,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     # shapes
     "flatten without dimensions": lambda s: s.flatten(),
     "transpose without dimensions": lambda s: s.transpose(0, -1) * 2,
+    "squeeze of several": lambda z: z.unsqueeze(0).unsqueeze(-1).squeeze(0, -1) * 2,
+    "squeeze of no dimension": lambda z: z.unsqueeze(0).squeeze(()),
     "t of a vector": lambda v: v.t() * 2,
     "unflatten with -1": lambda x: x.unflatten(1, (-1, 3)),
     "repeat_interleave of the flat tensor": lambda x: x.repeat_interleave(2),
@@ -69,6 +72,8 @@ WRITES: dict[str, Callable[..., Any]] = {
     "squeeze_ of nothing": lambda x: x.squeeze_(),
     "squeeze_": lambda z: z.unsqueeze_(-1).unsqueeze_(0).squeeze_(),
     "squeeze_ of one dimension": lambda z: z.unsqueeze_(-1).unsqueeze_(0).squeeze_(dim=-1).squeeze_((1, 2)),
+    "squeeze_ of several": lambda z: z.unsqueeze_(-1).unsqueeze_(0).squeeze_(0, 1, -1),
+    "squeeze_ of no dimension": lambda z: z.unsqueeze_(0).squeeze_(()),
     "squeeze_ without dimensions": lambda s: s.squeeze_(),
 }
 
@@ -156,7 +161,7 @@ def squeezing_what_is_sharded(mesh: Any) -> None:
         x.squeeze_(0)
     close(x, randn(1, 3), "after the error")
     close(x.squeeze(0), randn(1, 3)[0])
-    with pytest.raises(IndexError, match=r"squeeze_\(2\) is out of range for a tensor of 2 dimension"):
+    with pytest.raises(IndexError, match=r"squeeze_\(2,\) is out of range for a tensor of 2 dimension"):
         x.squeeze_(2)
 
 
@@ -165,6 +170,7 @@ def errors(x: Any) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     i, w = x.argmax(1), x[:, :4]
     return [
         (ValueError, "'middle' is not a valid value for reduction", lambda: F.mse_loss(x, x, reduction="middle")),
+        (ValueError, "plain tensor", lambda: x.copy_(randn(6))),
         (TypeError, "cannot be viewed as another dtype", lambda: x.view(torch.int32)),
         (TypeError, "max_norm", lambda: F.embedding(i, w, max_norm=1.0)),
         (TypeError, r"scale_grad_by_freq=True\) is not supported", lambda: F.embedding(i, w, scale_grad_by_freq=True)),
@@ -223,3 +229,11 @@ def refusals(mesh: Any) -> None:
 )
 def test_rare_calls(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)
+
+
+def test_arguments_that_a_row_does_not_name() -> None:
+    unpack = signature("input", dim=0)
+    assert unpack(None, (1,), {"axis": 2, "out": None}) == [1, 2]
+    for args, kwargs in (((1, 2, 3), {}), ((), {"dim": 1}), ((1,), {"nonsense": 1})):
+        with pytest.raises(UnboundCallError):
+            unpack(None, args, kwargs)

@@ -103,6 +103,20 @@ def functions_of_the_user(mesh: Any) -> None:
         close(Scaled.apply(x, w), full(x) * full(w))
 
 
+@on_mesh()
+def a_gradient_read_while_it_flows_on(mesh: Any) -> None:
+    """Addition hands its gradient on as it is: once read as ``y.grad``, the next hook gets the tagged object."""
+    x, seen = shard(randn(5, 3), mesh, Shard(0)).requires_grad_(), []
+    y = x + 1.0
+    y.retain_grad()
+    x.register_hook(lambda g: seen.append(y.grad.placements))
+    x.register_hook(lambda g: seen.append(g.placements) or 3 * g)
+    (y * y).sum().backward()
+    assert seen == [(Shard(0),)] * 2
+    close(y.grad, 2 * (randn(5, 3) + 1))
+    close(x.grad, 6 * (randn(5, 3) + 1))
+
+
 class Norm(torch.autograd.Function):
     """A plain result of a distributed tensor."""
 
@@ -148,6 +162,7 @@ JOBS = [
     backward_of_what_needs_no_gradient,
     functions_of_the_user,
     a_function_with_a_plain_result,
+    a_gradient_read_while_it_flows_on,
     one_result_under_two_layouts,
 ]
 

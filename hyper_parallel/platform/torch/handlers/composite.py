@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import signature
+from hyper_parallel.platform.torch.op_table.binding import signature, to_dims
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
 from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor, replicated
@@ -180,18 +180,20 @@ def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     return x
 
 
-def _squeezed(layout: Any, dim: Any = None) -> tuple[int, ...]:
-    """The dimensions that ``squeeze_(dim)`` removes: sizes of one in the global shape, not in that of a shard."""
-    asked = range(layout.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
+    """The dimensions that ``squeeze_`` removes: sizes of one in the global shape, not in that of a shard."""
+    asked = to_dims(dims[0] if len(dims) == 1 else dims or dim)
+    if asked is None:
+        asked = tuple(range(layout.ndim)) if dim is None and not dims else ()
     if any(not -layout.ndim <= d < layout.ndim for d in asked):
-        raise IndexError(f"squeeze_({dim}) is out of range for a tensor of {layout.ndim} dimension(s)")
-    dims = tuple(d for d in {d % layout.ndim: None for d in asked} if layout.shape[d] == 1)
-    if any(isinstance(p, Shard) and p.dim in dims for p in layout.placements):
+        raise IndexError(f"squeeze_{asked} is out of range for a tensor of {layout.ndim} dimension(s)")
+    removed = tuple(d for d in {d % layout.ndim: None for d in asked} if layout.shape[d] == 1)
+    if any(isinstance(p, Shard) and p.dim in removed for p in layout.placements):
         raise ValueError(
             f"squeeze_ cannot remove a dimension that is sharded, of a tensor of shape {tuple(layout.shape)} placed "
             f"{list(layout.placements)}: use x = x.squeeze(...)"
         )
-    return dims
+    return removed
 
 
 @handles(T.__setitem__)

@@ -91,8 +91,6 @@ def _bind_sort(results: int) -> Callable[..., Any]:
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
         x, dim, descending, stable = unpack(func, args, kwargs)
-        if isinstance(dim, bool):
-            raise UnboundCallError  # the overload that takes ``stable`` first
         return (x,), ((dim,), results, bool(descending), bool(stable))
 
     return bind

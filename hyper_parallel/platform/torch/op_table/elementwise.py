@@ -184,21 +184,15 @@ def _activations() -> Table:
     }
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        if len(args) == 1 and not kwargs.get("inplace", False) and "input" not in kwargs:
-            return args, None
-        return _bind_activation(func, args, kwargs)
+        # Torch's wrappers pass on the tensor and the keyword ``inplace``, however they were called.
+        if kwargs.get("inplace"):
+            raise TypeError(f"{func.__name__}(inplace=True) is not supported on distributed tensors: use inplace=False")
+        return args, None
 
     rows: Table = {}
     for wrapper, kernel in kernels.items():
         rows[wrapper] = NativeOp("pointwise", bind, _calling(kernel))
     return rows
-
-
-def _bind_activation(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, inplace = signature("input", inplace=False)(func, args, kwargs)
-    if inplace:
-        raise TypeError(f"{func.__name__}(inplace=True) is not supported on distributed tensors: use inplace=False")
-    return (x,), None
 
 
 def _calling(kernel: Any) -> Any:

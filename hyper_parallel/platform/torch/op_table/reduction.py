@@ -92,8 +92,6 @@ _pair_arguments = signature("input", "dim", keepdim=False)
 def _bind_extremum_pair(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     """``max(x, dim)``; without a dimension ``median(x)`` has one result and runs on gathered operands."""
     x, dim, keepdim = _pair_arguments(func, args, kwargs)
-    if not isinstance(dim, int):
-        raise UnboundCallError
     return (x,), ((dim,), bool(keepdim))
 
 

@@ -32,9 +32,7 @@ def _int_list(args: tuple, kwargs: dict, *names: str) -> tuple[int, ...]:
     """The ints of ``f(x, 2, 3)``, ``f(x, (2, 3))`` or ``f(x, size=(2, 3))``."""
     rest: Any = args[1:]
     if not rest:
-        rest = next((kwargs[n] for n in names if n in kwargs), None)
-        if rest is None:
-            raise UnboundCallError
+        rest = next((kwargs[n] for n in names if n in kwargs), ())
     elif len(rest) == 1 and not isinstance(rest[0], int):
         rest = rest[0]
     if isinstance(rest, torch.dtype):
@@ -153,8 +151,6 @@ def _bind_transpose(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     else:
         kwargs = {{"axis0": "dim0", "axis1": "dim1"}.get(k, k): v for k, v in kwargs.items()}
         x, a, b = _transpose_arguments(func, args, kwargs)
-    if not isinstance(a, int) or not isinstance(b, int):
-        raise UnboundCallError
     return (x,), (_swapped(len(global_shape(x)), a, b),)
 
 
@@ -212,6 +208,8 @@ def _bind_dim(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 
 def _bind_squeeze(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    if len(args) > 2:  # squeeze(0, 1)
+        args = (args[0], args[1:])
     x, dim = signature("input", dim=None)(func, args, kwargs)
     return (x,), (to_dims(dim) if dim != () else (),)
 
