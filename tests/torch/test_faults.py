@@ -196,7 +196,7 @@ def lose_a_rank_of_a_group(world: Any) -> tuple | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults, "timeout_of", lambda group, device_type: timedelta(seconds=1))
         patch.setattr(faults, "GRACE", 0.2)
-        mesh = DeviceMesh(None, [0, 1], mesh_dim_names=("lost",))
+        mesh = DeviceMesh(None, [0, 1], mesh_dim_names=("absent",))
         if rank:
             return None
         errors = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np

@@ -34,7 +34,7 @@ def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-@on_mesh(2, names=("tp",))
+@on_mesh(2, names=("lost",))
 def failing(mesh: Any) -> dict[str, Any]:
     platform, found = mesh.platform, {}
 
@@ -84,7 +84,7 @@ def test_lost_ranks_are_named(pool: Any) -> None:
             first, last = message.splitlines()
             assert first.startswith(collective)
             assert ("float32" in first.lower()) == (name != "all_gather_object")
-            assert " along mesh dimension 0 ('tp') among ranks 0, 1 failed on" in first
+            assert " along mesh dimension 0 ('lost') among ranks 0, 1 failed on" in first
             assert first.endswith(f"on rank {rank}: rank 1 did not take part, and has ended, or hangs")
             assert last == "the backend says: connection lost"
         assert "of shape (2, 2) along" in found["all_reduce"][0]
