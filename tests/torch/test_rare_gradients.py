@@ -104,17 +104,26 @@ def functions_of_the_user(mesh: Any) -> None:
 
 
 @on_mesh()
-def a_gradient_read_while_it_flows_on(mesh: Any) -> None:
-    """Addition hands its gradient on as it is: once read as ``y.grad``, the next hook gets the tagged object."""
+def hooks_on_nodes(mesh: Any) -> None:
+    """A hook on a node may hand a distributed gradient on, laid out like the one that it replaces."""
     x, seen = shard(randn(5, 3), mesh, Shard(0)).requires_grad_(), []
-    y = x + 1.0
-    y.retain_grad()
-    x.register_hook(lambda g: seen.append(y.grad.placements))
+    y = x * 1.0
+    y.grad_fn.register_hook(lambda inputs, outputs: (shard(randn(5, 3, seed=1), mesh, Shard(0)), *inputs[1:]))
     x.register_hook(lambda g: seen.append(g.placements) or 3 * g)
+    y.sum().backward()
+    assert seen == [(Shard(0),)] and x.grad.placements == (Shard(0),)
+    close(x.grad, 3 * randn(5, 3, seed=1))
+
+
+@on_mesh()
+def data_of_a_computed_tensor(mesh: Any) -> None:
+    x = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
+    y = 2 * x
+    with pytest.raises(ValueError, match=r"needs a value like it, .*redistribute the value first"):
+        y.data = shard(randn(5, 3, seed=1), mesh, Replicate())
+    y.data = shard(randn(5, 3, seed=1), mesh, Shard(0))
     (y * y).sum().backward()
-    assert seen == [(Shard(0),)] * 2
-    close(y.grad, 2 * (randn(5, 3) + 1))
-    close(x.grad, 6 * (randn(5, 3) + 1))
+    close(x.grad, 4 * randn(5, 3, seed=1))
 
 
 class Norm(torch.autograd.Function):
@@ -162,7 +171,8 @@ JOBS = [
     backward_of_what_needs_no_gradient,
     functions_of_the_user,
     a_function_with_a_plain_result,
-    a_gradient_read_while_it_flows_on,
+    hooks_on_nodes,
+    data_of_a_computed_tensor,
     one_result_under_two_layouts,
 ]
 

@@ -65,6 +65,12 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
         )
     if x.is_leaf:
         get_grad(T.grad.__get__, (x,), {})  # a gradient that nobody has looked at has the layout of before
+    elif layout.cotangent is not x._layout.cotangent:
+        raise ValueError(
+            f"x.data = value of a tensor that autograd computed, placed {list(x._layout.placements)} with shape "
+            f"{tuple(x._layout.shape)}, needs a value like it, not one placed {list(layout.placements)} with shape "
+            f"{tuple(layout.shape)}: redistribute the value first"
+        )
     with no_dispatch():
         func(x, value)
     x._layout = layout
