@@ -142,8 +142,12 @@ HcclResult HcclCreateSubCommConfig(Communicator **comm, uint32_t rankNum, const 
         *subComm = NULL;
         return HCCL_SUCCESS;
     }
-    char name[NAME_LENGTH + 24];
-    snprintf(name, sizeof name, "%.96s-%lx", (*comm)->name, (unsigned long)subCommId);
+    uint64_t members = 0;  // disjoint groups may have the same id
+    for (uint32_t i = 0; i < rankNum; i++) {
+        members |= (uint64_t)1 << rankIds[i];
+    }
+    char name[NAME_LENGTH + 48];
+    snprintf(name, sizeof name, "%.80s-%lx-%lx", (*comm)->name, (unsigned long)subCommId, (unsigned long)members);
     return join(name, rankNum, subCommRankId, subComm);
 }
 
