@@ -267,7 +267,8 @@ def errors() -> None:
     odd = "heads that do not divide"
     refused(ValueError, r"layers\.0\.self_attn' has 6 heads and 3 key.*ranks.*gather_heads=True", f"llama, {odd}")
     refused(ValueError, r"h\.0\.attn' has 5 heads, which the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
-    refused(ValueError, "no such module or parameter; the nearest paths 'model.norm'", plan={"model.nrom": "replicate"})
+    misspelt = {"model.nrom": "replicate"}
+    refused(ValueError, "no such module or parameter; the nearest paths are 'model.norm'", plan=misspelt)
     refused(ValueError, "no name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
     refused(ValueError, "parameter 'model.norm.weight' the style", plan={"model.norm.weight": "sequence_parallel"})
     refused(ValueError, "src_data_rank=2", src_data_rank=2)
