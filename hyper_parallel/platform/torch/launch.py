@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 import sys
@@ -69,6 +70,16 @@ def init_process_group(backend: str, select_device: Callable[[int], None], timeo
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
     else:
         dist.init_process_group(backend, init_method=launch.init_method, rank=rank, world_size=size, timeout=wait)
+    # A program that ends with its gloo groups alive aborts now and then, "terminate called without an active exception"
+    # (seen in 2 of about 50 runs): whoever did not make the group will not think of destroying it.
+    atexit.unregister(_destroy_gloo_at_exit)
+    atexit.register(_destroy_gloo_at_exit)
+
+
+def _destroy_gloo_at_exit() -> None:
+    # Not with NCCL and HCCL, where this may wait for ranks that are lost.
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 def destroy_process_group() -> None:
