@@ -65,9 +65,9 @@ def place(
                 )
         try:
             x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
-        except ValueError:
+        except ValueError as error:
             _check_dim(layout, x, what)
-            raise
+            raise ValueError(f"{what} does not lie as the plan says: {error}") from None
     else:
         raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
     return x if desired is None else _redistribute(x, desired, what)

@@ -13,6 +13,7 @@ from hyper_parallel import (
     DTensor,
     HeadNormParallel,
     NoParallel,
+    PackedShard,
     ParameterParallel,
     PrepareModuleInput,
     PrepareModuleOutput,
@@ -206,6 +207,9 @@ def misfits(mesh: Any) -> None:
     column = parallelize_module(lab.linear_module(4, 24), mesh, ColwiseParallel())
     with pytest.raises((RuntimeError, ValueError)):
         lab.numpy(lab.call(column, lab.tensor(floats(3, 13))))
+    rows = ColwiseParallel(input_layouts=PackedShard(0, (3, 3)))
+    with pytest.raises(ValueError, match=r"the input of .* does not lie as the plan says: .*, got \(5, 4\)"):
+        lab.call(parallelize_module(lab.linear_module(4, 24), mesh, rows), lab.tensor(floats(5, 4)))
     for nothing in (None, "x"):
         with pytest.raises(TypeError, match=r"the input of .* must be a tensor, got"):
             lab.call(column, nothing)
