@@ -14,8 +14,9 @@ from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
 
-__all__ = ["Attention", "check_projections", "head_norms"]
+__all__ = ["Attention", "Match", "check_projections", "head_norms"]
 
+#: (path, module, style): what a plan gives one module.
 Match = tuple[str, Any, ParallelStyle]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -66,8 +67,7 @@ def _number(holder: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
 def check_projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Raise ValueError where a plan shards heads that the ranks cannot share evenly: local code counts whole heads."""
     for path, module, style, attention in _projections(matches, modules, mesh):
-        kind = mesh.platform.kind_of(module)
-        features = int(getattr(module, kind.weight).shape[kind.out_dim])
+        features = style.features(module, mesh.platform)
         name = path.rpartition(".")[2]
         if style.use_local_output and style.heads is None and style.packed is None:
             found = attention.of_projection(name, features)
@@ -85,8 +85,7 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
     found: dict[str, Match] = {}
     for path, module, style, attention in _projections(matches, modules, mesh):
         parent = path.rpartition(".")[0]
-        kind = mesh.platform.kind_of(module)
-        features = int(getattr(module, kind.weight).shape[kind.out_dim])
+        features = style.features(module, mesh.platform)
         for name, norm, size in _norms(parent, modules, mesh):
             if id(norm) in planned:
                 continue

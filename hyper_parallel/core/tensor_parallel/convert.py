@@ -23,7 +23,6 @@ __all__ = [
     "place",
 ]
 
-Slots = tuple  # of Placement or None
 _WHOLE = (Replicate(),)
 
 

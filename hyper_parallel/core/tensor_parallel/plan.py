@@ -13,14 +13,13 @@ from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.modes import is_strict
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
-from hyper_parallel.core.tensor_parallel.attention import check_projections, head_norms
+from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 
 __all__ = ["Plan", "nearest", "path_matches", "plan_facts", "resolve_plan"]
 
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
-Match = tuple[str, Any, ParallelStyle]
 
 
 def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:

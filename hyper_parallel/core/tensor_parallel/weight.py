@@ -67,7 +67,7 @@ class _WeightParallel(ModuleStyle):
             )
         if not linear and (self.packed is not None or self.heads is not None):
             raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
-        parts = self._parts(module, platform, where) or (self._features(module, platform),)
+        parts = self._parts(module, platform, where) or (self.features(module, platform),)
         super().check(module, device_mesh, where)
         if self.heads is not None:
             check_heads(self.heads, parts, device_mesh, where, may_replicate=self.replicate_heads)
@@ -138,7 +138,7 @@ class _WeightParallel(ModuleStyle):
     def _split_dim(self, kind: ModuleKind) -> int:
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
 
-    def _features(self, module: Any, platform: Platform) -> int:
+    def features(self, module: Any, platform: Platform) -> int:
         """How many features are split."""
         kind = platform.kind_of(module)
         return int(getattr(module, kind.weight).shape[self._split_dim(kind)])
@@ -147,7 +147,7 @@ class _WeightParallel(ModuleStyle):
         """Features of each matrix in a packed weight, None for a weight that is one matrix."""
         if self.packed is None and not isinstance(self.heads, tuple):
             return None
-        features = self._features(module, platform)
+        features = self.features(module, platform)
         if self.packed is None and isinstance(self.heads, tuple):
             sizes: int | tuple[int, ...] = sizes_of_heads(features, self.heads, where or type(module).__name__)
         else:

@@ -80,8 +80,7 @@ def _projections(
         if not below or below.rpartition(".")[0] != path or not mesh.platform.is_linear_module(modules[below]):
             continue
         if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),) and style.use_local_output:
-            kind = mesh.platform.kind_of(modules[below])
-            found[below] = int(getattr(modules[below], kind.weight).shape[kind.out_dim])
+            found[below] = style.features(modules[below], mesh.platform)
     return found
 
 

@@ -7,7 +7,7 @@ MindSpore would compute on the shard in silence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -20,7 +20,7 @@ from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.optimizers import hook_optimizers, run_compiled_step
 from hyper_parallel.platform.mindspore.plain import hook_plain_tensors
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
 __all__ = ["fill_holes"]
 
@@ -83,7 +83,7 @@ def _check_index(name: str) -> None:
     @functools.wraps(plain_call)
     def call(self: Any, index: Any, *value: Any) -> Any:
         if type(index) not in _PLAIN_INDICES and is_dispatching():
-            found = next(_distributed(index), None)
+            found = next(distributed_in(index), None)
             if found is not None:
                 return type(found)._dispatch(row, function, (self, index, *value), {})
         return plain_call(self, index, *value)
@@ -130,18 +130,18 @@ def _refuse_graphs() -> None:
             return plain_call(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
         if isinstance(self.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
             return run_compiled_step(plain_call, self, args, kwargs)
-        found = next(_distributed((args, kwargs)), None)
+        found = next(distributed_in((args, kwargs)), None)
         if found is not None and self.fn.__module__ == "mindspore.amp":
             return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only
         if found is None:
-            found = next(_distributed((self.obj, *_names_of(self.fn))), None)
+            found = next(distributed_in((self.obj, *_names_of(self.fn))), None)
         if found is not None:
             raise _graph_error(f"the function {self.fn.__name__!r} compiled with jit", found)
         return plain_call(self, *args, **kwargs)
 
     @functools.wraps(plain_compile)
     def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        found = next(_distributed((obj, args)), None)
+        found = next(distributed_in((obj, args)), None)
         if found is not None:
             raise _graph_error(f"{type(obj).__name__} in graph mode", found)
         return plain_compile(self, obj, *args, **kwargs)
@@ -170,15 +170,3 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _distributed(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, InterceptedTensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _distributed(item)
-    elif isinstance(tree, dict):
-        yield from _distributed(tuple(tree.values()))
-    elif isinstance(tree, nn.Cell):
-        yield from _distributed(tuple(tree.get_parameters()))

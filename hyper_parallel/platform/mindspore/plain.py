@@ -8,12 +8,12 @@ that had the attribute would count as a tensor of another class itself, in every
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
 __all__ = ["hook_plain_tensors"]
 
@@ -58,15 +58,5 @@ class _Fallback:
 
 def _of_distributed(func: Any, args: Sequence[Any], kwargs: dict | None = None) -> Any:
     """What the first DTensor among the operands does: core says that plain and distributed do not mix."""
-    found = next(_distributed((args, kwargs or {})))
+    found = next(distributed_in((args, kwargs or {})))
     return found.__fallback__(func, args, kwargs)
-
-
-def _distributed(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, InterceptedTensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _distributed(item)
-    elif isinstance(tree, dict):
-        yield from _distributed(tuple(tree.values()))

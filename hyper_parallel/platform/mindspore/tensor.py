@@ -12,19 +12,19 @@ a few more; those are overridden here, otherwise they would silently compute on 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
 
-__all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "is_dispatching"]
+__all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "distributed_in", "is_dispatching"]
 
 _SHAPE = Tensor.shape.__get__
 _plain_getitem = Tensor.__getitem__
@@ -280,6 +280,19 @@ class InterceptedTensor(Tensor):
 
     def __hash__(self) -> int:
         return id(self)
+
+
+def distributed_in(tree: Any) -> Iterator[Any]:
+    """The DTensors in nested tuples, lists and dicts, and the distributed parameters of cells there."""
+    if isinstance(tree, InterceptedTensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from distributed_in(item)
+    elif isinstance(tree, dict):
+        yield from distributed_in(tuple(tree.values()))
+    elif isinstance(tree, nn.Cell):
+        yield from distributed_in(tuple(tree.get_parameters()))
 
 
 def _copy_of(x: Tensor) -> Tensor:
