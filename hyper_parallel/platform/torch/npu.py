@@ -7,6 +7,8 @@ process with another accelerator.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +29,10 @@ _REDUCE_SCATTERED = dict.fromkeys(("sum", "max", "min", "product"), _FLOATS | _I
 
 class TorchNpuPlatform(TorchPlatform):
     """`torch-npu`. What HCCL supports was read off torch_npu 2.13: no reductions of float64, uint16, uint32 and fp8,
-    reduce_scatter also not of uint8, bool and complex64; moving data takes every dtype."""
+    reduce_scatter also not of uint8, bool and complex64; moving data takes every dtype.
+
+    Ascend 910A and 310P have no bfloat16: there it is refused wherever a tensor is distributed, made or communicated.
+    """
 
     name = "torch-npu"
     device_type = "npu"
@@ -65,6 +70,45 @@ class TorchNpuPlatform(TorchPlatform):
 
     def _select_device(self, local_rank: int) -> None:
         self._npu().set_device(local_rank % self._npu().device_count())
+
+    # ------------------------------------------------------------------------------------------- devices without bfloat16
+    def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
+        """See `Platform.supports`."""
+        if local.dtype is torch.bfloat16:
+            self._check_bfloat16(f"{collective} of a tensor of shape {tuple(self.shape_of(local))}")
+        return super().supports(collective, op, local)
+
+    def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
+        """See `Platform.broadcast`, before which core does not ask `supports`."""
+        if local.dtype is torch.bfloat16:
+            self._check_bfloat16(f"broadcast of a tensor of shape {tuple(self.shape_of(local))}")
+        return super().broadcast(local, src, group)
+
+    def to_device(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Platform.to_device`; every tensor that is distributed comes through here first."""
+        if x.dtype is torch.bfloat16:
+            self._check_bfloat16(f"a tensor of shape {tuple(self.shape_of(x))} is to be distributed")
+        return super().to_device(x)
+
+    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
+        """See `Platform.factory`."""
+        if dtype is torch.bfloat16 or (dtype is None and torch.get_default_dtype() is torch.bfloat16):
+            self._check_bfloat16(f"{name} of shape {tuple(shape)}")
+        return super().factory(name, shape, fill_value, dtype)
+
+    def _check_bfloat16(self, what: str) -> None:
+        """Raise where the device does not compute in bfloat16: its kernels and HCCL's reductions would fail one by one,
+        or, as conversions do, go on in silence. All NPUs of a job are of one kind, so all ranks raise."""
+        if not self._has_bfloat16:
+            raise TypeError(
+                f"{what}, and its dtype is torch.bfloat16, which this NPU ({self._npu().get_device_name()}) does not "
+                "have: use torch.float16, with loss scaling (torch.amp.GradScaler), or torch.float32"
+            )
+
+    @cached_property
+    def _has_bfloat16(self) -> bool:
+        # torch_npu knows the chip once its device is initialised, which asking does.
+        return bool(self._npu().is_bf16_supported())
 
     def get_rng_state(self) -> Any:
         """See `Platform.get_rng_state`."""

@@ -1,0 +1,109 @@
+"""Ascend 910A and 310P have no bfloat16: it is refused before anything is sent, on all ranks, and float16 works."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulated_npu import preload
+
+pytestmark = pytest.mark.skipif(not preload.is_simulated(), reason="the NPUs here are real, and of one kind")
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What a rank does: each line of JSON is (what was tried, how it ended).
+PROGRAM = """
+import json
+import torch
+from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, full, get_platform, init_device_mesh
+from hyper_parallel import ColwiseParallel, parallelize_module
+
+get_platform().init_process_group()
+mesh = init_device_mesh(mesh_shape=(get_platform().world_size(),), mesh_dim_names=("tp",))
+half = torch.ones(4, 4, dtype=torch.bfloat16)
+local = half.npu()
+partial = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+replica = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
+refused = {
+    "distribute": lambda: distribute_tensor(half, mesh, [Shard(0)]),
+    "on the device": lambda: distribute_tensor(local, mesh, [Replicate()], src_data_rank=None),
+    "module": lambda: parallelize_module(model, mesh, {"0": ColwiseParallel()}),
+    "factory": lambda: full((4, 4), 1.0, dtype=torch.bfloat16, device_mesh=mesh),
+    "all_reduce": lambda: partial.redistribute(placements=[Replicate()]),
+    "reduce_scatter": lambda: partial.redistribute(placements=[Shard(0)]),
+    "all_gather": lambda: shard.full_tensor(),
+    "all_to_all": lambda: shard.redistribute(placements=[Shard(1)]),
+    "broadcast": lambda: get_platform().broadcast(local, 0, mesh.platform_group(0)),
+}
+for name, call in refused.items():
+    try:
+        call()
+        ended = "no error"
+    except TypeError as error:
+        ended = str(error)
+    print(json.dumps([name, ended]))
+assert type(model[0].weight) is torch.nn.Parameter, "untouched"
+default, _ = torch.get_default_dtype(), torch.set_default_dtype(torch.bfloat16)
+try:
+    full((2,), 1.0, device_mesh=mesh)
+except TypeError as error:
+    print(json.dumps(["default dtype", str(error)]))
+torch.set_default_dtype(default)
+
+# float16 does what bfloat16 does elsewhere.
+torch.manual_seed(0)
+layer = torch.nn.Linear(4, 4).half()
+x = torch.randn(2, 4).half()
+wanted = layer(x.float().half())
+layer_tp = parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+got = layer_tp(x.npu())
+assert got.dtype is torch.float16
+torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=1e-3)
+got.sum().backward()
+print(json.dumps(["float16", "no error"]))
+"""
+
+
+def run_on(chip: str, ranks: int) -> list[dict[str, str]]:
+    """What each rank of a job on NPUs of this kind printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"SIMULATED_NPU_SOC": chip, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    return [dict(json.loads(line) for line in out.splitlines() if line.startswith("[")) for out, _ in outputs]
+
+
+@pytest.mark.parametrize(("chip", "ranks"), [("Ascend310P3", 2), ("Ascend910A", 1)])
+def test_bfloat16_is_refused(chip: str, ranks: int) -> None:
+    first, *others = run_on(chip, ranks)
+    assert all(other == first for other in others), "the same on all ranks"
+    assert first.pop("float16") == "no error"
+    if ranks == 1:  # nothing to communicate, so it is up to the kernels
+        first = {name: first[name] for name in ("distribute", "on the device", "module", "factory", "default dtype")}
+    assert len(first) == (10 if ranks > 1 else 5)
+    for name, error in first.items():
+        assert f"dtype is torch.bfloat16, which this NPU ({chip}) does not have: use torch.float16" in error, name
+    assert "a tensor of shape (4, 4) is to be distributed" in first["distribute"]
+    if ranks > 1:
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+            assert first[name].startswith(f"{name} of a tensor of shape "), first[name]
