@@ -1,6 +1,7 @@
 # make test [PLATFORM=mindspore]          all tests, or those of one backend, with coverage
 # make test-npu                           those of torch-npu, on simulated NPUs
 # make demo [PLATFORM=mindspore] [TP=2]   train a small Llama on TP processes
+# make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make lint                               ruff and mypy
 # make clean                              remove environments and build output
 #
@@ -22,7 +23,7 @@ endif
 
 DEMO_PLATFORM := $(or $(PLATFORM),torch-cpu)
 
-.PHONY: test test-npu demo lint clean
+.PHONY: test test-npu demo bench lint clean
 
 ifeq ($(PLATFORM),)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.
@@ -44,6 +45,11 @@ DEMO_PYTHON += -m tests.simulated_npu run $(DEMO_PYTHON)
 endif
 demo: .venv/$(DEMO_PLATFORM)/.ready
 	HYPER_PARALLEL_PLATFORM=$(DEMO_PLATFORM) $(DEMO_PYTHON) examples/train_llama/train.py --tp $(TP)
+
+CASES :=
+OUT := benchmarks/results/$(shell date +%F)-$(shell uname -m)-$(shell getconf _NPROCESSORS_ONLN)-cores
+bench: .venv/all/.ready
+	HYPER_PARALLEL_PLATFORM=torch-cpu .venv/all/bin/python -m benchmarks $(CASES) --out $(OUT)
 
 lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .

@@ -1,0 +1,110 @@
+"""Timing side by side: all versions take turns within a round, and ratios are taken within the round."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["Effort", "Step", "interleaved", "ratios", "spread"]
+
+Clock = Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is timed, and what is called after it, untimed."""
+
+    run: Callable[[], object]
+    clear: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        rounds: how often each version has its turn.
+        turn: how long a turn lasts, in seconds; it has at least ``calls`` calls.
+        calls: see there.
+    """
+
+    rounds: int = 100
+    turn: float = 0.01
+    calls: int = 3
+
+
+QUICK = Effort(rounds=10, turn=0.003)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without Python's garbage collector, which otherwise runs at anybody's expense."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _cost_of(clock: Clock) -> float:
+    """What two readings lie apart by themselves."""
+    readings = [clock() for _ in range(1001)]
+    return statistics.median(b - a for a, b in itertools.pairwise(readings))
+
+
+def _median_of(step: Step, calls: int, clock: Clock) -> float:
+    """Median over ``calls`` calls, in nanoseconds."""
+    times = []
+    run, clear = step.run, step.clear
+    for _ in range(calls):
+        start = clock()
+        run()
+        times.append(clock() - start)
+        clear()
+    return statistics.median(times)
+
+
+def interleaved(
+    steps: Mapping[str, Step], effort: Effort, clock: Clock = time.process_time_ns
+) -> dict[str, list[float]]:
+    """Microseconds a call: of each step, the median call of its turn in each round. Turns are in random order.
+
+    The default clock is the processor time of this process: on a busy machine, wall time makes long steps look longer,
+    because they are the ones that get interrupted.
+    """
+    order, cost = random.Random(0), _cost_of(clock)
+    calls = {}
+    for name, step in steps.items():
+        _median_of(step, 5, clock)
+        once = _median_of(step, 5, clock)
+        calls[name] = max(effort.calls, round(effort.turn * 1e9 / once))
+        _median_of(step, calls[name], clock)
+    gc.collect()
+    gc.freeze()  # what lives by now is not looked at again in each round
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(effort.rounds):
+        names = list(steps)
+        order.shuffle(names)
+        with no_collection():
+            for name in names:
+                times[name].append((_median_of(steps[name], calls[name], clock) - cost) / 1000)
+    gc.unfreeze()
+    return times
+
+
+def ratios(times: Mapping[str, list[float]], base: str) -> dict[str, list[float]]:
+    """Ratio of each to ``base`` in the same round."""
+    return {name: [a / b for a, b in zip(own, times[base], strict=True)] for name, own in times.items()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "lower_quartile": low, "upper_quartile": high}
