@@ -104,9 +104,9 @@ def replicated(local: torch.Tensor, mesh: Any) -> Any:
     return wrap(local, get_layout(mesh, (Replicate(),) * mesh.ndim, tuple(_local_shape(local))))
 
 
-def _local_property(name: str) -> property:
+def _local_property(name: str, base: Any) -> property:
     """A property that the local tensor answers, without the way through ``__torch_function__``."""
-    read = getattr(T, name).__get__
+    read = getattr(base, name).__get__
 
     def get(self: Any) -> Any:
         if not is_dispatch_on():
@@ -127,8 +127,12 @@ def _complex_part(name: str) -> property:
     return property(read, set_part, doc=getattr(T, name).__doc__)
 
 
-def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
-    """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it."""
+def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any], base: type = torch.Tensor) -> type:
+    """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it.
+
+    ``base`` is the class of local tensors. It is another one where torch's own tensors are a subclass that computes by
+    ``__torch_dispatch__``, which retagging must not take away: the tests with fake tensors give ``FakeTensor``.
+    """
     if _State.tensor_class is not None:
         if not issubclass(_State.tensor_class, mixin):
             raise RuntimeError(f"the DTensor class has been made already, with {_State.tensor_class.__mro__[1]}")
@@ -153,7 +157,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
         return self._layout.shape if is_dispatch_on() else _local_shape(self)
 
     namespace = {
-        **{name: _local_property(name) for name in ("dtype", "device", "ndim")},
+        **{name: _local_property(name, base) for name in ("dtype", "device", "ndim")},
         **{name: _complex_part(name) for name in ("real", "imag")},
         "__doc__": mixin.__doc__,
         "__module__": mixin.__module__,
@@ -163,7 +167,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any]) -> type:
         "__reduce_ex__": handlers.reduce_dtensor,
         **make_operators(table),
     }
-    _State.tensor_class = type(mixin)("DTensor", (mixin, torch.Tensor), namespace)
+    _State.tensor_class = type(mixin)("DTensor", (mixin, base), namespace)
     _State.dispatch = core_dispatch
     handlers.hook_autograd_functions()
     handlers.hook_optimizers(_State.tensor_class)
