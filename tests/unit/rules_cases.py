@@ -211,6 +211,62 @@ def _attention(operands: tuple, statics: tuple) -> Any:
     return _softmax((scores,), ((-1,),)) @ v
 
 
+def _fused_attention(operands: tuple, statics: tuple) -> Any:
+    """As `_attention`, but heads and batches lie as the layout says, and the statistics of the softmax are returned."""
+    q, k, v, bias, mask, sink, more_q, more_k = (*operands, *(None,) * 5)[:8]
+    layout, heads, keep, _, size, tokens_first = statics[:6]
+    if more_q is not None:
+        q, k = np.concatenate([q, more_q], -1), np.concatenate([k, more_k], -1)
+    features = q.shape[-1] // heads if layout.endswith("H") else q.shape[-1]
+    shared = k.shape[-1] // features if layout.endswith("H") else k.shape[_HEADS_DIM[layout]]
+    q, k, v = (_heads_first(x, layout, n) for x, n in ((q, heads), (k, shared), (v, shared)))
+    assert q.shape[1] == heads and heads % shared == 0 and heads > 0
+    k, v = (np.repeat(x, heads // shared, axis=1) for x in (k, v))
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(features)
+    if bias is not None:
+        distance = -np.abs(np.arange(q.shape[2])[:, None] - np.arange(k.shape[2]))
+        scores = scores + (bias if bias.ndim == 4 else bias[..., None, None] * distance)
+    if mask is not None:
+        scores = np.where(mask, -1e9, scores)
+    largest = scores.max(-1, keepdims=True)
+    total = np.exp(scores - largest).sum(-1, keepdims=True)
+    if sink is not None:
+        total = total + np.exp(sink[:, None, None] - largest)
+    weights = np.exp(scores - largest) / total
+    if keep < 1:
+        weights = weights * (np.random.default_rng(0).random(weights.shape) < keep) / keep
+    largest, total = (np.repeat(x, size, -1) for x in (largest, total))
+    if layout == "TND":
+        largest, total = (x[0].swapaxes(0, 1) if tokens_first else x[0] for x in (largest, total))
+    return [_heads_back(weights @ v, layout), largest, total]
+
+
+_HEADS_DIM = {"BNSD": 1, "BSND": 2, "TND": 1}
+
+
+def _heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
+    if layout == "TND":
+        x = x[None]
+    if layout == "SBH":
+        x = x.swapaxes(0, 1)
+    if layout.endswith("H"):
+        x = x.reshape(*x.shape[:-1], heads, -1)
+    return x if layout == "BNSD" else x.swapaxes(1, 2)
+
+
+def _heads_back(x: np.ndarray, layout: str) -> np.ndarray:
+    x = x if layout == "BNSD" else x.swapaxes(1, 2)
+    if layout.endswith("H"):
+        x = x.reshape(*x.shape[:2], -1)
+    return x.swapaxes(0, 1) if layout == "SBH" else x[0] if layout == "TND" else x
+
+
+def _add_rms_norm(operands: tuple, statics: tuple) -> Any:
+    x, other, weight = operands
+    total = x + other
+    return [*_rms_norm((total, weight), (weight.ndim, 1)), total]
+
+
 def _nll(log_probs: np.ndarray, target: np.ndarray, weight: Any, reduction: str, ignore: int) -> Any:
     classes = min(1, log_probs.ndim - 1)
     count = log_probs.shape[classes]
@@ -532,6 +588,13 @@ NORM = [
     Case("layer_norm", "a..,..,_->a..,a..,a..", (floats(5, 3, 4), floats(3, 4), None), (2, 2), _layer_norm),
     Case("layer_norm", "a.,_,_->a.", (floats(5, 3), None, None), (1, 0), _layer_norm),
     Case("rms_norm", "ab.,.->ab.,ab.", (floats(5, 3, 4), floats(4)), (1, 1), _rms_norm),
+    Case(
+        "add_rms_norm",
+        "ab.,ab.,.->ab.,ab.,ab.",
+        (floats(5, 3, 4), floats(5, 3, 4), floats(4)),
+        (1e-5,),
+        _add_rms_norm,
+    ),
 ]
 
 EMBEDDING = [
@@ -579,6 +642,60 @@ ATTENTION = [
         _attention,
     ),
     Case("attention", "..,..,..->..", (floats(2, 3), floats(4, 3), floats(4, 2)), (False, 0.0), _attention),
+]
+
+
+def _fused(labels: str, statics: tuple, *operands: Any) -> Case:
+    return Case("fused_attention", labels, operands, statics, _fused_attention)
+
+
+FUSED_ATTENTION = [
+    _fused(
+        "bh..,bh..,bh..->bh..,bh..,bh..",
+        ("BNSD", 5, 1.0, False, 2, False),
+        *(floats(3, 5, 2, 3), floats(3, 5, 4, 3), floats(3, 5, 4, 2)),
+    ),
+    _fused(
+        "b.h.,b.h.,b.h.,bh..,b...,h->b.h.,bh..,bh..",
+        ("BSND", 8, 1.0, False, 2, False),
+        *(floats(2, 2, 8, 3), floats(2, 4, 4, 3), floats(2, 4, 4, 2)),
+        *(floats(2, 8, 2, 4), floats(2, 1, 2, 4) > 0.5, floats(8)),
+    ),
+    _fused(
+        "b.h,b.h,b.h,.h..->b.h,bh..,bh..",
+        ("BSH", 4, 1.0, False, 3, False),
+        *(floats(3, 2, 16), floats(3, 5, 8), floats(3, 5, 4), floats(1, 4, 2, 5)),
+    ),
+    _fused(
+        ".bh,.b.,.b.,h,..->.bh,bh..,bh..",
+        ("SBH", 4, 1.0, False, 1, False),
+        *(floats(2, 3, 12), floats(5, 3, 3), floats(5, 3, 2), floats(4), floats(2, 5) > 0.5),
+    ),
+    _fused(
+        "..h,..h,..h,_,....->..h,.h..,.h..",
+        ("BSH", 4, 1.0, True, 1, False),
+        *(floats(3, 2, 8), floats(3, 5, 8), floats(3, 5, 4), None, floats(3, 1, 2, 5) > 0.5),
+    ),
+    _fused(
+        ".h.,.h.,.h.,_,_,_,.h.,.h.->.h.,h..,h..",
+        ("TND", 4, 1.0, True, 2, False),
+        *(floats(6, 4, 3), floats(7, 4, 3), floats(7, 4, 2), None, None, None, floats(6, 4, 2), floats(7, 4, 2)),
+    ),
+    _fused(
+        ".h.,...,...,_,_,h->.h.,.h.,.h.",
+        ("TND", 4, 1.0, False, 2, True),
+        *(floats(6, 4, 3), floats(7, 1, 3), floats(7, 1, 2), None, None, floats(4)),
+    ),
+    _fused(
+        "b.h.,b.h.,b.h.,bh->b.h.,bh..,bh..",
+        ("BSND", 4, 1.0, False, 1, False),
+        *(floats(2, 3, 4, 3), floats(2, 3, 4, 3), floats(2, 3, 4, 3), floats(2, 4)),
+    ),
+    _fused(
+        "....,....,....->....,....,....",
+        ("BNSD", 4, 0.5, False, 1, False),
+        *(floats(2, 4, 3, 3), floats(2, 4, 3, 3), floats(2, 4, 3, 3)),
+    ),
 ]
 
 
@@ -645,6 +762,7 @@ CASES = [
     *NORM,
     *EMBEDDING,
     *ATTENTION,
+    *FUSED_ATTENTION,
     *LOSS,
     *DROPOUT,
 ]

@@ -330,7 +330,8 @@ def _fits(case: Case, sharding: OpSharding, label: Any, mesh: tuple[int, ...], c
         return True
     splits = [n for n, choice in zip(mesh, combination, strict=True) if choice.label == label]
     sizes = _sizes(case, sharding, label)
-    if len(sizes) > 1 and any(size % int(np.prod(splits)) for size in sizes):
+    units = {number for own, number in sharding.units if own == label}
+    if len(sizes) > 1 and any(size % int(np.prod(splits)) for size in sizes | units):
         return False
     if label in sharding.nonempty:
         smallest = min(sizes)
@@ -527,6 +528,8 @@ def mutants(case: Case) -> Iterator[Mutant]:
     for name in ("call", "localize"):
         if getattr(right, name) is not None:
             yield Mutant(name, replace(right, **{name: None}))
+    for unit in right.units:
+        yield Mutant("units", replace(right, units=tuple(other for other in right.units if other != unit)))
     if right.nonempty:
         yield Mutant("nonempty", replace(right, nonempty=()))
     if right.reduce is not None:

@@ -12,6 +12,9 @@ RIGHT = {
     ("nll_loss", "terms"),
     # The values are right for empty parts too; what goes wrong is the order of collectives in backward.
     ("attention", "nonempty"),
+    ("fused_attention", "nonempty"),
+    # Here ranks share the noise of a case.
+    ("fused_attention", "call"),
 }
 
 

@@ -89,6 +89,38 @@ REFUSED: list[tuple[str, tuple, tuple]] = [
     ("attention", ((2, 4, 5, 3), (2, 4, 6, 3), (2, 4, 6, 3), (6,)), (False, 0.0)),
     ("attention", ((2, 4, 5, 3), (3, 4, 6, 3), (3, 4, 6, 3)), (False, 0.0)),
     ("attention", ((2, 4, 5, 3), None, (3, 4, 6, 3)), (False, 0.0)),
+    ("add_rms_norm", ((4, 3), (4, 3), (4,)), ()),
+    ("add_rms_norm", ((4, 3), (3,), (3,)), ()),
+    ("add_rms_norm", ((4, 3), (4, 3), None), ()),
+    ("add_rms_norm", ((3,), (3,), (4, 3)), ()),
+    *(
+        ("fused_attention", shapes, (layout, heads, 1.0, False, 8, False))
+        for layout, heads, *shapes in (
+            ("BNDS", 4, *[(2, 4, 5, 3)] * 3),
+            ("BNSD", 0, *[(2, 4, 5, 3)] * 3),
+            ("BNSD", 2, *[(2, 4, 5, 3)] * 3),
+            ("BNSD", 4, *[(8, 5, 3)] * 3),
+            ("BNSD", 4, (2, 4, 5, 3), (2, 4, 5, 2), (2, 4, 5, 3)),
+            ("BNSD", 4, (2, 4, 5, 3), (2, 3, 5, 3), (2, 3, 5, 3)),
+            ("BNSD", 4, (2, 4, 5, 3), (2, 2, 5, 3), (2, 4, 5, 3)),
+            ("BNSD", 4, (2, 4, 5, 3), (2, 0, 5, 3), (2, 0, 5, 3)),
+            ("BNSD", 4, (2, 4, 5, 3), (3, 4, 5, 3), (3, 4, 5, 3)),
+            ("BNSD", 4, (2, 4, 5, 3), (2, 4, 5, 3), (2, 4, 6, 3)),
+            ("BSH", 4, *[(2, 5, 10)] * 3),
+            ("BSH", 4, (2, 5, 8), (2, 5, 3), (2, 5, 3)),
+            ("BSH", 4, (2, 5, 8), (2, 5, 4), (2, 5, 5)),
+            ("BSH", 4, (2, 5, 0), (2, 5, 4), (2, 5, 4)),
+            ("BNSD", 4, *[(2, 4, 5, 3)] * 3, (2, 3, 5, 5)),
+            ("BNSD", 4, *[(2, 4, 5, 3)] * 3, (3, 4, 5, 5)),
+            ("BNSD", 4, *[(2, 4, 5, 3)] * 3, (5,)),
+            ("BNSD", 4, *[(2, 4, 5, 3)] * 3, (4, 5, 5)),
+            ("BNSD", 4, *[(2, 4, 5, 3)] * 3, None, (4, 5, 5)),
+            ("BNSD", 4, *[(2, 4, 5, 3)] * 3, None, None, (3,)),
+            ("TND", 4, *[(6, 4, 3)] * 3, None, None, None, (6, 3, 2), (6, 4, 2)),
+            ("TND", 4, *[(6, 4, 3)] * 3, None, None, None, (6, 4, 2), (6, 3, 2)),
+            ("TND", 4, (6, 4, 3), None, (6, 4, 3)),
+        )
+    ),
     ("cross_entropy", ((4, 3), (3,), None), ("mean", -100, 0.0)),
     ("cross_entropy", ((4, 3), (4, 2), None), ("mean", -100, 0.0)),
     ("cross_entropy", ((4, 3), (4,), None), ("median", -100, 0.0)),
@@ -100,7 +132,7 @@ REFUSED: list[tuple[str, tuple, tuple]] = [
 
 @pytest.mark.parametrize(("op", "shapes", "statics"), REFUSED, ids=str)
 def test_refused(op: str, shapes: tuple, statics: tuple) -> None:
-    assert RULES[op](shapes, statics) is None
+    assert RULES[op](tuple(shapes), statics) is None
 
 
 @pytest.mark.parametrize(

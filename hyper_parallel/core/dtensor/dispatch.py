@@ -121,8 +121,10 @@ class _Plan:
                 if self.inplace:
                     return self._written(operands[0])
             if isinstance(result, (tuple, list)):
-                wrap = self.wrap
-                return type(result)([wrap(r, layout) for r, layout in zip(result, self.results, strict=True)])
+                wrap, count = self.wrap, len(self.results)
+                tensors = [wrap(r, layout) for r, layout in zip(result[:count], self.results, strict=True)]
+                # What the rule does not speak of stays as it is: numbers such as the seed of an operation.
+                return type(result)(tensors if len(result) == count else [*tensors, *result[count:]])
             return self.wrap(result, self.result)
 
     def _read(self, operands: tuple) -> tuple:

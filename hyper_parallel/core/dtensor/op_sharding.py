@@ -56,6 +56,9 @@ class OpSharding:
             it is not reduced for nothing, and no gradient flows to it.
         nonempty: labels that may be sharded only if every rank then has at least one element of the dimension: the
             local operation cannot do without (the largest of no elements).
+        units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
+            over as many ranks as divide the number, unless all dimensions with the label have one size (the features
+            of attention heads).
         unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
             first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
     """
@@ -70,4 +73,5 @@ class OpSharding:
     call: Callable[..., Any] | None = None
     unread: tuple[int, ...] = ()
     nonempty: tuple[Label, ...] = ()
+    units: tuple[tuple[Label, int], ...] = ()
     unpack: tuple[tuple[int, tuple[int, ...], int], ...] = ()

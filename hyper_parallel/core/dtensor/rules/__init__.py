@@ -64,9 +64,13 @@ rotary             x, cosines, sines               the pairing, which no rule re
 layer_norm         x, weight|None, bias|None       number of normalised dims, number of statistics returned besides
                                                    (which keep these dims with size 1)
 rms_norm           x, weight|None                  as layer_norm
+add_rms_norm       x, x, weight                    none is read: the norm of the sum, one statistic, the sum
 embedding          ids, weight (vocab, features)   padding_idx or None (no max_norm, no scale_grad_by_freq)
 attention          q, k, v, mask|None              is_causal, dropout probability (q (..., heads, length, features);
                                                    fewer k/v heads: GQA)
+fused_attention    q, k, v, bias|None, mask|None,  layout of q, k and v, heads, probability to keep, whether something
+                   score|None, q|None, k|None      holds an entry for each batch element, size of a statistic, whether
+                                                   those of tokens have the tokens first (see `fused_attention.py`)
 cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing, dtype of the result or
                                                    None for that of the logits (classes in dim 1, or 0)
 nll_loss           log_probs, target, weight|None  reduction, ignore_index, dtype of the result or None
@@ -112,6 +116,7 @@ from hyper_parallel.core.dtensor.rules import (  # noqa: E402, F401
     elementwise,
     embedding,
     fused,
+    fused_attention,
     indexing,
     join,
     loss,

@@ -1,4 +1,4 @@
-"""Operations that backends have in one piece: a gated activation, rotary embeddings."""
+"""Operations that backends have in one piece: a gated activation, rotary embeddings, a norm of a sum."""
 
 from __future__ import annotations
 
@@ -35,4 +35,20 @@ def rotary(shapes: tuple, statics: tuple) -> OpSharding | None:
         results=((*labels, None),),
         result_shapes=(tuple(x),),
         terms=((0,),),  # linear in x
+    )
+
+
+@rule("add_rms_norm")
+def add_rms_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """The norm of a sum of two tensors of one shape over the dimensions of the weight, the third operand; the
+    statistic, which keeps these dimensions with size 1; and the sum."""
+    x, other, weight = shapes
+    batch = len(x or ()) - len(weight or ())
+    if not x or x != other or not weight or batch < 0 or tuple(weight) != tuple(x[batch:]):
+        return None
+    labels = whole(named(x), range(batch, len(x)))
+    return OpSharding(
+        operands=(labels, labels, (None,) * len(weight)),
+        results=(labels,) * 3,
+        result_shapes=(tuple(x), (*x[:batch], *(1,) * len(weight)), tuple(x)),
     )
