@@ -10,7 +10,7 @@ from benchmarks.timing import Effort
 
 __all__ = ["NAMES", "find"]
 
-NAMES = ("mlp", "llama")
+NAMES = ("mlp", "llama", "collectives")
 
 
 def find(name: str) -> Callable[[Effort], Result]:
