@@ -21,6 +21,7 @@ PLATFORMS_OF = {
     "mindspore": ("mindspore",),
     "npu": ("torch-npu",),
     "cuda": ("torch-cuda",),
+    "fake_cuda": ("torch-cuda",),
 }
 # Files of tests/torch that speak about the CPU, or about what is the same on every device and takes long to try.
 ON_CPU_ONLY = {

@@ -63,7 +63,7 @@ class DTensor:
         """Make a DTensor of each rank's local tensor. Differentiable, no communication without ``run_check``.
 
         Args:
-            local_tensor: plain tensor, this rank's part.
+            local_tensor: plain tensor, this rank's part; from another device it is copied to the mesh's.
             device_mesh: the mesh; None is the one entered with ``with mesh:``.
             placements: one per mesh dimension; None is `Replicate` everywhere.
             run_check: compare shapes, dtypes and replicated data over the ranks; what differs is an error on all.
@@ -83,6 +83,7 @@ class DTensor:
             raise TypeError(
                 f"DTensor.from_local takes a plain tensor of the platform, got {type(local_tensor).__name__}"
             )
+        local_tensor = platform.to_device(local_tensor)
         local_shape = tuple(platform.shape_of(local_tensor))
         normal = normalize_placements(placements, mesh, len(local_shape), f"a tensor of local shape {local_shape}")
         if shape is None:

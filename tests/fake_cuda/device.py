@@ -1,0 +1,110 @@
+"""Fake tensors of device ``cuda``, on a machine without a GPU: shape, dtype and device, but no data.
+
+They are torch's own `FakeTensor`, with three changes, each for one reason:
+
+* A DTensor is its local tensor with another class. A fake tensor computes by the ``__torch_dispatch__`` of its class,
+  which retagging takes away. So here the DTensor class is derived from `FakeTensor` (`make_dtensor_class(base=...)`).
+  There is one DTensor class in a process, hence these tests need a process of their own.
+* torch's autograd engine asks for the streams of the device, and where there is no GPU refuses to run backward. So below
+  Python the tensors are of the device meta, which has no streams; in Python they say ``cuda:0``. What C++ code makes
+  "on the device of this tensor" is therefore asked for on meta, and `FakeCudaMode` makes it on cuda.
+* torch looks at the compute capability of the GPU in `broadcast`, and the platform at its number: `fake_runtime`.
+
+An operation on tensors of two devices is an error of FakeTensorMode, so a tensor that the library left on the CPU shows.
+Collectives reach a process group of torch's backend ``fake``, which sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # FakeTensorMode loads it, and it must see `_make_subclass` as it is
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel import Platform, get_platform
+from hyper_parallel.platform.torch import tensor as dtensor_class
+from hyper_parallel.platform.torch.cuda import TorchCudaPlatform
+
+__all__ = ["CUDA", "FakeCudaMode", "fake_platform", "fake_world", "usable_gpu"]
+
+CUDA = torch.device("cuda", 0)
+_META = torch.device("meta")
+_make_subclass = torch.Tensor._make_subclass
+
+
+def _make_meta_subclass(cls: type, data: torch.Tensor, requires_grad: bool = False, **of_device: Any) -> Any:
+    """`Tensor._make_subclass` that leaves the device below Python as it is."""
+    return _make_subclass(cls, data, requires_grad)
+
+
+class FakeCudaMode(FakeTensorMode):
+    """Attributes:
+    sent: the collectives that reached the process group: (name, dtype, device of each tensor).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, torch.dtype, torch.device]] = []
+
+    def dispatch(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """See `FakeTensorMode.dispatch`."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == _META and not self.in_kernel_invocation:
+            kwargs["device"] = CUDA
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self.sent += [(func._opname, x.dtype, x.device) for x in tensors]
+        return super().dispatch(func, types, args, kwargs)
+
+
+@contextmanager
+def usable_gpu() -> Iterator[None]:
+    """torch says that it has CUDA, a GPU and nccl."""
+    with ExitStack() as stack:
+        for name in ("torch.backends.cuda.is_built", "torch.cuda.is_available", "torch.distributed.is_nccl_available"):
+            stack.enter_context(patch(name, lambda: True))
+        yield
+
+
+def fake_platform() -> Platform:
+    """The platform torch-cuda, with a DTensor class for fake tensors.
+
+    Raises:
+        RuntimeError: when this process has made the DTensor class for real tensors already.
+    """
+    made = dtensor_class._State.tensor_class
+    if made is not None and not issubclass(made, FakeTensor):
+        raise RuntimeError("tests/fake_cuda needs a process of its own: this one has used DTensors of real tensors")
+    with usable_gpu():
+        platform = get_platform("torch-cuda")
+
+    def make(self: Any, mixin: type, dispatch: Any) -> type:
+        return dtensor_class.make_dtensor_class(mixin, dispatch, FakeTensor)
+
+    TorchCudaPlatform.make_dtensor_class = make  # type: ignore[method-assign]
+    return platform
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[FakeCudaMode]:
+    """This process is one of ``size`` ranks, and its tensors are fake."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with (
+            patch("torch.cuda.current_device", lambda: 0),
+            patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
+            FakeCudaMode() as mode,
+            patch.object(torch.Tensor, "_make_subclass", _make_meta_subclass),
+            patch.object(FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda"), create=True),
+            patch.object(FakeTensor, "is_meta", property(lambda x: x.device.type == "meta"), create=True),
+        ):
+            yield mode
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,123 @@
+"""What `TorchCudaPlatform` decides: whether it can run, on which GPU, with which generator, what nccl takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_parallel import available_platforms, get_platform
+from hyper_parallel.platform.registry import get_platform_for_device
+from hyper_parallel.platform.torch.cuda import TorchCudaPlatform
+from hyper_parallel.testing import conformance, labs
+from tests.fake_cuda.device import usable_gpu
+
+FUNCTIONS = {
+    "built": (torch.backends.cuda, "is_built"),
+    "gpu": (torch.cuda, "is_available"),
+    "distributed": (dist, "is_available"),
+    "nccl": (dist, "is_nccl_available"),
+}
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ("built", "the installed torch was built without CUDA"),
+        ("gpu", "finds no usable GPU: check the driver and CUDA_VISIBLE_DEVICES"),
+        ("distributed", "this torch was built without nccl"),
+        ("nccl", "this torch was built without nccl"),
+        ("", None),
+    ],
+)
+def test_reasons(missing: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (module, function) in FUNCTIONS.items():
+        monkeypatch.setattr(module, function, lambda answer=name != missing: answer)
+    found = TorchCudaPlatform.unavailable_reason()
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is what the list of platforms says."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert available_platforms()["torch-cuda"] == "the installed torch was built without CUDA"
+    with usable_gpu():
+        assert available_platforms()["torch-cuda"] is None
+
+
+def test_names(cuda_platform: Any) -> None:
+    assert (cuda_platform.name, cuda_platform.device_type, cuda_platform.comm_backend) == ("torch-cuda", "cuda", "nccl")
+    assert get_platform() is get_platform("gpu") is get_platform_for_device("cuda") is cuda_platform
+    assert labs.lab_of("torch-cuda") == "hyper_parallel.testing.labs.torch_lab"
+    assert conformance.__name__
+
+
+@pytest.mark.parametrize(("local_rank", "gpus", "wanted"), [("0", 4, 0), ("3", 4, 3), ("5", 4, 1), ("3", 1, 0)])
+def test_gpu_of_a_rank(
+    local_rank: str, gpus: int, wanted: int, cuda_platform: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks take the GPUs of their machine in turn; with fewer GPUs than ranks they share them."""
+    current: list[int] = [-1]
+    started: list[tuple] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    # The device is chosen before the group is made: nccl binds to the current one.
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: started.append((*args, current[0], kwargs)))
+    for name, value in {"RANK": local_rank, "WORLD_SIZE": "8", "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    cuda_platform.init_process_group()
+    ((backend, at_start, options),) = started
+    assert (backend, at_start) == ("nccl", wanted)
+    assert (options["rank"], options["world_size"]) == (int(local_rank), 8)
+    assert cuda_platform.device() == torch.device("cuda", wanted)
+
+
+def test_generator(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator is the GPU's, not the host's."""
+    states: list[Any] = ["of the GPU"]
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", states.append)
+    assert cuda_platform.get_rng_state() == "of the GPU"
+    cuda_platform.set_rng_state("another")
+    assert cuda_platform.get_rng_state() == "another"
+
+
+#: What nccl reduces, by the table in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, but for fp8: its sums depend on
+#: the version of nccl, and are emulated.
+REDUCED = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64"
+REFUSED = "int16 uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
+
+
+def dtypes(names: str) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in names.split()]
+
+
+def test_reductions(cuda_platform: Any) -> None:
+    for verb in ("all_reduce", "reduce_scatter"):
+
+        def takes(op: str, dtype: torch.dtype, verb: str = verb) -> bool:
+            return cuda_platform.supports(verb, op, torch.empty(0, dtype=dtype, device="meta"))
+
+        for op in ("sum", "max", "min", "product"):
+            assert all(takes(op, dtype) for dtype in dtypes(REDUCED)), (verb, op)
+        for op in ("sum", "avg", "max", "min", "product"):
+            assert not any(takes(op, dtype) for dtype in dtypes(REFUSED)), (verb, op)
+        assert [dtype for dtype in dtypes(REDUCED) if takes("avg", dtype)] == dtypes("float16 bfloat16 float32 float64")
+        complex_sums = {op for op in ("sum", "avg", "max", "min", "product") if takes(op, torch.complex64)}
+        assert complex_sums == {"sum"}
+
+
+def test_movement(cuda_platform: Any) -> None:
+    """What only moves data takes every dtype, those that nccl does not know as bytes."""
+    for verb in ("all_gather", "all_to_all", "broadcast", "scatter"):
+        assert all(cuda_platform.supports(verb, "", torch.empty(0, dtype=d)) for d in dtypes(f"{REDUCED} {REFUSED}"))
+    for dtype in dtypes(REDUCED):
+        x = torch.empty(3, dtype=dtype)
+        assert cuda_platform._movable(x) is x
+    for dtype in dtypes(REFUSED):
+        assert cuda_platform._movable(torch.empty(3, dtype=dtype)).dtype is torch.uint8
