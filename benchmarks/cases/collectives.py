@@ -38,8 +38,8 @@ def run(effort: Effort) -> Result:
     del effort
     result = Result(
         "collectives",
-        f"One step of the models of the other cases, {RANKS} ranks. Bytes are those of the tensors that a rank gives to "
-        "the collectives.",
+        f"One step of the models of the other cases, {RANKS} ranks. Bytes are those of the tensors that a rank gives "
+        "to the collectives.",
     )
     with fake_group(RANKS):
         for title, versions in (
