@@ -232,6 +232,11 @@ class Platform(ABC):
         **kwargs)``, the forward of its class. Hooks run around it as before. A copy of the module runs it on itself,
         and the module stays an instance of its class."""
 
+    @abstractmethod
+    def own_parameters(self, module: Module) -> Mapping[str, Tensor | None]:
+        """The parameters that ``module`` itself holds, by name, without looking further: a table that is there
+        already. What something else has taken the place of (a parametrization) is missing."""
+
     # ---------------------------------------------------------------- process groups
     @abstractmethod
     def world(self) -> Any:
@@ -348,6 +353,28 @@ class Platform(ABC):
         ``ctx.saved_tensors``. Interception is off in both.
         """
 
+    def linear_view(
+        self, convert: Callable[[Tensor], Tensor], key: Any
+    ) -> Callable[[Tensor, Tensor], Tensor | None] | None:
+        """``view(x, weight)``: the data of ``x``, which requires a gradient, for ``linear(view, weight, bias)`` alone;
+        its cotangent reaches ``x`` as ``convert(cotangent)``. The same view each time that ``x`` comes, under the
+        conditions of `read_cache`; it is kept there under ``key``.
+
+        A framework that has something cheaper for this than `autograd_function` brings it. The view has the shape of
+        ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where it would
+        not, None takes its place. ``convert`` may overwrite the cotangent, and is recorded when gradients of gradients
+        are asked for. Called with interception off.
+        """
+        return None
+
+    def cotangent_hook(self, convert: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None] | None:
+        """``hook(y)``: from now on the cotangent of ``y`` goes through ``convert`` first, None for no change.
+
+        For a new ``y`` whose operation does not need its value in backward: with it, the data of ``y`` may be
+        overwritten outside autograd, and ``y`` stands for what was written. None where a framework has no such hooks.
+        """
+        return None
+
     @abstractmethod
     def detach(self, x: Tensor) -> Tensor:
         """A plain tensor with the data of ``x`` and no gradient."""
@@ -363,12 +390,13 @@ class Platform(ABC):
     @abstractmethod
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
         """The tensor stored on ``holder`` with `write_cache` under ``key``, if it is still valid: the same gradient
-        recording, and ``holder`` not changed in place since. Otherwise None."""
+        recording, and ``holder`` not changed in place since. Otherwise None. Called with interception off."""
 
     @abstractmethod
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
         """Keep ``value``, computed from ``holder``, for `read_cache`, without keeping either alive for longer than
-        it would be. A backend that cannot do so safely for this ``holder`` stores nothing."""
+        it would be. A backend that cannot do so safely for this ``holder`` stores nothing. Called with interception
+        off."""
 
     @abstractmethod
     def clear_cache(self, holder: Tensor) -> None:

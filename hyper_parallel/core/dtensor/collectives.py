@@ -22,6 +22,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "bind_all_reduce",
     "broadcast",
     "reduce_scatter",
     "scatter",
@@ -56,6 +57,26 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
     except RuntimeError as error:
         explain_along(error, "all_reduce", x, mesh, mesh_dim)
         raise
+
+
+def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
+    """`all_reduce` of sums along a mesh dimension as ``reduce(x)``, for code that runs it often: what can be looked up
+    is looked up now."""
+    if mesh.shape[mesh_dim] == 1:
+        return lambda x: x
+    platform, group = mesh.platform, mesh.platform_group(mesh_dim)
+    supports, native, shape_of = platform.supports, platform.all_reduce, platform.shape_of
+
+    def reduce(x: Any) -> Any:
+        if CHECKS or OBSERVERS or 0 in shape_of(x) or not supports("all_reduce", "sum", x):
+            return all_reduce(x, mesh, mesh_dim)
+        try:
+            return native(x, "sum", group)
+        except RuntimeError as error:
+            explain_along(error, "all_reduce", x, mesh, mesh_dim)
+            raise
+
+    return reduce
 
 
 def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Any:

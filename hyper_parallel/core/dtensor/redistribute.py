@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.device_mesh import CACHES
@@ -13,8 +14,8 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Pl
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
 
 __all__ = [
+    "linear_input_view",
     "partial_grad_view",
-    "plain_partial_grad_view",
     "plan_redistribution",
     "redistribute",
     "redistribute_local",
@@ -78,7 +79,12 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         return view
     transitions = transitions_of(platform)
     if x._gathered is None:
-        view = transitions.copy(x, layout.mesh, mesh_dims)
+        view = platform.read_cache(holder, (layout.mesh, mesh_dims, "linear"))
+        if view is None:
+            view = transitions.copy(x, layout.mesh, mesh_dims)
+        else:
+            # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
+            view = transitions.convert_cotangent(view.reshape(platform.shape_of(x)), platform.clone)
     else:
         source, step, data = x._gathered
         others = tuple(d for d in mesh_dims if d != step.mesh_dim)
@@ -89,17 +95,29 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     return view
 
 
-def plain_partial_grad_view(x: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """`partial_grad_view` of a plain tensor that is the same on all ranks of ``mesh``, sharing its collectives."""
-    platform = mesh.platform
-    if not platform.requires_grad(x) or mesh.size() == 1:
-        return x
+def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:
+    """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of ``mesh``,
+    for linear layers; they share its collectives. It may be 2-D, see `Platform.linear_view`."""
+    platform, transitions = mesh.platform, transitions_of(mesh.platform)
+    mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
+    if not mesh_dims:
+        return lambda x, weight: x
     key = (mesh, mesh_dims)
-    view = platform.read_cache(x, key)
-    if view is None:
-        view = transitions_of(platform).copy(x, mesh, mesh_dims)
-        platform.write_cache(x, key, view)
-    return view
+    requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
+    linear_view = transitions.linear_view(mesh, mesh_dims, (mesh, mesh_dims, "linear"))
+
+    def view_of(x: Any, weight: Any) -> Any:
+        if not requires_grad(x):
+            return x
+        view = None if linear_view is None else linear_view(x, weight)
+        if view is None:
+            view = read(x, key)
+            if view is None:
+                view = transitions.copy(x, mesh, mesh_dims)
+                write(x, key, view)
+        return view
+
+    return view_of
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:

@@ -21,11 +21,13 @@ Source: the f, g and g-bar functions of Megatron-LM (Shoeybi et al. 2019; Korthi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.chunking import packed_ranges, shard_sizes
+from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
     from hyper_parallel.platform.base import Platform
 
-__all__ = ["Step", "Transitions", "by_rank", "take_packed", "transitions_of"]
+__all__ = ["Step", "Transitions", "by_rank", "summation", "take_packed", "transitions_of"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Step:
-    """One change of placement on one mesh dimension.
+    """One change of placement on one mesh dimension; not to be changed.
 
     Attributes:
         mesh, mesh_dim: where.
@@ -55,6 +57,17 @@ class Step:
     source_sizes: tuple[int, ...]
     target_sizes: tuple[int, ...]
     layout: Layout | None
+    _reversed: Step | None = field(default=None, init=False, repr=False)
+
+    @property
+    def reversed(self) -> Step:
+        """The step of the cotangent: from the placement after to the placement before, a `Partial` being
+        `Replicate`."""
+        if self._reversed is None:
+            self._reversed = Step(
+                self.mesh, self.mesh_dim, self.target, self.source, self.target_sizes, self.source_sizes, None
+            )
+        return self._reversed
 
     @staticmethod
     def between(before: Layout, after: Layout, mesh_dim: int) -> Step:
@@ -131,6 +144,38 @@ class Transitions:
         """Identity whose backward all-reduces over ``mesh_dims``: Megatron's f."""
         return self._copy(x, mesh, mesh_dims)
 
+    def linear_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], key: Any) -> Callable[[Any, Any], Any] | None:
+        """`Platform.linear_view` with the backward of `copy`, whose all-reduce overwrites the cotangent."""
+        requires_grad, contiguous = self.platform.requires_grad, self.platform.contiguous
+        reducers = [(collectives.bind_all_reduce(mesh, d), summation(mesh, d)) for d in mesh_dims]
+
+        def reduce(g: Any) -> Any:
+            differentiable = requires_grad(g)
+            for all_reduce, step in reducers:
+                g = self._all_reduce(g, step) if differentiable else all_reduce(contiguous(g))
+            return g
+
+        return self.platform.linear_view(reduce, key)
+
+    def sum_new(self, mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
+        """`run` from ``Partial()`` to ``Replicate()`` as ``reduce(y)``, for a ``y`` that nobody else holds and whose
+        operation does not need its value in backward: it is overwritten, and there is no node in the graph."""
+        platform, step = self.platform, summation(mesh, mesh_dim)
+        requires_grad, detach, all_reduce = platform.requires_grad, platform.detach, self._all_reduce
+        overwrite, supports = collectives.bind_all_reduce(mesh, mesh_dim), platform.supports
+        hook = platform.cotangent_hook(lambda g: self._for_summands(g, step) if requires_grad(g) else None)
+
+        def reduce(y: Any) -> Any:
+            if hook is None or not supports("all_reduce", "sum", y):
+                return all_reduce(y, step)
+            if requires_grad(y):
+                overwrite(detach(y))
+                hook(y)
+                return y
+            return overwrite(y)
+
+        return reduce
+
     def convert_cotangent(self, x: Any, convert: Any) -> Any:
         """Identity whose backward applies ``convert`` to the cotangent."""
         return self._convert_cotangent(x, convert)
@@ -141,10 +186,10 @@ class Transitions:
         return self.platform.detach(data)
 
     def _slice_cotangent(self, ctx: Any, g: Any) -> Any:
-        return self._slice(g, _reverse(ctx.step))
+        return self._slice(g, ctx.step.reversed)
 
     def _scatter_cotangent(self, ctx: Any, g: Any) -> Any:
-        return self._reduce_scatter(g, _reverse(ctx.step))
+        return self._reduce_scatter(g, ctx.step.reversed)
 
     def _slice_forward(self, ctx: Any, x: Any, step: Step) -> Any:
         ctx.step = step
@@ -154,7 +199,7 @@ class Transitions:
         return self.platform.clone(self.platform.narrow(x, step.target.dim, sum(sizes[:rank]), sizes[rank]))
 
     def _gather_cotangent(self, ctx: Any, g: Any) -> Any:
-        step = _reverse(ctx.step)
+        step = ctx.step.reversed
         return self.share(g, step, self.gather_data(g, step))
 
     def _all_reduce_forward(self, ctx: Any, x: Any, step: Step) -> Any:
@@ -220,7 +265,7 @@ class Transitions:
         )
 
     def _gather_scattered_cotangent(self, ctx: Any, g: Any) -> Any:
-        step = _reverse(ctx.step)
+        step = ctx.step.reversed
         full = self.gather_data(g, step)
         if self.platform.requires_grad(g):
             full = self.share_partial(g, step, full)
@@ -241,7 +286,7 @@ class Transitions:
         )
 
     def _all_to_all_cotangent(self, ctx: Any, g: Any) -> Any:
-        return self._all_to_all(g, _reverse(ctx.step))
+        return self._all_to_all(g, ctx.step.reversed)
 
     # A summand receives the full gradient, but what each rank then does with it is a part of the whole computation. So
     # the cotangent of that gradient, in gradients of gradients, is a partial sum: these two keep the books.
@@ -254,7 +299,7 @@ class Transitions:
         return self.platform.detach(g)
 
     def _to_partial_cotangent(self, ctx: Any, g: Any) -> Any:
-        return self._to_partial(g, Step(ctx.step.mesh, ctx.step.mesh_dim, Replicate(), Partial(), (), (), None))
+        return self._to_partial(g, summation(ctx.step.mesh, ctx.step.mesh_dim).reversed)
 
     def _to_partial_forward(self, ctx: Any, x: Any, step: Step) -> Any:
         ctx.step = step
@@ -275,7 +320,7 @@ class Transitions:
 
     def _reduced_cotangent(self, ctx: Any, g: Any) -> Any:
         for mesh_dim in ctx.mesh_dims:
-            g = self._all_reduce(g, Step(ctx.mesh, mesh_dim, Partial(), Replicate(), (), (), None))
+            g = self._all_reduce(g, summation(ctx.mesh, mesh_dim))
         return g
 
     def _alias_forward(self, ctx: Any, x: Any, convert: Any) -> Any:
@@ -304,12 +349,17 @@ def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
     return platform.cat([piece for piece in pieces if platform.shape_of(piece)[placement.dim]], placement.dim)
 
 
-def _reverse(step: Step) -> Step:
-    """The step of the cotangent: from the placement after to the placement before, a `Partial` being `Replicate`."""
-    return Step(step.mesh, step.mesh_dim, step.target, step.source, step.target_sizes, step.source_sizes, None)
-
-
+_SUMMATIONS: dict[tuple[DeviceMesh, int], Step] = {}
 _TRANSITIONS: dict[Any, Transitions] = {}
+CACHES.append(_SUMMATIONS.clear)
+
+
+def summation(mesh: DeviceMesh, mesh_dim: int) -> Step:
+    """The step from ``Partial()`` to ``Replicate()`` on a mesh dimension, made once."""
+    found = _SUMMATIONS.get((mesh, mesh_dim))
+    if found is None:
+        found = _SUMMATIONS[mesh, mesh_dim] = Step(mesh, mesh_dim, Partial(), Replicate(), (), (), None)
+    return found
 
 
 def transitions_of(platform: Platform) -> Transitions:

@@ -7,13 +7,12 @@ the module computes with its own parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
-from hyper_parallel.core.dtensor.redistribute import plain_partial_grad_view
-from hyper_parallel.core.dtensor.transitions import Step, transitions_of
+from hyper_parallel.core.dtensor.redistribute import linear_input_view
+from hyper_parallel.core.dtensor.transitions import transitions_of
 
 __all__ = ["column_forward", "row_forward"]
 
@@ -23,12 +22,16 @@ def column_forward(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
 
     The gradient of ``x`` is all-reduced, once for all such layers that read it.
     """
-    platform, dims = mesh.platform, (0,)
-    linear, no_dispatch = platform.linear, platform.no_dispatch
+    platform = mesh.platform
+    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
+    view = linear_input_view(mesh, (0,))
 
     def local(module: Any, x: Any) -> Any:
+        weight, bias = _weight_and_bias(module, own_parameters(module))
         with no_dispatch():
-            return linear(plain_partial_grad_view(x, mesh, dims), module.weight, module.bias)
+            rows = view(x, weight)
+            y = linear(rows, weight, bias)
+            return y if rows.ndim == x.ndim else y.reshape((*x.shape[:-1], y.shape[-1]))
 
     return local
 
@@ -37,15 +40,21 @@ def row_forward(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
     """``local(module, x)``: x (..., in / ranks), this rank's features -> (..., out), the same on every rank, by one
     all-reduce; the bias is added afterwards, once."""
     platform = mesh.platform
-    linear, no_dispatch = platform.linear, platform.no_dispatch
-    run = transitions_of(platform).run
-    reduce = Step(mesh, 0, Partial(), Replicate(), (), (), None)
+    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
+    reduce = transitions_of(platform).sum_new(mesh, 0)
 
     def local(module: Any, x: Any) -> Any:
+        weight, bias = _weight_and_bias(module, own_parameters(module))
         with no_dispatch():
-            y = run(linear(x, module.weight, None), reduce)
-            bias = module.bias
+            y = reduce(linear(x, weight, None))
             # Not the operator: Python would ask the class of the distributed bias first.
             return y if bias is None else y.add(bias)
 
     return local
+
+
+def _weight_and_bias(module: Any, own: Mapping[str, Any]) -> tuple[Any, Any]:
+    try:
+        return own["weight"], own["bias"]
+    except KeyError:  # something that computes them has taken their place
+        return module.weight, module.bias

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -55,6 +55,9 @@ class ModuleVerbs:
 
     def set_distributed_parameter(self, module: Any, name: str, local: Any, layout: Any) -> None:
         make_distributed(module._params[name], local, layout)
+
+    def own_parameters(self, module: Any) -> Mapping[str, Any]:
+        return module._params
 
     def is_plain_linear(self, module: Any) -> bool:
         return type(module) is mint.nn.Linear or (type(module) is nn.Dense and not module.activation_flag)

@@ -16,6 +16,15 @@ from hyper_parallel.platform.base import Platform
 __all__ = ["AutogradVerbs"]
 
 _is_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class _NoContext:
+    """The context of a function that nothing is recorded of."""
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Keep nothing."""
 
 
 class _Cache(dict):
@@ -62,7 +71,56 @@ class AutogradVerbs(Platform):
         Function.__name__ = Function.__qualname__ = getattr(forward, "__name__", "Function").strip("_")
         # `Function.apply` without torch's Python wrapper, which is there for functorch and takes half of the time.
         base: Any = torch._C._FunctionBase
-        return base.__dict__["apply"].__get__(None, Function)
+        apply = base.__dict__["apply"].__get__(None, Function)
+
+        def run(x: torch.Tensor, *static: Any) -> torch.Tensor:
+            if _is_grad_enabled() and x.requires_grad:
+                return apply(x, *static)
+            with no_dispatch():
+                return forward(_NoContext(), x, *static)
+
+        return run
+
+    def linear_view(
+        self, convert: Callable[[torch.Tensor], torch.Tensor], key: Any
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        """See `Platform.linear_view`: a view and a hook in one table that all views share, where an autograd function
+        costs several times as much."""
+        hooks = OrderedDict({0: _on_plain_cotangent(convert)})
+        read = self.read_cache
+
+        def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+            cache = x.__dict__.get("_cached")
+            if cache and (found := read(x, key)) is not None:
+                return found
+            dims = x.dim()
+            if dims < 2 or not weight.requires_grad or _any_autocast() or _saved_tensor_hooks(True) is not None:
+                # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
+                # tensors (checkpointing, offloading) make of it.
+                return None
+            # Of a view with more dimensions it would keep a 2-D view, and not that one.
+            y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
+            y._backward_hooks = hooks
+            y.grad_fn._register_hook_dict(y)
+            if cache is None:
+                cache = x.__dict__["_cached"] = _Cache()
+            # Weak, see `write_cache`: the operation keeps it.
+            cache[key] = (weakref.ref(y), x._version)
+            return y
+
+        return view
+
+    def cotangent_hook(self, convert: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], None]:
+        """See `Platform.cotangent_hook`."""
+        hooks = OrderedDict({0: _on_plain_cotangent(convert)})
+
+        def hook(y: Any) -> None:
+            y._backward_hooks = hooks
+            y.grad_fn._register_hook_dict(y)
+            # The graph has the table now. The tensor must not: a hook of its user would go into it.
+            y._backward_hooks = None
+
+        return hook
 
     def requires_grad(self, x: torch.Tensor) -> bool:
         """See `Platform.requires_grad`."""
@@ -70,6 +128,8 @@ class AutogradVerbs(Platform):
 
     def detach(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.detach`."""
+        if type(x) is torch.Tensor:
+            return x.detach()
         with no_dispatch():
             return x.detach()
 
@@ -91,7 +151,7 @@ class AutogradVerbs(Platform):
         if entry is None:
             return None
         value, version = entry
-        if version != _version(holder):
+        if version != holder._version:
             return None
         return value() if type(value) is weakref.ref else value
 
@@ -102,11 +162,10 @@ class AutogradVerbs(Platform):
         and one to a view of it a cycle through the view's base: both run through C++, where the garbage collector
         does not see them. There the reference is weak, and the value lives as long as the graph that uses it.
         """
-        with no_dispatch():
-            if not _is_grad_enabled() or holder.is_inference():
-                return
-            weak = holder.is_leaf or value is holder or value._base is holder
-            entry = (weakref.ref(value) if weak else value, holder._version)
+        if not _is_grad_enabled() or holder.is_inference():
+            return
+        weak = holder.is_leaf or value is holder or value._base is holder
+        entry = (weakref.ref(value) if weak else value, holder._version)
         cache = holder.__dict__.get("_cached")
         if cache is None:
             cache = holder.__dict__["_cached"] = _Cache()
@@ -117,6 +176,13 @@ class AutogradVerbs(Platform):
         holder.__dict__.pop("_cached", None)
 
 
-def _version(holder: torch.Tensor) -> int:
-    with no_dispatch():
-        return holder._version
+def _on_plain_cotangent(convert: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """``convert`` as a hook: it gets plain tensors, whatever the user let backward begin with."""
+
+    def hook(cotangent: torch.Tensor) -> Any:
+        if type(cotangent) is torch.Tensor:
+            return convert(cotangent)
+        with no_dispatch():
+            return convert(cotangent.as_subclass(torch.Tensor))
+
+    return hook

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,6 +48,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
         """See `Platform.shape_of`."""
+        if type(local) is torch.Tensor:
+            return local.shape
         with DisableTorchFunctionSubclass():
             return _local_shape(local)
 
@@ -61,9 +62,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.wrap`."""
         return tensor.wrap(local, layout)
 
-    def no_dispatch(self) -> AbstractContextManager:
-        """See `Platform.no_dispatch`."""
-        return DisableTorchFunctionSubclass()
+    #: See `Platform.no_dispatch`: the class itself, which saves a call.
+    no_dispatch = staticmethod(DisableTorchFunctionSubclass)
 
     @property
     def op_table(self) -> Mapping[Any, NativeOp]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -10,11 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch.nn.modules.module import _global_backward_hooks as _backward_hooks
+from torch.nn.modules.module import _global_backward_pre_hooks as _backward_pre_hooks
+from torch.nn.modules.module import _global_forward_hooks as _forward_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks as _forward_pre_hooks
 
 from hyper_parallel.platform.base import ModuleKind, Platform
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
 __all__ = ["ModuleVerbs"]
+
+is_tracing = torch._C._get_tracing_state
 
 
 class ModuleVerbs(Platform):
@@ -63,13 +69,16 @@ class ModuleVerbs(Platform):
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):
                 parameter.grad = gradient[layout.local_index()].clone()
 
+    def own_parameters(self, module: Any) -> Mapping[str, torch.Tensor | None]:
+        """See `Platform.own_parameters`."""
+        return module.__dict__["_parameters"]
+
     def is_plain_linear(self, module: Any) -> bool:
         """See `Platform.is_plain_linear`."""
         return type(module) is nn.Linear
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See `Platform.linear`."""
-        return F.linear(x, weight, bias)
+    #: See `Platform.linear`.
+    linear: Any = staticmethod(F.linear)
 
     def replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """See `Platform.replace_forward`."""
@@ -97,8 +106,27 @@ def _class_with_replaced_forward(cls: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Module.__call__` without the three calls in between, where nothing asks for them."""
+        state = self.__dict__
+        if (
+            state["_forward_pre_hooks"]
+            or state["_forward_hooks"]
+            or state["_backward_pre_hooks"]
+            or state["_backward_hooks"]
+            or "forward" in state
+            or "_compiled_call_impl" in state
+            or _forward_pre_hooks
+            or _forward_hooks
+            or _backward_pre_hooks
+            or _backward_hooks
+            or is_tracing() is not None
+        ):
+            return cls.__call__(self, *args, **kwargs)
+        return state["_replaced_forward"](self, *args, **kwargs)
+
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "forward": forward})
+    return type(cls.__name__, (cls,), {**names, "forward": forward, "__call__": call})
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:
