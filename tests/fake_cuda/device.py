@@ -1,16 +1,18 @@
 """Fake tensors of device ``cuda``, on a machine without a GPU: shape, dtype and device, but no data.
 
-They are torch's own `FakeTensor`, with three changes, each for one reason:
+They are torch's own `FakeTensor`, with these changes, each for one reason:
 
 * A DTensor is its local tensor with another class. A fake tensor computes by the ``__torch_dispatch__`` of its class,
   which retagging takes away. So here the DTensor class is derived from `FakeTensor` (`make_dtensor_class(base=...)`).
   There is one DTensor class in a process, hence these tests need a process of their own.
-* torch's autograd engine asks for the streams of the device, and where there is no GPU refuses to run backward. So below
-  Python the tensors are of the device meta, which has no streams; in Python they say ``cuda:0``. What C++ code makes
-  "on the device of this tensor" is therefore asked for on meta, and `FakeCudaMode` makes it on cuda.
-* torch looks at the compute capability of the GPU in `broadcast`, and the platform at its number: `fake_runtime`.
+* torch's autograd engine asks for the streams of the device, and refuses to run backward where there is no GPU. So
+  below Python the tensors are of the device meta, which has no streams; in Python they say ``cuda:0``. What C++ code
+  makes "on the device of this tensor" is therefore asked for on meta, and `FakeCudaMode` makes it on cuda.
+* What is C++ for a real tensor is partly Python for a fake one: formulas of backward, which read saved DTensors. They
+  run with interception off, as C++ does not know it; and an assignment to ``.data`` takes the new device over.
+* torch looks at the compute capability of the GPU in `broadcast`, and the platform at its number: both are given.
 
-An operation on tensors of two devices is an error of FakeTensorMode, so a tensor that the library left on the CPU shows.
+An operation on tensors of two devices is an error of FakeTensorMode: a tensor that the library left on the CPU shows.
 Collectives reach a process group of torch's backend ``fake``, which sends nothing.
 """
 
@@ -24,6 +26,7 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # FakeTensorMode loads it, and it must see `_make_subclass` as it is
 import torch.distributed as dist
+from torch._C import DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -37,6 +40,7 @@ __all__ = ["CUDA", "FakeCudaMode", "fake_platform", "fake_world", "usable_gpu"]
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
 _make_subclass = torch.Tensor._make_subclass
+_data: Any = torch.Tensor.data
 
 
 def _make_meta_subclass(cls: type, data: torch.Tensor, requires_grad: bool = False, **of_device: Any) -> Any:
@@ -45,13 +49,17 @@ def _make_meta_subclass(cls: type, data: torch.Tensor, requires_grad: bool = Fal
 
 
 class FakeCudaMode(FakeTensorMode):
-    """Attributes:
-    sent: the collectives that reached the process group: (name, dtype, device of each tensor).
+    """Fake tensors, as this file's docstring says.
+
+    Attributes:
+        sent: the collectives that reached the process group: (name, dtype, device) of each of their tensors.
+        drawn: the device of each result of an operation that draws random numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[str, torch.dtype, torch.device]] = []
+        self.drawn: list[torch.device] = []
 
     def dispatch(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """See `FakeTensorMode.dispatch`."""
@@ -59,14 +67,26 @@ class FakeCudaMode(FakeTensorMode):
         if kwargs.get("device") == _META and not self.in_kernel_invocation:
             kwargs["device"] = CUDA
         if func.namespace == "c10d":
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self.sent += [(func._opname, x.dtype, x.device) for x in tensors]
-        return super().dispatch(func, types, args, kwargs)
+            self.sent += [(func._opname, x.dtype, x.device) for x in _tensors_in((args, kwargs))]
+        with DisableTorchFunctionSubclass():
+            result = super().dispatch(func, types, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn += [x.device for x in _tensors_in(result)]
+        return result
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _set_data(x: FakeTensor, value: torch.Tensor) -> None:
+    _data.__set__(x, value)
+    x._fake_device = value.device
 
 
 @contextmanager
 def usable_gpu() -> Iterator[None]:
-    """torch says that it has CUDA, a GPU and nccl."""
+    """Let torch say that it has CUDA, a GPU and nccl."""
     with ExitStack() as stack:
         for name in ("torch.backends.cuda.is_built", "torch.cuda.is_available", "torch.distributed.is_nccl_available"):
             stack.enter_context(patch(name, lambda: True))
@@ -102,6 +122,7 @@ def fake_world(rank: int, size: int) -> Iterator[FakeCudaMode]:
             patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
             FakeCudaMode() as mode,
             patch.object(torch.Tensor, "_make_subclass", _make_meta_subclass),
+            patch.object(FakeTensor, "data", property(_data.__get__, _set_data), create=True),
             patch.object(FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda"), create=True),
             patch.object(FakeTensor, "is_meta", property(lambda x: x.device.type == "meta"), create=True),
         ):

@@ -106,7 +106,7 @@ def test_redistribute(mode: FakeCudaMode, dtype: torch.dtype) -> None:
 
 
 def test_full_tensor_and_gradient(mode: FakeCudaMode) -> None:
-    """Redistribution back and forth, differentiated: the cotangent of what was gathered is cut, without a collective."""
+    """The cotangent of what was gathered is cut, without a collective."""
     mesh = mesh_1d()
     x = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     d = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
@@ -134,6 +134,7 @@ def test_dropout_and_initialisation(mode: FakeCudaMode, placement: Any) -> None:
     mode.sent.clear()
     check(F.dropout(x, 0.5, True), (placement,), torch.bfloat16)
     assert mode.sent == []
+    assert set(mode.drawn) == {CUDA}
 
 
 def test_generators_are_synchronized_by_the_gpu_state(mode: FakeCudaMode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,5 +151,5 @@ def test_generators_are_synchronized_by_the_gpu_state(mode: FakeCudaMode, monkey
 
 def test_a_tensor_left_on_the_host_shows(mode: FakeCudaMode) -> None:
     """The net that these tests are: two devices in one operation are an error."""
-    with pytest.raises(RuntimeError, match="two devices|same device"):
+    with pytest.raises(RuntimeError, match=r"two devices|same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
