@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from hyper_parallel import Replicate, Shard, distribute_tensor
+from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.testing.spmd import on_mesh
-from tests.torch.support import close, device, randn
+from tests.torch.support import close, randn
 
 R = Replicate()
 
@@ -21,6 +20,15 @@ def rms_norm(x: Any, gamma: Any) -> Any:
     import torch_npu
 
     return torch_npu.npu_rms_norm(x, gamma, epsilon=1e-5)
+
+
+def add_rms_norm(x: Any, y: Any, gamma: Any) -> Any:
+    """On plain tensors the sum and its norm: torch_npu has no derivative of the fused operator."""
+    import torch_npu
+
+    if isinstance(x, DTensor):
+        return torch_npu.npu_add_rms_norm(x, y, gamma, epsilon=1e-5)
+    return torch_npu.npu_rms_norm(x + y, gamma, epsilon=1e-5)
 
 
 def swiglu(x: Any) -> Any:
@@ -38,6 +46,7 @@ def rotary(x: Any, cos: Any, sin: Any) -> Any:
 #: name -> (function, shapes, dimensions of the first operand that may be sharded, which ones of the others follow)
 CASES: dict[str, tuple[Callable[..., Any], tuple, tuple[int, ...]]] = {
     "rms_norm": (rms_norm, ((4, 5, 6), (6,)), (0, 1)),
+    "add_rms_norm": (add_rms_norm, ((4, 5, 6), (4, 5, 6), (6,)), (0, 1)),
     "swiglu": (swiglu, ((4, 5, 6),), (0, 1)),
     "rotary": (rotary, ((4, 2, 5, 6), (5, 6), (5, 6)), (0, 1, 2)),
 }
@@ -57,7 +66,11 @@ def sharded(mesh: Any, name: str) -> None:
         wanted = first(function(*plain))
         with CommDebugMode() as comm:
             got = first(function(*spread))
-        if placements[1:] == (R,) * (len(shapes) - 1) and (placements[0] == R or placements[0].dim in free):
+        if (
+            name != "add_rms_norm"
+            and placements[1:] == (R,) * (len(shapes) - 1)
+            and (placements[0] == R or placements[0].dim in free)
+        ):
             assert comm.get_total_counts() == 0, placements
             assert got.placements == (placements[0],)
         close(got, wanted, f"{name} of {placements}")
@@ -74,25 +87,78 @@ def test_every_layout(pool: Any, name: str) -> None:
     pool.run(2, sharded, name)
 
 
+@on_mesh(4)
+def every_length_is_cut_in_four(mesh: Any, name: str) -> None:
+    """Over four ranks, unevenly: in forward nothing is sent, in backward only what each rank knows a part of."""
+    function, shapes, free = CASES[name]
+    for dim in free:
+        arrays = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+        plain = [x.clone().requires_grad_() for x in arrays]
+        placements = [
+            Shard(dim),
+            *[Shard(dim) if name == "add_rms_norm" and i == 1 else R for i in range(1, len(shapes))],
+        ]
+        spread = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(arrays, placements, strict=True)]
+        wanted = first(function(*plain))
+        cotangent = randn(*wanted.shape, seed=9)
+        wanted.backward(cotangent)
+        cotangent = distribute_tensor(cotangent, mesh, [Shard(dim)])
+        with CommDebugMode() as comm:
+            got = first(function(*spread))
+        assert comm.get_total_counts() == 0 and got.placements == (Shard(dim),)
+        with CommDebugMode() as comm:
+            got.backward(cotangent)
+        # Along the length, cosines and sines are sliced, and their gradients gathered.
+        count, collective = (
+            sum(p == R for p in placements),
+            "all_gather" if (name, dim) == ("rotary", 2) else "all_reduce",
+        )
+        assert comm.get_comm_counts() == ({collective: count} if count else {}), (dim, comm.get_comm_counts())
+        close(got, wanted, name)
+        for x, y in zip(plain, spread, strict=True):
+            close(y.grad, x.grad, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_on_four_ranks(pool: Any, name: str) -> None:
+    pool.run(4, every_length_is_cut_in_four, name)
+
+
+@on_mesh(2)
+def all_results_of_add_rms_norm(mesh: Any) -> None:
+    """Statistic and sum come too; a gradient through the sum, which torch_npu has no derivative for, is right."""
+    import torch_npu
+
+    x, y, gamma = randn(4, 6), randn(4, 6, seed=1), randn(6, seed=2)
+    spread = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in ((x, Shard(0)), (y, Shard(0)), (gamma, R))]
+    got = torch_npu.npu_add_rms_norm(*spread, epsilon=1e-5)
+    for z, wanted in zip(got, torch_npu.npu_add_rms_norm(x, y, gamma, 1e-5), strict=True):
+        assert z.placements == (Shard(0),)
+        close(z, wanted)
+    assert not got[1].requires_grad
+    plain = [t.clone().requires_grad_() for t in (x, y, gamma)]
+    total = plain[0] + plain[1]
+    ((torch_npu.npu_rms_norm(total, plain[2], epsilon=1e-5)[0] * 2).sum() + total.square().sum()).backward()
+    ((got[0] * 2).sum() + got[2].square().sum()).backward()
+    for t, z in zip(plain, spread, strict=True):
+        close(z.grad, t.grad)
+    for wrong in ({"x1": spread[0], "x2": spread[1]}, {}):
+        with pytest.raises((TypeError, RuntimeError)):
+            torch_npu.npu_add_rms_norm(**wrong)
+
+
+def test_all_results_of_add_rms_norm(pool: Any) -> None:
+    pool.run(2, all_results_of_add_rms_norm)
+
+
 @on_mesh(2)
 def operator_without_rule(mesh: Any) -> None:
     import torch_npu
 
-    x, gamma = randn(4, 6), torch.ones(6, device=device())
-    got = torch_npu.npu_add_rms_norm(
-        *(distribute_tensor(t, mesh, [Shard(0)]) for t in (x, x)), distribute_tensor(gamma, mesh, [R])
-    )
-    for y, wanted in zip(got, torch_npu.npu_add_rms_norm(x, x, gamma), strict=True):
-        close(y, wanted)
-    q = randn(2, 4, 8, 16)
-    whole, spread = q.clone().requires_grad_(), distribute_tensor(q, mesh, [Shard(1)]).requires_grad_()
-    outs = [torch_npu.npu_fusion_attention(x, x, x, 4, "BNSD", scale=0.25) for x in (whole, spread)]
-    for wanted, y in zip(outs[0][:3], outs[1][:3], strict=True):
-        close(y, wanted)
-    assert outs[1][4:] == outs[0][4:]
-    for out in outs:
-        out[0].square().sum().backward()
-    close(spread.grad, whole.grad)
+    x, dy = randn(4, 6), randn(4, 3, seed=1)
+    got = torch_npu.npu_swiglu_backward(*(distribute_tensor(t, mesh, [Shard(0)]) for t in (dy, x)))
+    assert got.placements == (R,)
+    close(got, torch_npu.npu_swiglu_backward(dy, x))
 
 
 def test_operator_without_rule_is_gathered(pool: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import subprocess
 import sys
@@ -65,9 +64,7 @@ def test_operator_of_cann_that_is_not_emulated_is_named(capfd: pytest.CaptureFix
 def test_kernel_that_is_missing_is_named() -> None:
     import torch_npu
 
-    with pytest.raises(
-        NotImplementedError, match=r"operator npu_gelu_mul is not simulated: add a .* KERNELS in tests/"
-    ):
+    with pytest.raises(RuntimeError, match=r"operator npu_gelu_mul is not simulated: add a .* KERNELS in tests/"):
         torch_npu.npu_gelu_mul(torch.ones(2, 4, device="npu"))
 
 
@@ -177,36 +174,3 @@ def test_rotary(mode: str) -> None:
     both = angles.repeat(1, 2) if mode == "half" else angles.repeat_interleave(2, -1)
     cos, sin = (f(both)[None, None].npu() for f in (torch.cos, torch.sin))
     compare(wanted, torch_npu.npu_rotary_mul(npu[0], cos, sin, mode), cpu, npu)
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
-@pytest.mark.parametrize("sparse_mode", [0, 2])
-def test_fusion_attention(layout: str, sparse_mode: int) -> None:
-    """Causal, four heads of the query on two of key and value, against torch's attention."""
-    import torch_npu
-
-    def laid_out(x: torch.Tensor) -> torch.Tensor:
-        x = x if layout == "BNSD" else x.transpose(1, 2)
-        x = x.flatten(2) if layout in ("BSH", "SBH") else x
-        return (x.transpose(0, 1) if layout == "SBH" else x).contiguous()
-
-    cpu, heads = leaves((2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16))
-    npu = [laid_out(x.detach()).requires_grad_() for x in heads]
-    wanted = F.scaled_dot_product_attention(*cpu, is_causal=True, enable_gqa=True)
-    mask = torch.ones(8, 8, dtype=torch.bool).triu(1).npu()
-    options = {"atten_mask": mask, "scale": 1 / math.sqrt(16), "sparse_mode": sparse_mode}
-    got = torch_npu.npu_fusion_attention(*npu, 4, layout, **options)[0]
-    cotangent = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    wanted.backward(cotangent)
-    got.backward(laid_out(cotangent).npu())
-    torch.testing.assert_close(got.detach().cpu(), laid_out(wanted.detach()), rtol=1e-5, atol=1e-5)
-    for x, y in zip(cpu, npu, strict=True):
-        torch.testing.assert_close(y.grad.cpu(), laid_out(x.grad), rtol=1e-5, atol=1e-5)
-
-
-def test_attention_with_dropout_is_refused() -> None:
-    import torch_npu
-
-    x = torch.ones(1, 1, 2, 4, device="npu")
-    with pytest.raises(NotImplementedError, match="without dropout"):
-        torch_npu.npu_fusion_attention(x, x, x, 1, "BNSD", keep_prob=0.5)

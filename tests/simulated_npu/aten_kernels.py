@@ -185,13 +185,19 @@ class _Call:
         return y if self._device is None else to_device(y, self._device)
 
 
-def _run_random(operator: Any, generator: torch.Generator, args: tuple, kwargs: dict) -> Any:
-    """Run a random operator with a CPU generator that is derived from the device's seed and offset; advance the
-    offset, as the device's kernels do."""
+def draw_offset(generator: torch.Generator) -> tuple[int, int]:
+    """Seed and offset of a generator of the device, whose offset advances."""
     state = generator.get_state()
     seed, offset = state.view(torch.int64).tolist()
     state.view(torch.int64)[1] = offset + 4
     generator.set_state(state)
+    return seed, offset
+
+
+def _run_random(operator: Any, generator: torch.Generator, args: tuple, kwargs: dict) -> Any:
+    """Run a random operator with a CPU generator that is derived from the device's seed and offset; advance the
+    offset, as the device's kernels do."""
+    seed, offset = draw_offset(generator)
     derived = (seed * 1000003 + offset) & (2**63 - 1)
     if any(a.name == "generator" for a in operator._schema.arguments):
         return operator(*args, **kwargs, generator=torch.Generator().manual_seed(derived))

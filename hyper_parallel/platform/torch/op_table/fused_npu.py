@@ -12,27 +12,36 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.base import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import Table, global_shape, signature
+from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, global_shape, signature
 
 __all__ = ["table"]
 
 
 def table() -> Table:
-    """Rows of npu_rms_norm, npu_swiglu and npu_rotary_mul."""
+    """Rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
+    npu_fusion_attention."""
     rows: Table = {}
+    attention = NativeOp("fused_attention", _bind_attention, _call_attention)
     for name, row in (
         ("npu_rms_norm", NativeOp("rms_norm", _bind_rms_norm, _call)),
+        ("npu_add_rms_norm", NativeOp("add_rms_norm", _bind_add_rms_norm, _call_add_rms_norm)),
         ("npu_swiglu", NativeOp("glu", _bind_swiglu, _call)),
         ("npu_rotary_mul", NativeOp("rotary", _bind_rotary, _call_rotary)),
+        ("npu_fusion_attention", attention),
+        ("npu_fusion_attention_v2", attention),
+        ("npu_fusion_attention_v3", attention),
     ):
-        operator = getattr(torch.ops.npu, name)
+        operator = getattr(torch.ops.npu, name, None)
+        if operator is None:  # an older torch_npu
+            continue
         rows[operator] = rows[operator.default] = row
     return rows
 
 
-_rms_norm_arguments = signature("self", "gamma", epsilon=1e-6)
-_swiglu_arguments = signature("self", dim=-1)
-_rotary_arguments = signature("self", "r1", "r2", rotary_mode="half", rotate=None)
+_rms_norm_arguments = signature("input", "gamma", epsilon=1e-6)
+_add_rms_norm_arguments = signature("x1", "x2", "gamma", epsilon=1e-6)
+_swiglu_arguments = signature("input", dim=-1)
+_rotary_arguments = signature("input", "r1", "r2", rotary_mode="half", rotate=None)
 
 
 def _bind_rms_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
@@ -58,3 +67,86 @@ def _call(func: Any, operands: tuple, statics: tuple) -> Any:
 
 def _call_rotary(func: Any, operands: tuple, statics: tuple) -> Any:
     return func(*operands, *statics)
+
+
+# ------------------------------------------------------------------------------------------------- norm of a sum
+def _bind_add_rms_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    *operands, epsilon = _add_rms_norm_arguments(func, args, kwargs)
+    return tuple(operands), (epsilon,)
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """npu_add_rms_norm, whose derivative torch_npu 2.13 does not have; it is that of npu_rms_norm of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> Any:
+        y, rstd, total = torch.ops.npu.npu_add_rms_norm(x1, x2, gamma, epsilon)
+        ctx.save_for_backward(total, gamma, rstd)
+        ctx.mark_non_differentiable(rstd)
+        return y, rstd, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_y: torch.Tensor, by_rstd: torch.Tensor, by_total: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            total, gamma, rstd = ctx.saved_tensors
+            by_sum, by_gamma = torch.ops.npu.npu_rms_norm_backward(by_y, total, gamma, rstd)
+            by_sum = by_sum + by_total
+            return by_sum, by_sum, by_gamma.to(gamma.dtype), None
+
+
+def _call_add_rms_norm(func: Any, operands: tuple, statics: tuple) -> Any:
+    return _AddRmsNorm.apply(*operands, *statics)
+
+
+# ------------------------------------------------------------------------------------------------------ attention
+#: Size of the last dimension of the statistics that the kernel returns.
+_STATISTIC = 8
+#: Arguments that are tensors, after query, key and value: those that the rule knows, and lengths of sequences.
+_TENSORS = ("pse", "atten_mask", "sink", "query_rope", "key_rope")
+_LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
+
+
+def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    """``statics`` end in (name, value) of the further arguments that were given."""
+    schema = getattr(func, "default", func)._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    given = {name: value for name, value in {**given, **kwargs}.items() if value is not None}
+    required = ("query", "key", "value", "head_num", "input_layout")
+    unknown = given.keys() - {argument.name for argument in schema}
+    if unknown or len(args) > len(schema) or any(name not in given for name in required):
+        raise UnboundCallError  # torch words the error
+    if "padding_mask" in given or "dropout_mask" in given:
+        raise UnboundCallError
+    query, key, value, heads, layout = (given.pop(name) for name in required)
+    layout, keep = layout.upper(), float(given.pop("keep_prob", 1.0))
+    tensors = tuple(given.pop(name, None) for name in _TENSORS)
+    per_batch = "prefix" in given or (layout != "TND" and any(name in given for name in _LENGTHS))
+    tokens_first = given.get("softmax_layout") == "TND"
+    rest = tuple((name, _hashable(x)) for name, x in sorted(given.items()))
+    return (query, key, value, *tensors), (layout, heads, keep, per_batch, _STATISTIC, tokens_first, rest)
+
+
+def _hashable(x: Any) -> Any:
+    """Lists as tuples; the lengths of sequences, which npu_fusion_attention_v3 wants in tensors, as numbers."""
+    if isinstance(x, torch.Tensor):
+        if getattr(x, "_layout", None) is not None:
+            raise UnboundCallError
+        return ("lengths", *x.tolist())
+    return tuple(x) if isinstance(x, (list, tuple)) else x
+
+
+def _call_attention(func: Any, operands: tuple, statics: tuple) -> Any:
+    query, key, value, *tensors = operands
+    layout, heads, keep, _, _, tokens_first, rest = statics
+    options = {name: x for name, x in zip(_TENSORS, tensors, strict=True) if x is not None}
+    for name, x in rest:
+        options[name] = torch.tensor(x[1:]) if isinstance(x, tuple) and x[:1] == ("lengths",) else x
+    if keep < 1.0:
+        options["keep_prob"] = keep
+    found = func(query, key, value, heads, layout, **options)
+    if layout == "TND" and not tokens_first:
+        # As (tokens, heads, 8), and in memory the other way round: on shards of heads only the latter has a meaning.
+        statistics = [x.reshape(x.shape[1], x.shape[0], *x.shape[2:]) for x in found[1:3]]
+        found = (found[0], *statistics, *found[3:])
+    return found
