@@ -67,6 +67,8 @@ def _cell(value: Any) -> str:
 
 
 def _number(value: float) -> str:
+    if 0 < abs(value) < 0.01:
+        return f"{value:.1e}"
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Effort", "Step", "interleaved", "ratios", "spread"]
+__all__ = ["Effort", "Step", "frozen", "interleaved", "no_collection", "ratios", "spread"]
 
 Clock = Callable[[], int]
 
@@ -40,6 +40,17 @@ class Effort:
 
 
 QUICK = Effort(rounds=10, turn=0.003)
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What lives by now is not looked at again by the garbage collector, which makes its runs short."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -86,16 +97,14 @@ def interleaved(
         once = _median_of(step, 5, clock)
         calls[name] = max(effort.calls, round(effort.turn * 1e9 / once))
         _median_of(step, calls[name], clock)
-    gc.collect()
-    gc.freeze()  # what lives by now is not looked at again in each round
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(effort.rounds):
-        names = list(steps)
-        order.shuffle(names)
-        with no_collection():
-            for name in names:
-                times[name].append((_median_of(steps[name], calls[name], clock) - cost) / 1000)
-    gc.unfreeze()
+    with frozen():
+        for _ in range(effort.rounds):
+            names = list(steps)
+            order.shuffle(names)
+            with no_collection():
+                for name in names:
+                    times[name].append((_median_of(steps[name], calls[name], clock) - cost) / 1000)
     return times
 
 

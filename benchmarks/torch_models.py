@@ -120,3 +120,20 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, past=past)
         return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Blocks between an embedding and a head; from tokens (batch, sequence) to logits."""
+
+    def __init__(self, sizes: LlamaSizes, vocabulary: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, sizes.features)
+        self.layers = nn.ModuleList(LlamaBlock(sizes) for _ in range(layers))
+        self.norm = nn.RMSNorm(sizes.features, 1e-5)
+        self.head = nn.Linear(sizes.features, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x))

@@ -30,7 +30,9 @@ __all__ = [
     "UNSHARDED",
     "Version",
     "llama_versions",
+    "llama_plan",
     "mlp_versions",
+    "whole_llama_plan",
 ]
 
 UNSHARDED = "unsharded"
@@ -165,6 +167,20 @@ def llama_plan(library: Any, sequence_parallel: bool, dtensors: bool) -> dict[st
         plan[""] = library.PrepareModuleInput(
             input_layouts=(part, None, None), desired_input_layouts=(part, None, None)
         )
+    return plan
+
+
+def whole_llama_plan(library: Any, layers: int) -> dict[str, Any]:
+    """Megatron's plan with sequence parallelism for `torch_models.Llama`."""
+    part, whole = library.Shard(1), library.Replicate()
+    plan = {
+        "embedding": library.RowwiseParallel(input_layouts=whole, output_layouts=part),
+        "norm": library.SequenceParallel(),
+        "head": library.ColwiseParallel(input_layouts=part, output_layouts=whole),
+    }
+    block = llama_plan(library, sequence_parallel=True, dtensors=False)
+    for i in range(layers):
+        plan.update({f"layers.{i}.{path}": style for path, style in block.items()})
     return plan
 
 
