@@ -85,6 +85,8 @@ class Platform(ABC):
     #: Classes of linear and embedding layers, with where they keep their parameters; subclasses count too.
     linear_kinds: ClassVar[dict[type, ModuleKind]]
     embedding_kinds: ClassVar[dict[type, ModuleKind]]
+    #: class -> how many of the last dimensions its modules normalise.
+    norm_kinds: ClassVar[dict[type, Callable[[Module], int]]] = {}
 
     @classmethod
     @abstractmethod
@@ -104,6 +106,38 @@ class Platform(ABC):
         """Whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
         return _kind_of(module, self.embedding_kinds) is not None
 
+    def normalized_dims(self, module: Module) -> int | None:
+        """How many of the last dimensions ``module`` normalises, if it is a norm of an exactly known class: of the
+        framework, or registered. None for any other module."""
+        dims = self.norm_kinds.get(type(module))
+        return None if dims is None else dims(module)
+
+    def register_norm_module(self, cls: type, *, dims: int = 1) -> None:
+        """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
+
+        Each position of the dimensions before them must be computed alone, and the parameters be read as attributes of
+        the module. Classes derived from ``cls`` are not meant.
+
+        Raises:
+            TypeError: when ``cls`` is no class. ValueError: for a number of dimensions below 1.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import get_platform
+            >>> class ScaleNorm(torch.nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.scale = torch.nn.Parameter(torch.ones(()))
+            ...     def forward(self, x):
+            ...         return self.scale * x / x.norm(dim=-1, keepdim=True)
+            >>> get_platform("torch-cpu").register_norm_module(ScaleNorm)
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"register_norm_module takes a class of modules, got {cls!r}")
+        if dims < 1:
+            raise ValueError(f"a norm normalises at least 1 dimension, got dims={dims!r}")
+        self.norm_kinds[cls] = lambda module: dims
+
     @abstractmethod
     def is_plain_linear(self, module: Module) -> bool:
         """Whether a call of ``module`` is `linear` of its input, its weight and its bias and nothing else: of the
@@ -112,6 +146,29 @@ class Platform(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias`` on plain local tensors. Differentiable."""
+
+    def linear_with_collective(
+        self,
+        collective: str,
+        x: Tensor,
+        weight: Tensor,
+        group: Group,
+        size: int,
+        dim: int,
+        announce: Callable[[str, Tensor], None],
+    ) -> Tensor | None:
+        """`linear` without bias and a collective in one native operation, or None, having done nothing, where the
+        backend has none for these operands or is not asked to use it. Differentiable in ``x`` and ``weight``.
+
+        ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all of them.
+        ``"reduce_scatter"``: this rank's part of that sum along dimension ``dim`` of ``x``, not the last.
+        ``"all_gather"``: ``x`` of all ranks, one after the other along ``dim``, times ``weight.T``; backward sums the
+        gradient of ``x`` over the ranks and gives each its part.
+
+        All ranks must get the same answer, so core asks only where their operands have the same shapes. ``announce``
+        is called with the name and the operand of each collective, in backward too, right before it.
+        """
+        return None
 
     def kind_of(self, module: Module) -> ModuleKind:
         """Where a linear or embedding module keeps its parameters.
@@ -425,6 +482,10 @@ class Platform(ABC):
     @abstractmethod
     def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
         """Slice ``x`` along ``dim``; differentiable."""
+
+    @abstractmethod
+    def chunk(self, x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
+        """The ``count`` equal parts of ``x`` along ``dim``, whose size ``count`` divides. Views where possible."""
 
     @abstractmethod
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:

@@ -97,8 +97,9 @@ def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequenc
     if OBSERVERS:
         _record("all_gather", mesh, mesh_dim, x)
     try:
-        if dim == 0 and platform.supports("all_gather", "", x) and all(n == largest for n in sizes):
-            return platform.all_gather(platform.contiguous(x), mesh.platform_group(mesh_dim), size)
+        if min(sizes) == largest and platform.supports("all_gather", "", x):
+            gathered = platform.all_gather(platform.contiguous(x), mesh.platform_group(mesh_dim), size)
+            return gathered if dim == 0 else platform.cat(platform.chunk(gathered, size, 0), dim)
         parts = _gather_parts(x, mesh, mesh_dim)
     except RuntimeError as error:
         explain_along(error, "all_gather", x, mesh, mesh_dim)
@@ -128,7 +129,10 @@ def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Seq
     try:
         if platform.supports("reduce_scatter", native_op, x):
             largest = max(sizes)
-            if dim != 0 or any(n != largest for n in sizes):
+            if min(sizes) == largest:
+                if dim != 0:
+                    x = platform.cat(platform.chunk(x, size, dim), 0)
+            else:
                 parts = [_pad(_part(x, dim, sizes, i, platform), dim, largest, platform) for i in range(size)]
                 x = platform.cat(parts, 0)
             y = platform.reduce_scatter(platform.contiguous(x), native_op, group, size)

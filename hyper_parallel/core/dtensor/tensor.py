@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistri
 from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.platform import Platform
 
-__all__ = ["DTensor", "bind_platform"]
+__all__ = ["DTensor", "bind_platform", "dtensor_class"]
 
 _BOUND: dict[Platform, type] = {}
 #: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
@@ -198,6 +198,11 @@ def bind_platform(platform: Platform) -> Platform:
     if platform not in _BOUND:
         _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
     return platform
+
+
+def dtensor_class(platform: Platform) -> type:
+    """The class of the platform's DTensors."""
+    return _BOUND[bind_platform(platform)]
 
 
 def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:

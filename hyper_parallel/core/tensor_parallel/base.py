@@ -10,7 +10,8 @@ from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
+from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
 __all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "mark_applied", "name_module", "title"]
 
@@ -65,34 +66,45 @@ class ModuleStyle(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         self._partition(module, device_mesh)
-        local = self._local_forward(module, device_mesh)
-        device_mesh.platform.replace_forward(module, lambda forward: self._forward(forward, local, device_mesh))
+        device_mesh.platform.replace_forward(
+            module,
+            lambda forward: self._forward(forward, self._local_forward(module, forward, device_mesh), device_mesh),
+        )
         mark_applied(module, self)
         return module
 
-    def _forward(
-        self, forward: Callable[..., Any], local: Callable[[Any, Any], Any] | None, mesh: DeviceMesh
-    ) -> Callable[..., Any]:
-        """What a call of the module runs in place of ``forward``: that, between the styles' conversions, or ``local``
-        for a plain tensor alone."""
-        plain = mesh.platform.Tensor
+    def _forward(self, forward: Callable[..., Any], local: LocalForward | None, mesh: DeviceMesh) -> Callable[..., Any]:
+        """What a call of the module runs in place of ``forward``: ``local`` for a single input that it knows, else that
+        between the styles' conversions."""
+        plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
-        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if local is not None and len(args) == 1 and type(args[0]) is plain and not kwargs:
-                try:
-                    return local(module, args[0])
-                except Exception:
-                    # An input that does not fit is explained here; this communicates nothing where `local` is known.
-                    self._before(module, args, kwargs, mesh)
-                    raise
+        def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = self._before(module, args, kwargs, mesh)
             return self._after(module, forward(module, *args, **kwargs), mesh)
 
+        if local is None:
+            return convert
+        by_class = {plain: local.plain, distributed: local.distributed}
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and not kwargs:
+                run_local = by_class.get(type(args[0]))
+                if run_local is not None:
+                    try:
+                        y = run_local(module, args[0])
+                    except Exception:
+                        # An input that does not fit is explained here; this communicates nothing where it fits.
+                        self._before(module, args, kwargs, mesh)
+                        raise
+                    if y is not NotImplemented:
+                        return y
+            return convert(module, *args, **kwargs)
+
         return run
 
-    def _local_forward(self, module: Any, mesh: DeviceMesh) -> Callable[[Any, Any], Any] | None:
-        """``local(module, x)`` for a plain ``x``, without distributed tensors, where style and module are such that all
-        is known now; else None. It must do what `_before`, the module's forward and `_after` do."""
+    def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
+        """A shorter way for single inputs, where style and module are such that all is known now; else None. It must
+        do what `_before`, the module's forward and `_after` do."""
         return None
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:

@@ -1,56 +1,225 @@
-"""Parallel linear layers on plain tensors: the local operation and the collectives that the plan fixed, nothing else.
+"""Parallel linear layers as the local operation and the collectives that the plan fixed, nothing else.
 
-What a style does for a plain input and a local output needs no distributed tensor at run time: its parts are these.
-Megatron's column- and row-parallel linear layers (Shoeybi et al. 2019), as functions of the module, so that a copy of
-the module computes with its own parameters.
+Megatron's column- and row-parallel linear layers (Shoeybi et al. 2019; with the sequence sharded Korthikanti et al.
+2022) as functions of the module, so that a copy of the module computes with its own parameters. They stand for the
+conversions of the style and the dispatch of the operation where both are known beforehand: for a plain input, and for a
+distributed one that is placed as the style wants it. What either would have to look up is looked up once for each shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.redistribute import linear_input_view
-from hyper_parallel.core.dtensor.transitions import transitions_of
+from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.redistribute import linear_input_view, partial_grad_view, plan_redistribution
+from hyper_parallel.core.dtensor.transitions import summation, transitions_of
 
-__all__ = ["column_forward", "row_forward"]
+__all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
+
+_FIRST = (0,)
+_MAX_SHAPES = 1 << 10
 
 
-def column_forward(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
-    """``local(module, x)``: x (..., in), the same on every rank -> this rank's features (..., out / ranks).
+@dataclass(frozen=True)
+class LocalForward:
+    """What a module runs in place of its forward, by what its only input is.
 
-    The gradient of ``x`` is all-reduced, once for all such layers that read it.
+    Both give NotImplemented, having done nothing, for an input that they do not know.
+
+    Attributes:
+        plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
+        distributed: ``distributed(module, x)`` for a DTensor.
+    """
+
+    plain: Callable[[Any, Any], Any] | None
+    distributed: Callable[[Any, Any], Any]
+
+
+class _Table(dict):
+    """What ``make`` gives for a global shape or a layout, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> Any:
+        if len(self) >= _MAX_SHAPES:
+            self.clear()
+        value = self[key] = self._make(key)
+        return value
+
+    def __deepcopy__(self, memo: dict) -> _Table:
+        return self
+
+
+def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_local_output: bool) -> LocalForward:
+    """X (..., in), the same on every rank -> this rank's features (..., out / ranks).
+
+    The gradient of ``x`` is all-reduced, once for all such layers that read it; or reduce-scattered, where ``x`` was
+    gathered from shards.
+
+    Args:
+        mesh: 1-D mesh.
+        weight: layout of the weight.
+        takes_plain: whether a plain input is as described.
+        use_local_output: give a plain tensor.
     """
     platform = mesh.platform
     linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
-    view = linear_input_view(mesh, (0,))
+    wrap, view = platform.wrap, linear_input_view(mesh, _FIRST)
+    (shard,), features = weight.placements, weight.shape[0]
 
-    def local(module: Any, x: Any) -> Any:
+    def output_of(shape: tuple[int, ...]) -> Layout:
+        placement = shard.with_dim(len(shape) - 1)  # type: ignore[attr-defined]
+        return get_layout(mesh, (placement,), (*shape[:-1], features))
+
+    by_shape = _Table(output_of)
+    by_layout = _Table(lambda x: output_of(tuple(x.shape)) if x.ndim and _is_placed(x, mesh, Replicate()) else None)
+
+    def plain(module: Any, x: Any) -> Any:
         weight, bias = _weight_and_bias(module, own_parameters(module))
         with no_dispatch():
             rows = view(x, weight)
             y = linear(rows, weight, bias)
-            return y if rows.ndim == x.ndim else y.reshape((*x.shape[:-1], y.shape[-1]))
+            if rows.ndim != x.ndim:
+                y = y.reshape((*x.shape[:-1], y.shape[-1]))
+            return y if use_local_output else wrap(y, by_shape[x.shape])
 
-    return local
-
-
-def row_forward(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
-    """``local(module, x)``: x (..., in / ranks), this rank's features -> (..., out), the same on every rank, by one
-    all-reduce; the bias is added afterwards, once."""
-    platform = mesh.platform
-    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
-    reduce = transitions_of(platform).sum_new(mesh, 0)
-
-    def local(module: Any, x: Any) -> Any:
+    def distributed(module: Any, x: Any) -> Any:
+        output = by_layout[x._layout]
+        if output is None:
+            return NotImplemented
         weight, bias = _weight_and_bias(module, own_parameters(module))
         with no_dispatch():
-            y = reduce(linear(x, weight, None))
-            # Not the operator: Python would ask the class of the distributed bias first.
-            return y if bias is None else y.add(bias)
+            y = linear(partial_grad_view(x, _FIRST), weight, bias)
+            return y if use_local_output else wrap(y, output)
 
-    return local
+    return LocalForward(plain if takes_plain else None, distributed)
+
+
+def row_forward(
+    mesh: DeviceMesh, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool
+) -> LocalForward:
+    """X (..., in / ranks), this rank's features -> (..., out), summed over the ranks: the same on every rank by one
+    all-reduce, or sharded by one reduce-scatter. The bias is added once.
+
+    Args:
+        mesh: 1-D mesh.
+        weight: layout of the weight.
+        desired: `Replicate`, or a `Shard` of another dimension than the features.
+        takes_plain: whether a plain input is as described.
+        use_local_output: give a plain tensor.
+    """
+    platform, transitions = mesh.platform, transitions_of(mesh.platform)
+    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
+    whole = desired is Replicate()
+    all_reduce, run, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
+    of_one_rank = summation(mesh, 0).reversed
+    (shard,), features = weight.placements, weight.shape[0]
+
+    def output_of(shape: tuple[int, ...]) -> tuple[Any, Layout] | None:
+        """For the global shape of an input: the step from summands to the output, and the layout of that; None where
+        they are not as described."""
+        ndim = len(shape)
+        if isinstance(desired, Shard) and not 0 <= desired.dim % max(ndim, 1) < ndim - 1:
+            return None
+        summands = get_layout(mesh, (Partial(),), (*shape[:-1], features))
+        output = summands.with_placements((desired,))
+        return plan_redistribution(summands, output)[0], output
+
+    def output_of_layout(x: Layout) -> tuple[Any, Layout] | None:
+        return output_of(tuple(x.shape)) if _is_placed(x, mesh, shard.with_dim(x.ndim - 1)) else None  # type: ignore[attr-defined]
+
+    by_shape, by_layout = _Table(output_of), _Table(output_of_layout)
+
+    def forward(module: Any, x: Any, output: tuple[Any, Layout]) -> Any:
+        weight, bias = _weight_and_bias(module, own_parameters(module))
+        with no_dispatch():
+            if whole:
+                y = all_reduce(linear(x, weight, None))
+                if bias is not None:
+                    y = _add(y, bias, platform)
+            else:
+                # In one of the summands, of which every rank gets the whole gradient back.
+                y = run(linear(x, weight, None if bias is None else run(bias, of_one_rank)), output[0])
+            return y if use_local_output else wrap(y, output[1])
+
+    def plain(module: Any, x: Any) -> Any:
+        output = by_shape[x.shape]
+        return NotImplemented if output is None else forward(module, x, output)
+
+    def distributed(module: Any, x: Any) -> Any:
+        output = by_layout[x._layout]
+        return NotImplemented if output is None else forward(module, x, output)
+
+    return LocalForward(plain if takes_plain else None, distributed)
+
+
+def norm_forward(
+    mesh: DeviceMesh, forward: Callable[[Any, Any], Any], dim: int, normalized: int, use_local_output: bool
+) -> LocalForward:
+    """A norm of replicated parameters on a shard of dimension ``dim``, which is none of those that it normalises.
+
+    A shard gives a part of the parameters' gradients, which are all-reduced.
+
+    Args:
+        mesh: 1-D mesh.
+        forward: forward of the module's class.
+        dim: sharded dimension of the input.
+        normalized: how many of the last dimensions are normalised.
+        use_local_output: give a plain tensor.
+    """
+    platform = mesh.platform
+    no_dispatch, own_parameters, wrap = platform.no_dispatch, platform.own_parameters, platform.wrap
+
+    def shard_of(ndim: int) -> Placement | None:
+        place = dim + ndim if dim < 0 else dim
+        return Shard(place) if 0 <= place < ndim - normalized else None
+
+    def layout_of_shards(shape: tuple[int, ...]) -> Layout | None:
+        """The layout of which ``shape`` is a shard of the same size as all others."""
+        shard: Any = shard_of(len(shape))
+        if shard is None:
+            return None
+        whole = (*shape[: shard.dim], shape[shard.dim] * mesh.size(), *shape[shard.dim + 1 :])
+        return get_layout(mesh, (shard,), whole)
+
+    by_shape = _Table(layout_of_shards)
+    by_layout = _Table(lambda x: x if (p := shard_of(x.ndim)) is not None and _is_placed(x, mesh, p) else None)
+
+    def run(module: Any, x: Any, layout: Layout | None) -> Any:
+        if layout is None:
+            return NotImplemented
+        own: Any = own_parameters(module)
+        with no_dispatch():
+            whole = [(name, p) for name, p in own.items() if p is not None]
+            try:
+                # The module's own forward finds them where its parameters are.
+                for name, p in whole:
+                    own[name] = partial_grad_view(p, _FIRST)
+                y = forward(module, x)
+            finally:
+                for name, p in whole:
+                    own[name] = p
+            return y if use_local_output else wrap(y, layout)
+
+    return LocalForward(
+        lambda module, x: run(module, x, by_shape[x.shape]), lambda module, x: run(module, x, by_layout[x._layout])
+    )
+
+
+def _add(y: Any, bias: Any, platform: Any) -> Any:
+    # Automatic mixed precision computes in another dtype than that of the parameters.
+    # Not the operator: Python would ask the class of the distributed bias first.
+    return y.add(bias if bias.dtype == y.dtype else platform.to_dtype(bias, y.dtype))
+
+
+def _is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
+    return layout.mesh is mesh and layout.placements[0] is placement
 
 
 def _weight_and_bias(module: Any, own: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import leave, place
+from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, norm_forward
 
 __all__ = ["SequenceParallel"]
 
@@ -42,6 +44,12 @@ class SequenceParallel(ModuleStyle):
         (shard,) = self.sequence_sharding
         what = f"the input of {title(module)}"
         return self._on_first_input(args, kwargs, lambda x: place(x, mesh, shard, shard, what), title(module))
+
+    def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
+        normalized = mesh.platform.normalized_dims(module)
+        if normalized is None:
+            return None
+        return norm_forward(mesh, forward, self.sequence_sharding[0].dim, normalized, self.use_local_output)
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         return leave(output, mesh, None, self.use_local_output, f"the output of {title(module)}")

@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
 from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
-from hyper_parallel.core.tensor_parallel.local_forward import column_forward, row_forward
+from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.base import ModuleKind
 
@@ -116,20 +116,25 @@ class _WeightParallel(ModuleStyle):
                 desired = None
         return leave(output, mesh, desired, self.use_local_output, f"the output of {title(module)}")
 
-    def _local_forward(self, module: Any, mesh: DeviceMesh) -> Callable[[Any, Any], Any] | None:
+    def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         platform = mesh.platform
-        known = platform.is_plain_linear(module) and self.use_local_output and not self._whole(mesh)
-        if not known or self.input_layouts[0] is not self._default_input:
+        if not platform.is_plain_linear(module) or self._whole(mesh):
             return None
-        weight = getattr(module, platform.kind_of(module).weight)
+        weight = getattr(module, platform.kind_of(module).weight)._layout
         (shard,) = weight.placements
         if 0 in shard_sizes(shard, weight.shape[shard.dim], mesh.size()):
             # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go
             # one way.
             return None
+        takes_plain = self.input_layouts[0] is self._default_input
+        desired = self.output_layouts[0]
         if self._splits_outputs:
-            return column_forward(mesh) if self.output_layouts[0] is Shard(-1) else None
-        return row_forward(mesh) if self.output_layouts[0] is Replicate() else None
+            if desired is not Shard(-1):
+                return None
+            return column_forward(mesh, weight, takes_plain, self.use_local_output)
+        if desired.is_partial() or isinstance(desired, PackedShard):
+            return None
+        return row_forward(mesh, weight, desired, takes_plain, self.use_local_output)
 
     def _whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""

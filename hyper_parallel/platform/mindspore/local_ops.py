@@ -25,6 +25,9 @@ class LocalVerbs:
     def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
         return mint.narrow(x, dim, start, length)
 
+    def chunk(self, x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
+        return mint.chunk(x, count, dim)
+
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
         return mint.cat(list(xs), dim)
 

@@ -28,6 +28,9 @@ class ModuleVerbs:
         nn.EmbeddingLookup: ModuleKind("embedding_table", None),
         mint.nn.Embedding: ModuleKind(bias=None),
     }
+    norm_kinds: ClassVar[dict[type, Callable[[Any], int]]] = {
+        mint.nn.LayerNorm: lambda module: len(module.normalized_shape)
+    }
 
     def is_tensor(self, x: Any) -> bool:
         return isinstance(x, Tensor)

@@ -75,9 +75,13 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.narrow`."""
         return x.narrow(dim, start, length)
 
+    def chunk(self, x: torch.Tensor, count: int, dim: int) -> Sequence[torch.Tensor]:
+        """See `Platform.chunk`."""
+        return x.chunk(count, dim)
+
     def cat(self, xs: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """See `Platform.cat`."""
-        return torch.cat(tuple(xs), dim)
+        return torch.cat(xs if type(xs) is tuple else tuple(xs), dim)
 
     def contiguous(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.contiguous`."""

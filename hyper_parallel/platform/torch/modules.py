@@ -28,6 +28,10 @@ class ModuleVerbs(Platform):
 
     linear_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Linear: ModuleKind()}
     embedding_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Embedding: ModuleKind(bias=None)}
+    norm_kinds: ClassVar[dict[type, Callable[[Any], int]]] = {
+        nn.LayerNorm: lambda module: len(module.normalized_shape),
+        nn.RMSNorm: lambda module: len(module.normalized_shape),
+    }
 
     def named_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """See `Platform.named_modules`."""
