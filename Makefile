@@ -1,5 +1,6 @@
 # make test [PLATFORM=mindspore]          all tests, or those of one backend, with coverage
 # make test-npu                           those of torch-npu, on simulated NPUs
+# make readme-table                       the README's table of backends, from the last run of the tests
 # make demo [PLATFORM=mindspore] [TP=2]   train a small Llama on TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make lint                               ruff and mypy
@@ -23,7 +24,13 @@ endif
 
 DEMO_PLATFORM := $(or $(PLATFORM),torch-cpu)
 
-.PHONY: test test-npu demo bench lint clean
+# Without a GPU the tests of torch-cuda use fake tensors, for which the torch of torch-cpu will do.
+ENVIRONMENT := $(PLATFORM)
+ifeq ($(PLATFORM)$(shell command -v nvidia-smi),torch-cuda)
+ENVIRONMENT := torch-cpu
+endif
+
+.PHONY: test test-npu readme-table demo bench lint clean
 
 ifeq ($(PLATFORM),)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.
@@ -31,12 +38,15 @@ test: .venv/all/.ready
 	@$(MAKE) --no-print-directory .venv/torch-npu/.ready || echo "no environment for torch-npu: see above"
 	PYTHON=$(CURDIR)/.venv/all/bin/python PYTHON_NPU=$(CURDIR)/.venv/torch-npu/bin/python ci/all
 else
-test: .venv/$(PLATFORM)/.ready
-	PYTHON=$(CURDIR)/.venv/$(PLATFORM)/bin/python ci/$(PLATFORM)
+test: .venv/$(ENVIRONMENT)/.ready
+	PYTHON=$(CURDIR)/.venv/$(ENVIRONMENT)/bin/python ci/$(PLATFORM)
 endif
 
 test-npu:
 	@$(MAKE) --no-print-directory test PLATFORM=torch-npu
+
+readme-table:
+	$(PYTHON) ci/table.py
 
 # Without CANN, NPUs are simulated.
 DEMO_PYTHON := .venv/$(DEMO_PLATFORM)/bin/python

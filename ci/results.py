@@ -1,0 +1,151 @@
+"""What gates found: one row a backend, kept as JSON, shown as a table in a terminal and in Markdown.
+
+`ci/gate.py` writes ``build/gate/table.{json,md}``; `ci/table.py` and `ci/hardware/report.py` read the JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+__all__ = ["AREAS", "OWN", "Area", "Row", "from_dict", "markdown", "read", "stamp", "terminal", "write"]
+
+CORE = "hyper_parallel/core"
+TENSOR_PARALLEL = "hyper_parallel/core/tensor_parallel"
+#: Below this, an area is of the backend itself.
+OWN = "hyper_parallel/platform"
+AREAS = ("core", "tensor_parallel", "own_folder")
+COLUMNS = ["backend", "passed", "failed", "skipped", *AREAS, "at_least", "seconds", "verdict"]
+
+
+@dataclass
+class Area:
+    """A folder or file of the package: how much of it was reached, and the least that is accepted, in percent."""
+
+    path: str
+    least: float
+    reached: float
+
+    @property
+    def missed(self) -> bool:
+        """Whether too little was reached."""
+        return self.reached < self.least
+
+
+@dataclass
+class Row:
+    """What a gate found about one backend.
+
+    Attributes:
+        backend: name of the backend, or ``"unit"``.
+        device: what its tests ran on: ``"CPU"``, ``"GPU"``, ``"fake GPU"``, ``"NPU"``, ``"simulated NPU"``.
+        passed, failed, skipped: numbers of tests.
+        seconds: that they took.
+        areas: what is measured.
+        problem: why the gate failed.
+        left_out: why nothing was run.
+        commit, date: of the run.
+    """
+
+    backend: str
+    device: str = ""
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    areas: list[Area] = field(default_factory=list)
+    problem: str = ""
+    left_out: str = ""
+    commit: str = ""
+    date: str = ""
+
+    @property
+    def name(self) -> str:
+        """Backend and device."""
+        return f"{self.backend} ({self.device})" if self.device else self.backend
+
+    @property
+    def verdict(self) -> str:
+        """What the last column says."""
+        return f"FAIL: {self.problem}" if self.problem else f"LEFT OUT: {self.left_out}" if self.left_out else "ok"
+
+    def area(self, column: str) -> Area | None:
+        """The area of one of the columns ``core``, ``tensor_parallel`` and ``own_folder``; None when not measured."""
+        wanted = {"core": CORE, "tensor_parallel": TENSOR_PARALLEL}.get(column)
+        of_column = (a for a in self.areas if (a.path == wanted if wanted else a.path.startswith(OWN)))
+        return min(of_column, key=lambda area: area.reached - area.least, default=None)
+
+    def coverage(self, column: str) -> str:
+        """Percentage reached, rounded down (99.96 is not 100), or a dash."""
+        area = self.area(column)
+        return "-" if area is None else f"{int(area.reached * 10) / 10:g}%"
+
+    def cells(self) -> list[str]:
+        """The columns of the table."""
+        least = [area and f"{area.least:g}%" for area in map(self.area, AREAS)]
+        return [
+            self.name,
+            *map(str, (self.passed, self.failed, self.skipped)),
+            *map(self.coverage, AREAS),
+            " / ".join(text or "-" for text in least) if any(least) else "-",
+            f"{self.seconds:.0f}",
+            self.verdict,
+        ]
+
+
+def stamp(root: Path, rows: Iterable[Row]) -> None:
+    """Write into rows which commit of the project in ``root`` they are about, and that they are of today."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=root, check=False, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=10", "HEAD") or "unknown"
+    changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    for row in rows:
+        row.commit, row.date = commit + changed, datetime.now(timezone.utc).date().isoformat()
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> list[Row]:
+    """Read what `write` wrote.
+
+    Raises:
+        SystemExit: when there is no such file.
+    """
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: run the gates first, make test or ci/<backend>")
+    return [from_dict(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+
+
+def from_dict(row: dict) -> Row:
+    """The row of which ``dataclasses.asdict`` made ``row``."""
+    return Row(**{**row, "areas": [Area(**area) for area in row["areas"]]})
+
+
+def terminal(rows: Iterable[Row]) -> str:
+    """The table for a terminal, in columns; a wide verdict comes last."""
+    lines = [[name.replace("_", " ") for name in COLUMNS], *(row.cells() for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS) - 1)]
+    rendered = []
+    for line in lines:
+        first, *numbers = (f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(line[:-1]))
+        rendered.append("  ".join([first, *numbers, line[-1]]))
+    return "\n".join(rendered)
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """The same table in Markdown."""
+    head = [name.replace("_", " ") for name in COLUMNS]
+    rules = ["---", *["---:"] * (len(COLUMNS) - 2), "---"]
+    lines = [head, rules, *(row.cells() for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

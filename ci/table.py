@@ -1,0 +1,136 @@
+"""Write the README's table of what works on which backend from what the gates found.
+
+    make test && make readme-table        # or: ci/torch-cpu && python3 ci/table.py
+
+Takes the rows of ``build/gate/table.json`` over into ``ci/last_results.json``, where each backend keeps the result of
+its last run, and writes the section between the two markers in README.md from that file and from the reports in
+``ci/hardware/``. Both are committed. Rows of gates that failed or were left out are not taken over: the command then
+ends with an error that names them. Rows of real devices are shown from their reports only, which name the device.
+``--check`` changes nothing and ends with an error when README.md is not what it would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import results
+from results import Row
+
+__all__ = ["BEGIN", "END", "merge", "section", "with_section"]
+
+ROOT = Path(__file__).resolve().parent.parent
+LAST = Path("ci") / "last_results.json"
+BEGIN = "<!-- made by ci/table.py from ci/last_results.json and ci/hardware/: do not edit -->"
+END = "<!-- end of what ci/table.py made -->"
+#: What is shown, in this order: (backend, device) -> how it runs there.
+SHOWN = {
+    ("torch-cpu", "CPU"): "gloo; conformance suite on 1 to 4 ranks, `tests/torch`",
+    ("mindspore", "CPU"): "mccl; conformance suite on 1 to 4 ranks, `tests/mindspore`",
+    ("torch-npu", "simulated NPU"): (
+        "the real torch_npu 2.13.0 on a [simulated CANN runtime](docs/simulated_npu.md); conformance suite on 1 to 4 "
+        "ranks, `tests/torch`, `tests/npu`"
+    ),
+    ("torch-cuda", "fake GPU"): (
+        "[fake tensors](docs/gates.md#torch-cuda-without-a-gpu) of device `cuda`, no data, no nccl: devices, shapes, "
+        "dtypes, placements, collectives; `tests/fake_cuda`"
+    ),
+}
+#: What only hardware can show: (backend, device) -> how it would run there.
+ON_HARDWARE = {
+    ("torch-cuda", "GPU"): "nccl, and gloo where ranks share a GPU; conformance suite, `tests/torch`, `tests/cuda`",
+    ("torch-npu", "NPU"): "hccl; conformance suite, `tests/torch`, `tests/npu`",
+    ("mindspore", "NPU"): "hccl; conformance suite, `tests/mindspore`",
+}
+
+
+def merge(last: list[Row], new: list[Row]) -> list[Row]:
+    """The rows of ``last``, those replaced that ``new`` has too; only what `SHOWN` names, and in its order."""
+    found = {(row.backend, row.device): row for row in [*last, *new]}
+    return [found[key] for key in SHOWN if key in found]
+
+
+def section(rows: list[Row], hardware: list[dict]) -> str:
+    """The section of the README, without its markers.
+
+    Args:
+        rows: of ``ci/last_results.json``.
+        hardware: the reports in ``ci/hardware/``.
+    """
+    ran = {(row.backend, row.device): row for row in rows}
+    lines = [
+        "| backend | tests passed | coverage of core | tensor_parallel | its own code | last run |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for (backend, device), how in SHOWN.items():
+        row = ran.get((backend, device))
+        lines.append(_line(row, device, how) if row else _missing(backend, device, how, "not yet"))
+    hardware = sorted(hardware, key=lambda report: report["row"]["date"])  # the newest one is shown
+    reports = {(report["backend"], report["device"]): report for report in hardware}
+    for (backend, device), how in ON_HARDWARE.items():
+        report = reports.get((backend, device))
+        if report:
+            row = results.from_dict(report["row"])
+            lines.append(_line(row, f"{device}: {report['facts']['device name']}", how))
+        else:
+            lines.append(_missing(backend, device, how, "**NOT run on hardware yet**"))
+    return "\n".join(lines)
+
+
+def _line(row: Row, device: str, how: str) -> str:
+    skipped = f" ({row.skipped} skipped)" if row.skipped else ""
+    areas = " | ".join(row.coverage(column).replace("%", " %") for column in results.AREAS)
+    what = f"`{row.backend}` on {device}: {how}"
+    return f"| {what} | {row.passed}{skipped} | {areas} | {row.date}, `{row.commit}` |"
+
+
+def _missing(backend: str, device: str, how: str, word: str) -> str:
+    return f"| `{backend}` on {device}: {how} | - | - | - | - | {word} |"
+
+
+def with_section(readme: str, text: str) -> str:
+    """``readme`` with ``text`` between its markers.
+
+    Raises:
+        SystemExit: when it does not have each marker once.
+    """
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise SystemExit(f"README.md must have these lines once each:\n{BEGIN}\n{END}")
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+
+
+def hardware_reports(root: Path) -> list[dict]:
+    """The reports in ``ci/hardware/``."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / "ci" / "hardware").glob("*.json"))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="the project")
+    parser.add_argument("--check", action="store_true", help="only see whether README.md is as it must be")
+    arguments = parser.parse_args(argv)
+    root, readme = arguments.root, arguments.root / "README.md"
+    rows = results.read(root / LAST) if (root / LAST).exists() else []
+    before, refused = readme.read_text(encoding="utf-8"), []
+    if not arguments.check:
+        new = results.read(root / "build" / "gate" / "table.json")
+        refused = [row for row in new if row.verdict != "ok"]
+        rows = merge(rows, [row for row in new if row not in refused])
+        results.write(root / LAST, rows)
+    after = with_section(before, section(rows, hardware_reports(root)))
+    if arguments.check:
+        if after != before:
+            print("README.md was edited between the markers of ci/table.py: make readme-table", file=sys.stderr)
+        return int(after != before)
+    readme.write_text(after, encoding="utf-8")
+    for row in refused:
+        print(f"{row.name} is not taken over: {row.verdict}", file=sys.stderr)
+    return int(bool(refused))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
