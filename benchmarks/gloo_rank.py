@@ -12,8 +12,8 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.ranks import wall_times, write_result
 from benchmarks.report import Goal, Result, Table
+from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.timing import Step, ratios, spread
-from benchmarks.torch_models import LlamaSizes, MlpSizes
 from benchmarks.torch_versions import TEXTBOOK, TUNED, UNSHARDED, Version, llama_versions, mlp_versions
 
 MLP = MlpSizes(batch=256, features=512, hidden=2048)

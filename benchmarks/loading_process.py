@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.plans import whole_llama_plan
 from benchmarks.ranks import write_result
 from benchmarks.report import Result, Table
+from benchmarks.sizes import LlamaSizes
 from benchmarks.torch_groups import fake_group
-from benchmarks.torch_models import Llama, LlamaSizes
-from benchmarks.torch_versions import HYPER_PARALLEL, LIBRARIES, TORCH, whole_llama_plan
+from benchmarks.torch_models import Llama
+from benchmarks.torch_versions import HYPER_PARALLEL, LIBRARIES, TORCH
 
 __all__ = ["LAYERS", "RANKS", "SIZES", "VOCABULARY", "WAYS"]
 

@@ -16,8 +16,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh as torch_device_mesh
 
 import hyper_parallel
+from benchmarks.plans import llama_plan, mlp_plan
+from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.torch_hand_written import Textbook, Tuned, hand_written_block, hand_written_mlp
-from benchmarks.torch_models import LlamaBlock, LlamaSizes, Mlp, MlpSizes, rotary_tables
+from benchmarks.torch_models import LlamaBlock, Mlp, rotary_tables
 
 __all__ = [
     "DTENSORS",
@@ -30,9 +32,7 @@ __all__ = [
     "UNSHARDED",
     "Version",
     "llama_versions",
-    "llama_plan",
     "mlp_versions",
-    "whole_llama_plan",
 ]
 
 UNSHARDED = "unsharded"
@@ -101,18 +101,6 @@ def _seeded(make: Callable[[], Any], device: str) -> Any:
     return make().to(device)
 
 
-def mlp_plan(library: Any, dtensors: bool) -> dict[str, Any]:
-    """Megatron's plan: plain tensors between modules, or DTensors."""
-    plan = {
-        "up": library.ColwiseParallel(use_local_output=not dtensors),
-        "down": library.RowwiseParallel(use_local_output=not dtensors),
-    }
-    if dtensors:
-        whole = library.Replicate()
-        plan[""] = library.PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,))
-    return plan
-
-
 def mlp_versions(sizes: MlpSizes, device: str = "cpu") -> list[Version]:
     """Every version of the MLP."""
     generator = torch.Generator().manual_seed(2)
@@ -136,52 +124,6 @@ def mlp_versions(sizes: MlpSizes, device: str = "cpu") -> list[Version]:
         start = library.DTensor.from_local(cotangent, mesh, [library.Replicate()]) if dtensors else cotangent
         versions.append(version(name, parallel, start))
     return versions
-
-
-def llama_plan(library: Any, sequence_parallel: bool, dtensors: bool) -> dict[str, Any]:
-    """Megatron's plan with or without sequence parallelism: plain tensors between modules where the plan allows it, or
-    DTensors everywhere."""
-    whole = library.Replicate()
-    part = library.Shard(1) if sequence_parallel else whole
-    column, row = (
-        (lambda **layouts: library.ColwiseParallel(use_local_output=not dtensors, **layouts)),
-        (lambda **layouts: library.RowwiseParallel(use_local_output=not dtensors, **layouts)),
-    )
-    plan = {
-        "attention.wq": column(),
-        "attention.wk": column(),
-        "attention.wv": column(),
-        "attention.wo": row(output_layouts=part),
-        "feed_forward.w1": column(),
-        "feed_forward.w3": column(),
-        "feed_forward.w2": row(output_layouts=part),
-    }
-    if sequence_parallel:
-        # In attention, the rotary tables stay as they are.
-        plan["attention_norm"] = plan["ffn_norm"] = library.SequenceParallel()
-        plan["attention"] = library.PrepareModuleInput(
-            input_layouts=(part, None, None), desired_input_layouts=(whole, None, None)
-        )
-        plan["feed_forward"] = library.PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
-    if dtensors:
-        plan[""] = library.PrepareModuleInput(
-            input_layouts=(part, None, None), desired_input_layouts=(part, None, None)
-        )
-    return plan
-
-
-def whole_llama_plan(library: Any, layers: int) -> dict[str, Any]:
-    """Megatron's plan with sequence parallelism for `torch_models.Llama`."""
-    part, whole = library.Shard(1), library.Replicate()
-    plan = {
-        "embedding": library.RowwiseParallel(input_layouts=whole, output_layouts=part),
-        "norm": library.SequenceParallel(),
-        "head": library.ColwiseParallel(input_layouts=part, output_layouts=whole),
-    }
-    block = llama_plan(library, sequence_parallel=True, dtensors=False)
-    for i in range(layers):
-        plan.update({f"layers.{i}.{path}": style for path, style in block.items()})
-    return plan
 
 
 def llama_versions(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.report import Goal, Result, Table
+from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.timing import Effort
 from benchmarks.torch_groups import fake_group
-from benchmarks.torch_models import LlamaSizes, MlpSizes
 from benchmarks.torch_traffic import Traffic, count_collectives
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
 

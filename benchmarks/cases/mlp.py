@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.report import Result
+from benchmarks.sizes import MlpSizes
 from benchmarks.timing import Effort
 from benchmarks.torch_groups import fake_group
-from benchmarks.torch_models import MlpSizes
 from benchmarks.torch_passes import FORWARD, FORWARD_AND_BACKWARD, NO_GRAD, limits, time_pass
 from benchmarks.torch_versions import mlp_versions
 

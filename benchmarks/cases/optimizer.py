@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.plans import llama_plan
 from benchmarks.report import Goal, Result, Table
+from benchmarks.sizes import LlamaSizes
 from benchmarks.timing import Effort, Step, interleaved, ratios, spread
 from benchmarks.torch_groups import fake_group
-from benchmarks.torch_models import LlamaBlock, LlamaSizes
+from benchmarks.torch_models import LlamaBlock
 from benchmarks.torch_traffic import count_collectives
-from benchmarks.torch_versions import HYPER_PARALLEL, LIBRARIES, TORCH, llama_plan
+from benchmarks.torch_versions import HYPER_PARALLEL, LIBRARIES, TORCH
 
 __all__ = ["run"]
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 import hyper_parallel
+from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.torch_groups import fake_group
-from benchmarks.torch_models import LlamaSizes, MlpSizes
 from benchmarks.torch_traffic import Traffic, count_collectives
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
 
