@@ -410,6 +410,26 @@ class Platform(ABC):
         ``ctx.saved_tensors``. Interception is off in both.
         """
 
+    def autograd_pair(
+        self, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., Tensor]
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """As `autograd_function`, with two results. ``backward(ctx, first, second)`` gets None for the cotangent of a
+        result that nothing was computed from. None where a framework cannot tell."""
+        return None
+
+    def gradient_view(self, convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """``view(x)``: the data of ``x``, which requires a gradient, not to be written to; its cotangent reaches ``x``
+        as ``convert(cotangent)``. ``convert`` is recorded when gradients of gradients are asked for. Called with
+        interception off, as the view is used."""
+
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return self.detach(x)
+
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            return convert(cotangent)
+
+        return self.autograd_function(forward, backward)
+
     def linear_view(
         self, convert: Callable[[Tensor], Tensor], key: Any
     ) -> Callable[[Tensor, Tensor], Tensor | None] | None:

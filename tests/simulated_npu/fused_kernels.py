@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch._C import DisableTorchFunction
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.simulated_npu import attention
+from tests.simulated_npu import attention, collective_kernels
 from tests.simulated_npu.aliasing import host_alias, is_on_device, to_device
 from tests.simulated_npu.aten_kernels import draw_offset
 
@@ -134,6 +134,8 @@ def install() -> None:
                 kernel: Callable[..., Any] = unchanged
             elif operator in KERNELS:
                 kernel = _on_host(KERNELS[operator])
+            elif operator in collective_kernels.KERNELS:
+                kernel = collective_kernels.KERNELS[operator]
             elif operator in attention.RANDOM_KERNELS:
                 kernel = _on_host(attention.RANDOM_KERNELS[operator], random=True)
             else:

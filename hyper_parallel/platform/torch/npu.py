@@ -7,12 +7,14 @@ process with another accelerator.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.platform.torch.base import TorchPlatform
 from hyper_parallel.platform.torch.op_table import OP_TABLE, fused_npu
 
@@ -42,7 +44,12 @@ class TorchNpuPlatform(TorchPlatform):
     all_reduce_dtypes = _ALL_REDUCED
     reduce_scatter_dtypes = _REDUCE_SCATTERED
 
+    #: Whether linear layers and their collectives run as one operator of torch_npu where there is one. Not by itself:
+    #: on Ascend 910B, HCCL allows such operators in one group of ranks only, and the time they save depends on shapes.
+    fuses_linear: bool
+
     def __init__(self) -> None:
+        self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
         # Their functions are there now that `unavailable_reason` has loaded torch_npu; the DTensor class comes later.
         OP_TABLE.update(fused_npu.table())
 
@@ -71,7 +78,26 @@ class TorchNpuPlatform(TorchPlatform):
     def _select_device(self, local_rank: int) -> None:
         self._npu().set_device(local_rank % self._npu().device_count())
 
-    # ------------------------------------------------------------------------------------------- devices without bfloat16
+    # ------------------------------------------------------------------------------------------ linear with collective
+    def linear_with_collective(
+        self,
+        collective: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: Any,
+        size: int,
+        dim: int,
+        announce: Callable[[str, torch.Tensor], None],
+    ) -> torch.Tensor | None:
+        """See `Platform.linear_with_collective`. Only where `fuses_linear` is set."""
+        if not self.fuses_linear:
+            return None
+        with self.no_dispatch():
+            if not fused_linear.applies(collective, x, weight, size, dim, self._npu().get_soc_version()):
+                return None
+            return fused_linear.run(collective, x, weight, self.native_group(group), size, dim, announce)
+
+    # ----------------------------------------------------------------------------------------- devices without bfloat16
     def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
         """See `Platform.supports`."""
         if local.dtype is torch.bfloat16:

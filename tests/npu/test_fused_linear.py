@@ -1,0 +1,192 @@
+"""Linear layers and their collective in one operator of torch_npu: values, gradients, and where it does not apply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_parallel import get_platform
+from hyper_parallel.platform.torch import fused_linear
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import close, device, randn
+
+TOKENS, IN, OUT = 8, 1024, 2048
+ASCEND_910B, ASCEND_910C = 223, 250
+
+
+def fused(mesh: Any, collective: str, x: Any, weight: Any, dim: int = 0) -> tuple[Any, list[str]]:
+    """What the verb gives, and the list of collectives that it announces."""
+    said: list[str] = []
+    platform = get_platform()
+    platform.fuses_linear = True  # type: ignore[attr-defined]
+    try:
+        y = platform.linear_with_collective(
+            collective, x, weight, mesh.platform_group(0), mesh.size(), dim, lambda name, local: said.append(name)
+        )
+    finally:
+        platform.fuses_linear = False  # type: ignore[attr-defined]
+    return y, said
+
+
+def made(dtype: torch.dtype, *shape: int, seed: int) -> torch.Tensor:
+    return (randn(*shape, seed=seed) / shape[-1] ** 0.5).to(dtype)
+
+
+def part(x: torch.Tensor, mesh: Any, dim: int) -> torch.Tensor:
+    return x.chunk(mesh.size(), dim)[spmd.rank].detach().clone().requires_grad_()
+
+
+@on_mesh(2)
+def on_two(mesh: Any, dtype_name: str) -> None:
+    products(mesh, getattr(torch, dtype_name))
+
+
+@on_mesh(4)
+def on_four(mesh: Any, dtype_name: str) -> None:
+    products(mesh, getattr(torch, dtype_name))
+
+
+def products(mesh: Any, dtype: torch.dtype) -> None:
+    """Against float32 on one device, with a cotangent that is different everywhere."""
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 4e-3
+    x, weight = made(dtype, 1, TOKENS, IN, seed=1), made(dtype, OUT, IN, seed=2)
+    cotangent = made(dtype, 1, TOKENS, OUT, seed=3)
+    whole = [t.float().requires_grad_() for t in (x, weight)]
+    wanted = torch.nn.functional.linear(*whole)
+    wanted.backward(cotangent.float())
+    by_x, by_weight = (t.grad for t in whole)
+
+    # x and weight by features; the sum on every rank
+    mine, own = part(x, mesh, -1), part(weight, mesh, 1)
+    y, said = fused(mesh, "all_reduce", mine, own)
+    close(y.float(), wanted, "all_reduce", tolerance)
+    y.backward(cotangent)
+    assert said == ["all_reduce"]
+    close(mine.grad.float(), part(by_x, mesh, -1), "all_reduce: x", tolerance)
+    close(own.grad.float(), part(by_weight, mesh, 1), "all_reduce: weight", tolerance)
+
+    # ... its tokens shared among the ranks
+    mine, own = part(x, mesh, -1), part(weight, mesh, 1)
+    y, said = fused(mesh, "reduce_scatter", mine, own, dim=1)
+    close(y.float(), part(wanted, mesh, 1), "reduce_scatter", tolerance)
+    y.backward(part(cotangent, mesh, 1))
+    assert said == ["reduce_scatter", "all_gather"]
+    close(mine.grad.float(), part(by_x, mesh, -1), "reduce_scatter: x", tolerance)
+    close(own.grad.float(), part(by_weight, mesh, 1), "reduce_scatter: weight", tolerance)
+
+    # x by tokens, weight by output features
+    mine, own = part(x, mesh, 1), part(weight, mesh, 0)
+    y, said = fused(mesh, "all_gather", mine, own, dim=1)
+    close(y.float(), part(wanted, mesh, -1), "all_gather", tolerance)
+    y.backward(part(cotangent, mesh, -1))
+    assert said == ["all_gather", "reduce_scatter"]
+    close(mine.grad.float(), part(by_x, mesh, 1), "all_gather: x", tolerance)
+    close(own.grad.float(), part(by_weight, mesh, 0), "all_gather: weight", tolerance)
+
+    # a view that is not contiguous, and a frozen weight or input
+    mine, own = part(x, mesh, -1), part(weight, mesh, 1).detach()
+    y, _ = fused(mesh, "all_reduce", mine.transpose(0, 1), own)
+    close(y.transpose(0, 1).float(), wanted, "transposed", tolerance)
+    y.backward(cotangent.transpose(0, 1))
+    close(mine.grad.float(), part(by_x, mesh, -1), "transposed: x", tolerance)
+    for collective, feature, token in (("all_reduce", 1, -1), ("reduce_scatter", 1, -1), ("all_gather", 0, 1)):
+        mine, own = part(x, mesh, token).detach(), part(weight, mesh, feature)
+        y, said = fused(mesh, collective, mine, own, dim=1)
+        (y * 1.0).sum().backward()
+        assert own.grad is not None
+        assert said == ([collective, "all_gather"] if collective == "reduce_scatter" else [collective])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products(pool: Any, dtype: str) -> None:
+    pool.run(2, on_two, dtype)
+    pool.run(4, on_four, dtype)
+
+
+@on_mesh(2)
+def not_asked_for(mesh: Any) -> None:
+    platform = get_platform()
+    x, weight = made(torch.float16, TOKENS, IN, seed=1), made(torch.float16, OUT, IN, seed=2)
+    assert platform.fuses_linear is False  # type: ignore[attr-defined]
+    assert platform.linear_with_collective("all_reduce", x, weight, mesh.platform_group(0), 2, 0, print) is None
+    assert fused(mesh, "all_reduce", x.float(), weight.float())[0] is None
+
+
+def test_off_by_itself(pool: Any) -> None:
+    pool.run(2, not_asked_for)
+
+
+def test_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at is the same on every rank, and keeps within what torch_npu documents."""
+    half = torch.empty(1, TOKENS, IN, dtype=torch.float16, device="meta")
+    weight = torch.empty(OUT, IN, dtype=torch.float16, device="meta")
+
+    def yes(
+        collective: str, x: Any = half, w: Any = weight, size: int = 2, dim: int = 1, chip: int = ASCEND_910B
+    ) -> bool:
+        return fused_linear.applies(collective, x, w, size, dim, chip)
+
+    for collective in ("all_reduce", "all_gather", "reduce_scatter"):
+        assert yes(collective)
+        assert not yes(collective, half.float(), weight.float()), "float32"
+        assert not yes(collective, half, weight.bfloat16()), "two dtypes"
+        assert not yes(collective, half[:0]), "nothing"
+        assert not yes(collective, half[0, 0]), "a vector"
+        assert not yes(collective, size=3)
+        assert not yes(collective, size=16) and yes(collective, size=16, x=torch.cat([half] * 2, 1), chip=ASCEND_910C)
+        for chip in (102, 202, 241):  # Ascend 910A, 310P, 310B
+            assert not yes(collective, chip=chip)
+        with torch.autocast("npu"):
+            assert not yes(collective)
+    small = torch.empty(OUT, 255, dtype=torch.float16, device="meta")
+    assert yes("all_reduce", half[..., :255], small)
+    for collective in ("all_gather", "reduce_scatter"):
+        assert not yes(collective, half[..., :255], small)
+        assert not yes(collective, half[..., :255], small.t()), "in backward"
+        assert not yes(collective, torch.cat([half, half])), "rows of several batch elements"
+        assert not yes(collective, dim=2), "features"
+        assert yes(collective, torch.cat([half, half]), dim=0)
+    assert not yes("reduce_scatter", half[:, :7]) and yes("all_gather", half[:, :7])
+    monkeypatch.setattr(fused_linear, "_OPERATORS", {**fused_linear._OPERATORS, "all_gather": "npu_of_the_future"})
+    assert not yes("reduce_scatter") and yes("all_reduce")
+
+
+def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, wanted in ((None, False), ("0", False), ("", False), ("1", True)):
+        if value is None:
+            monkeypatch.delenv("HYPER_PARALLEL_FUSED_LINEAR", raising=False)
+        else:
+            monkeypatch.setenv("HYPER_PARALLEL_FUSED_LINEAR", value)
+        assert type(get_platform())().fuses_linear is wanted  # type: ignore[attr-defined]
+
+
+@on_mesh(2)
+def refused_by_the_operators(mesh: Any) -> None:
+    """The simulator refuses what the operators do, so that the tests above say something."""
+    name = fused_linear.communicator(mesh.get_group(0))
+    half, square = made(torch.float16, 4, 256, seed=1), made(torch.float16, 256, 256, seed=2)
+    npu = torch.ops.npu
+    for call, said in (
+        (lambda: npu.npu_mm_all_reduce_base(half.float(), square.float(), name), "takes float16 and bfloat16"),
+        (lambda: npu.npu_mm_all_reduce_base(half.t(), square[:4], name), "takes a contiguous matrix"),
+        (lambda: npu.npu_mm_all_reduce_base(half, square, "nobody"), "no communicator 'nobody'"),
+        (lambda: npu.npu_mm_all_reduce_base(half, square, name, reduce_op="max"), "is simulated with reduce_op='sum'"),
+        (lambda: npu.npu_all_gather_base_mm(half[:, :8].contiguous(), square[:8], name, 2), "cannot multiply"),
+        (lambda: npu.npu_all_gather_base_mm(half, square, name, 3), "is for 2, 4 or 8 ranks"),
+        (lambda: npu.npu_mm_reduce_scatter_base(half[:3], square, name, 2), "cannot share 3 rows among 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    bias = torch.ones(256, dtype=torch.float16, device=device())
+    plain = npu.npu_mm_all_reduce_base(half, square, name)
+    close(npu.npu_mm_all_reduce_base(half, square, name, bias=bias), plain + 1, tolerance=1e-2)
+    y, nothing = npu.npu_all_gather_base_mm(half, square, name, 2, bias=bias, gather_output=False)
+    assert y.shape == (8, 256) and nothing.numel() == 0
+    close(npu.npu_mm_reduce_scatter_base(half, square, name, 2, bias=bias), part(plain, mesh, 0) + 2, tolerance=1e-2)
+
+
+def test_refused_by_the_operators(pool: Any) -> None:
+    pool.run(2, refused_by_the_operators)
