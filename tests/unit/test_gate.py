@@ -1,17 +1,30 @@
-"""The gate itself: it fails when a test fails, when no test runs, and when an area is under its threshold."""
+"""The gate itself: it fails when a test fails, when none runs or the report is missing, when an area is under its
+threshold, and when there is no threshold."""
 
 from __future__ import annotations
 
-import importlib.util
+import configparser
+import importlib
+import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-GATE = Path(__file__).parents[2] / "ci" / "gate.py"
+ROOT = Path(__file__).parents[2]
+GATE = ROOT / "ci" / "gate.py"
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`ci/gate.py` as a module."""
+    monkeypatch.syspath_prepend(GATE.parent)
+    return importlib.import_module("gate")
 
 
 def project(root: Path, least: int, conformance: str) -> Path:
@@ -59,6 +72,13 @@ def run_gate(root: Path, *backends: str, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def row_of(name: str, output: str) -> str:
+    """The row of the table, its cells divided by one space, with a word for the seconds."""
+    line = next(line for line in output.splitlines() if line.startswith(name + " "))
+    numbers, verdict = re.fullmatch(r"(.*?)  \d+  (ok|FAIL.*|LEFT OUT.*)", line[len(name) :]).groups()  # type: ignore[union-attr]
+    return " ".join(f"{numbers} SECONDS {verdict}".split())
+
+
 PASSES = """
 from hyper_parallel.core.sign import sign
 
@@ -73,11 +93,51 @@ def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
     """Of four lines and two branches, one each is not reached: 66.6 %."""
     found, output = run_gate(project(tmp_path, least, PASSES), "demo")
     assert found == status, output
-    assert f"core 66.6% (at least {least}%)" in output
-    assert "platform 100% (at least 100%)" in output
-    assert ("FAIL: coverage of hyper_parallel/core" in output) == bool(status)
+    verdict = "FAIL: coverage of hyper_parallel/core" if status else "ok"
+    assert row_of("demo (CPU)", output) == f"1 0 0 66.6% - 100% {least}% / - / 100% SECONDS {verdict}"
     assert "2 passed, 0 failed, 0 skipped" in output
-    assert (tmp_path / "build" / "gate" / "demo" / "html" / "index.html").exists()
+    build = tmp_path / "build" / "gate"
+    assert (build / "demo" / "html" / "index.html").exists()
+    rows = {row["backend"]: row for row in json.loads((build / "table.json").read_text())["rows"]}
+    assert rows["demo"]["areas"][0] == {"path": "hyper_parallel/core", "least": least, "reached": 200 / 3}
+    assert bool(rows["demo"]["problem"]) == bool(status) and rows["demo"]["date"]
+    assert f"| demo (CPU) | 1 | 0 | 0 | 66.6% | - | 100% | {least}% / - / 100% |" in (build / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "areas",
+    [
+        None,
+        "",
+        "[areas]",
+        "[areas]\nhyper_parallel/core = 95",
+        "[areas]\nhyper_parallel/core = 95\nhyper_parallel/platform = 0",
+    ],
+    ids=["no file", "no areas", "empty areas", "none of its own", "no threshold"],
+)
+def test_no_threshold(gate: Any, tmp_path: Path, areas: str | None) -> None:
+    """A backend whose own code has no threshold fails, rather than pass unmeasured."""
+    root = project(tmp_path, 10, PASSES)
+    config = root / "platform" / "demo" / "coverage.ini"
+    if areas is None:
+        config.unlink()
+    else:
+        config.write_text(config.read_text().split("[areas]")[0] + areas)
+    row = gate.gate(root, "demo", sys.executable)
+    assert row.verdict == "FAIL: platform/demo/coverage.ini asks for no coverage of the backend's own code"
+
+
+def test_reached(gate: Any) -> None:
+    """An area is a folder or a file; another whose name begins the same is none of it. Nothing measured is nothing."""
+
+    def file(covered: int, statements: int) -> dict:
+        counts = {"covered_lines": covered, "num_statements": statements, "covered_branches": 1, "num_branches": 2}
+        return {"summary": counts}
+
+    files = {"p/torch/cuda.py": file(8, 8), "p/torch/cuda_other.py": file(0, 8), "p/torch_other/cpu.py": file(0, 5)}
+    assert gate.reached(files, "p/torch/cuda.py") == 90
+    assert gate.reached(files, "p/torch") == 50
+    assert gate.reached(files, "p/moved") == gate.reached({}, "p/torch") == 0
 
 
 def test_failing_test(tmp_path: Path) -> None:
@@ -87,10 +147,42 @@ def test_failing_test(tmp_path: Path) -> None:
     assert "1 passed, 1 failed, 0 skipped" in output
 
 
-def test_no_test(tmp_path: Path) -> None:
-    found, output = run_gate(project(tmp_path, 10, "# nothing"), "demo")
-    assert found == 1
-    assert "FAIL: no test ran" in output
+def run_conformance(gate: Any, root: Path) -> Any:
+    """The row after the one file of tests has run, without the unit tests and without coverage."""
+    row = gate.Row("demo", "CPU")
+    gate.run_tests(root, row, ["tests/conformance"], {}, [sys.executable])
+    return row
+
+
+def test_no_test(gate: Any, tmp_path: Path) -> None:
+    assert run_conformance(gate, project(tmp_path, 10, "# nothing")).verdict == "FAIL: no test ran"
+
+
+def test_only_skipped_tests(gate: Any, tmp_path: Path) -> None:
+    skipped = PASSES.replace("def test", "import pytest\n\n\n@pytest.mark.skip\ndef test")
+    row = run_conformance(gate, project(tmp_path, 10, skipped))
+    assert (row.passed, row.skipped, row.verdict) == (0, 1, "FAIL: no test ran")
+
+
+def test_missing_report(gate: Any, tmp_path: Path) -> None:
+    """Tests that end the process with success leave no report, and have shown nothing."""
+    row = run_conformance(gate, project(tmp_path, 10, "import os\n\nos._exit(0)\n"))
+    assert row.verdict == "FAIL: pytest wrote no report"
+
+
+def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
+    """Where coverage has written nothing there is nothing to compare."""
+    root = project(tmp_path, 10, PASSES)
+    (root / "build" / "gate" / "demo").mkdir(parents=True)
+    row = gate.Row("demo", "CPU")
+    gate.measure(root, row, root / "platform" / "demo" / "coverage.ini")
+    assert row.verdict == "FAIL: no coverage data"
+
+
+def test_no_folder_of_tests(gate: Any, tmp_path: Path) -> None:
+    root = project(tmp_path, 10, PASSES)
+    (root / "tests" / "conformance").rename(root / "tests" / "elsewhere")
+    assert gate.gate(root, "demo", sys.executable).verdict == "FAIL: it has no folder of tests"
 
 
 def test_unknown_backend(tmp_path: Path) -> None:
@@ -140,13 +232,75 @@ def test_simulator_that_cannot_run(tmp_path: Path, variables: dict[str, str]) ->
     assert ("FAIL: gcc not found" if variables else "LEFT OUT: gcc not found") in output
 
 
-def test_environment_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("gate", GATE)
-    assert spec is not None and spec.loader is not None
-    gate = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gate", gate)
+def test_environment_that_is_not_there(gate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
-    spec.loader.exec_module(gate)
     wanted = "its environment could not be made: there is no /nowhere/python"
     assert gate.why_not(tmp_path, "torch-npu", "/nowhere/python") == wanted
-    assert gate.why_not(tmp_path, "torch-cpu", "/nowhere/python") == ""
+    assert gate.why_not(tmp_path, "torch-cpu", sys.executable) == ""
+
+
+PLATFORM_CLASS = """
+class TorchCudaPlatform:
+    @classmethod
+    def unavailable_reason(cls):
+        return {reason!r}
+"""
+
+
+def project_with_fake(root: Path, reason: str | None) -> Path:
+    """The backend is called torch-cuda, which cannot run for ``reason``."""
+    project(root, 10, PASSES)
+    folder = root / "platform" / "demo"
+    folder.rename(folder.with_name("torch-cuda"))
+    config = root / "platform" / "torch-cuda" / "coverage-fake.ini"
+    config.write_text(
+        "[run]\nrelative_files = true\n[report]\ninclude =\n    hyper_parallel/platform/demo.py\n"
+        "[areas]\nhyper_parallel/platform/demo.py = 95\n"
+    )
+    module = root / "hyper_parallel" / "platform" / "torch" / "cuda.py"
+    module.parent.mkdir()
+    (module.parent / "__init__.py").write_text("")
+    module.write_text(PLATFORM_CLASS.format(reason=reason))
+    (root / "pyproject.toml").write_text(
+        (root / "pyproject.toml").read_text() + '[tool.coverage.report]\nomit = ["hyper_parallel/platform/torch/*"]\n'
+    )
+    for name in ("fake_cuda", "cuda"):
+        (root / "tests" / name).mkdir()
+        (root / "tests" / name / f"test_{name}.py").write_text(f"def test_{name}():\n    pass\n")
+    return root
+
+
+def test_fake_device(tmp_path: Path) -> None:
+    """Where the device cannot be used, the tests with a fake one run alone, with thresholds of their own."""
+    found, output = run_gate(project_with_fake(tmp_path, "no GPU here"), "torch-cuda")
+    assert found == 0, output
+    assert "torch-cuda: on a fake device, since no GPU here" in output
+    assert "== torch-cuda (fake GPU): tests/fake_cuda\n" in output
+    assert row_of("torch-cuda (fake GPU)", output) == "1 0 0 - - 100% - / - / 95% SECONDS ok"
+
+
+def test_real_device(gate: Any, tmp_path: Path) -> None:
+    """Where it can, everything runs, with the thresholds of every other backend."""
+    root = project_with_fake(tmp_path, None)
+    assert not gate.is_faked(root, "torch-cuda", sys.executable)
+    assert gate.folders_of(root, "torch-cuda", False) == ["tests/conformance", "tests/cuda"]
+    assert gate.device_of("torch-cuda", [sys.executable], False) == "GPU"
+
+
+def test_thresholds_of_this_project() -> None:
+    """What the project promises: 95 % of core and of a backend's own code, all of tensor_parallel."""
+    backends = sorted(path.parent.name for path in ROOT.glob("platform/*/requirements.txt"))
+    assert backends == ["mindspore", "torch-cpu", "torch-cuda", "torch-npu"]
+    for backend in backends:
+        settings = configparser.ConfigParser()
+        settings.read(ROOT / "platform" / backend / "coverage.ini")
+        least = {path: float(value) for path, value in settings["areas"].items()}
+        framework = backend.split("-")[0]
+        assert least["hyper_parallel/core"] >= 95
+        assert least["hyper_parallel/core/tensor_parallel"] == 100
+        assert least[f"hyper_parallel/platform/{framework}"] >= 95
+        assert os.access(ROOT / "ci" / backend, os.X_OK)
+        assert backend in (ROOT / "ci" / "all").read_text()
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "platform" / "torch-cuda" / "coverage-fake.ini")
+    assert dict(settings["areas"]) == {"hyper_parallel/platform/torch/cuda.py": "95"}
