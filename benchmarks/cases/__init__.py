@@ -10,7 +10,7 @@ from benchmarks.timing import Effort
 
 __all__ = ["NAMES", "find"]
 
-NAMES = ("mlp", "llama", "collectives", "operators", "optimizer", "gloo", "loading", "mindspore")
+NAMES = ("mlp", "llama", "collectives", "operators", "optimizer", "gloo", "loading", "mindspore", "cuda")
 
 
 def find(name: str) -> Callable[[Effort], Result]:

@@ -1,0 +1,89 @@
+"""What surrounds the measurements: statistics, reports, plots. The measurements check themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import cases, machine, plot
+from benchmarks.report import Goal, Result, Table, as_markdown, write
+from benchmarks.timing import Effort, Step, interleaved, ratios, spread
+
+
+def result() -> Result:
+    rows: list[list[Any]] = [
+        [name, spread([1.0, 2.0, 3.0]), spread([ratio] * 3), spread([ratio] * 3)]
+        for name, ratio in (("unsharded", 0.5), ("hand-written, textbook", 1.0), ("torch <1>", 100.0))
+    ]
+    columns = ["version", "microseconds", "ratio to textbook", "ratio to tuned"]
+    goals = [Goal("slow", 2.0, 1.5), Goal("equal", 0.0, 0.0, strict=True), Goal("lost", float("nan"), 1.0)]
+    return Result("mlp", "how", [Table("MLP: forward", columns, rows)], goals)
+
+
+def test_spread() -> None:
+    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    assert ratios({"a": [2.0, 30.0], "b": [1.0, 10.0]}, "b") == {"a": [2.0, 3.0], "b": [1.0, 1.0]}
+
+
+def test_interleaved_tells_a_long_step_from_a_short_one() -> None:
+    cleared = []
+    steps = {
+        "short": Step(lambda: time.sleep(0.0002)),
+        "long": Step(lambda: time.sleep(0.002), lambda: cleared.append(1)),
+    }
+    times = interleaved(steps, Effort(rounds=3, turn=0.001), time.perf_counter_ns)
+    assert [len(own) for own in times.values()] == [3, 3] and cleared
+    assert all(2 * short < long for short, long in zip(times["short"], times["long"], strict=True))
+
+
+def test_goals() -> None:
+    assert [goal.reached for goal in result().goals] == [False, True, False]
+
+
+def test_report(tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "cpu-2.10"
+    write(out, {"torch": "2.13"}, [result()])
+    record = json.loads((tmp_path / "folder" / "cpu-2.10.json").read_text())
+    assert record["environment"] == {"torch": "2.13"}
+    again = Result.from_dict(record["results"][0])
+    assert dataclasses.asdict(again)["tables"] == dataclasses.asdict(result())["tables"]
+    text = (tmp_path / "folder" / "cpu-2.10.md").read_text()
+    assert text == as_markdown({"torch": "2.13"}, [result()])
+    assert "| mlp | slow | 2.00 | <= 1.5 | **no** |" in text
+    assert "| unsharded | 2.00 (1.50 to 2.50) | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) |" in text
+
+
+def test_plot() -> None:
+    record = {"environment": {"processor": "A & B", "torch": "2.13"}, "results": [dataclasses.asdict(result())]}
+    root = ElementTree.fromstring(plot.draw(record))
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"MLP: forward", "torch <1>", "0.50", "100.00"} <= set(words)
+    _, *bars = root.iter("{http://www.w3.org/2000/svg}rect")
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert widths[1] == 0 < widths[0] < widths[2], "unsharded, hand-written, torch: distances from 1"
+    with pytest.raises(ValueError, match="no table"):
+        plot.draw({**record, "results": []})
+
+
+def test_machine() -> None:
+    described = machine.describe()
+    assert described["cores"] and described["processor"] and described["python"].startswith("3.")  # type: ignore[union-attr]
+
+
+def test_every_case_has_a_module() -> None:
+    folder = Path(cases.__file__).parent
+    assert sorted(cases.NAMES) == sorted(path.stem for path in folder.glob("[a-z]*.py"))
+
+
+def test_every_case_is_explained() -> None:
+    readme = (Path(cases.__file__).parents[1] / "README.md").read_text()
+    assert all(f"| `{name}` |" in readme for name in cases.NAMES)
