@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.transitions import Step, transitions_of
 
 __all__ = [
     "linear_input_view",
+    "parameter_view",
     "partial_grad_view",
     "plan_redistribution",
     "redistribute",
@@ -42,9 +43,12 @@ def redistribute(x: Any, layout: Layout) -> Any:
     for step in plan_redistribution(source, layout):
         if isinstance(step.source, Shard) and isinstance(step.target, Replicate):
             data = transitions.gather_data(x, step)
-            y = platform.wrap(transitions.share(x, step, data), step.layout)
+            local, partial = transitions.share_both(x, step, data)
+            y = platform.wrap(local, step.layout)
             if platform.requires_grad(x):
                 y._gathered = (x, step, data)
+            if partial is not None:
+                platform.write_cache(y, (step.mesh, (step.mesh_dim,)), partial)
         else:
             y = platform.wrap(transitions.run(x, step), step.layout)
         x = y
@@ -68,20 +72,24 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     `Platform.no_dispatch`.
     """
     layout = x._layout
-    platform = layout.mesh.platform
-    mesh_dims = tuple(d for d in mesh_dims if layout.mesh.shape[d] > 1)
+    mesh = layout.mesh
+    platform = mesh.platform
+    holder = x if x._origin is None else x._origin
+    view = platform.read_cache(holder, (mesh, mesh_dims))
+    if view is not None:
+        return view
+    mesh_dims = tuple([d for d in mesh_dims if mesh.shape[d] > 1])
     if not mesh_dims or not platform.requires_grad(x):
         return x
-    holder = x if x._origin is None else x._origin
-    key = (layout.mesh, mesh_dims)
+    key = (mesh, mesh_dims)
     view = platform.read_cache(holder, key)
     if view is not None:
         return view
     transitions = transitions_of(platform)
     if x._gathered is None:
-        view = platform.read_cache(holder, (layout.mesh, mesh_dims, "linear"))
+        view = platform.read_cache(holder, (mesh, mesh_dims, "linear"))
         if view is None:
-            view = transitions.copy(x, layout.mesh, mesh_dims)
+            view = transitions.copy(x, mesh, mesh_dims)
         else:
             # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
             view = transitions.convert_cotangent(view.reshape(platform.shape_of(x)), platform.clone)
@@ -93,6 +101,26 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         view = share(shard, step, data)
     platform.write_cache(holder, key, view)
     return view
+
+
+def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
+    """`partial_grad_view` over one mesh dimension as ``view(parameter)``, of parameters that are replicated there."""
+    platform, key = mesh.platform, (mesh, (mesh_dim,))
+    if mesh.shape[mesh_dim] == 1:
+        return lambda x: x
+    requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
+    make = transitions_of(platform).parameter_view(mesh, mesh_dim)
+
+    def view_of(x: Any) -> Any:
+        if not requires_grad(x):
+            return x
+        view = read(x, key)
+        if view is None:
+            view = make(x)
+            write(x, key, view)
+        return view
+
+    return view_of
 
 
 def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:

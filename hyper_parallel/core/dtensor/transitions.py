@@ -98,6 +98,7 @@ class Transitions:
         make = platform.autograd_function
         self._share_full = make(self._share_forward, self._slice_cotangent)
         self._share_partial = make(self._share_forward, self._scatter_cotangent)
+        self._share_both = platform.autograd_pair(self._share_both_forward, self._either_cotangent)
         self._slice = make(self._slice_forward, self._gather_cotangent)
         self._all_reduce = make(self._all_reduce_forward, self._unchanged_cotangent)
         self._select = make(self._select_forward, self._selected_cotangent)
@@ -140,6 +141,12 @@ class Transitions:
         """As `share`, for consumers that return a partial cotangent: backward is one reduce-scatter."""
         return self._share_partial(x, step, data)
 
+    def share_both(self, x: Any, step: Step, data: Any) -> tuple[Any, Any | None]:
+        """`share` and, where it costs next to nothing, `share_partial`; else None for that."""
+        if self._share_both is None or not self.platform.requires_grad(x) or step.mesh.shape[step.mesh_dim] == 1:
+            return self.share(x, step, data), None
+        return self._share_both(x, step, data)
+
     def copy(self, x: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
         """Identity whose backward all-reduces over ``mesh_dims``: Megatron's f."""
         return self._copy(x, mesh, mesh_dims)
@@ -156,6 +163,16 @@ class Transitions:
             return g
 
         return self.platform.linear_view(reduce, key)
+
+    def parameter_view(self, mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
+        """`copy` as ``view(x)`` over one mesh dimension, of a parameter that requires a gradient."""
+        requires_grad, clone, step = self.platform.requires_grad, self.platform.clone, summation(mesh, mesh_dim)
+        all_reduce = collectives.bind_all_reduce(mesh, mesh_dim)
+
+        def reduce(g: Any) -> Any:
+            return self._all_reduce(g, step) if requires_grad(g) else all_reduce(clone(g))
+
+        return self.platform.gradient_view(reduce)
 
     def sum_new(self, mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
         """`run` from ``Partial()`` to ``Replicate()`` as ``reduce(y)``, for a ``y`` that nobody else holds and whose
@@ -184,6 +201,16 @@ class Transitions:
     def _share_forward(self, ctx: Any, x: Any, step: Step, data: Any) -> Any:
         ctx.step = step
         return self.platform.detach(data)
+
+    def _share_both_forward(self, ctx: Any, x: Any, step: Step, data: Any) -> tuple[Any, Any]:
+        ctx.step = step
+        return self.platform.detach(data), self.platform.detach(data)
+
+    def _either_cotangent(self, ctx: Any, full: Any, partial: Any) -> Any:
+        if partial is None:
+            return None if full is None else self._slice_cotangent(ctx, full)
+        scattered = self._scatter_cotangent(ctx, partial)
+        return scattered if full is None else scattered + self._slice_cotangent(ctx, full)
 
     def _slice_cotangent(self, ctx: Any, g: Any) -> Any:
         return self._slice(g, ctx.step.reversed)

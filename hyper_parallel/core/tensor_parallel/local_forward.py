@@ -15,7 +15,12 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.redistribute import linear_input_view, partial_grad_view, plan_redistribution
+from hyper_parallel.core.dtensor.redistribute import (
+    linear_input_view,
+    parameter_view,
+    partial_grad_view,
+    plan_redistribution,
+)
 from hyper_parallel.core.dtensor.transitions import summation, transitions_of
 
 __all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
@@ -175,6 +180,7 @@ def norm_forward(
     """
     platform = mesh.platform
     no_dispatch, own_parameters, wrap = platform.no_dispatch, platform.own_parameters, platform.wrap
+    view = parameter_view(mesh, 0)
 
     def shard_of(ndim: int) -> Placement | None:
         place = dim + ndim if dim < 0 else dim
@@ -200,7 +206,7 @@ def norm_forward(
             try:
                 # The module's own forward finds them where its parameters are.
                 for name, p in whole:
-                    own[name] = partial_grad_view(p, _FIRST)
+                    own[name] = view(p)
                 y = forward(module, x)
             finally:
                 for name, p in whole:

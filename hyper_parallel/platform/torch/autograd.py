@@ -63,9 +63,7 @@ class AutogradVerbs(Platform):
             @staticmethod
             def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
                 with no_dispatch():
-                    if type(cotangent) is not torch.Tensor:
-                        cotangent = cotangent.as_subclass(torch.Tensor)
-                    gradient = backward(ctx, cotangent)
+                    gradient = backward(ctx, _as_plain(cotangent))
                 return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
 
         Function.__name__ = Function.__qualname__ = getattr(forward, "__name__", "Function").strip("_")
@@ -81,11 +79,48 @@ class AutogradVerbs(Platform):
 
         return run
 
+    def autograd_pair(
+        self,
+        forward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        backward: Callable[..., torch.Tensor],
+    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """See `Platform.autograd_pair`."""
+
+        class Pair(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, *static: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                ctx.set_materialize_grads(False)
+                ctx.static_count = len(static)
+                with no_dispatch():
+                    return forward(ctx, x, *static)
+
+            @staticmethod
+            def backward(ctx: Any, first: Any, second: Any) -> Any:
+                with no_dispatch():
+                    gradient = backward(ctx, _as_plain(first), _as_plain(second))
+                return (gradient, *(None,) * ctx.static_count)
+
+        Pair.__name__ = Pair.__qualname__ = getattr(forward, "__name__", "Pair").strip("_")
+        base: Any = torch._C._FunctionBase
+        return base.__dict__["apply"].__get__(None, Pair)
+
+    def gradient_view(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Platform.gradient_view`: a view and a hook in one table that all views share, where an autograd function
+        costs several times as much."""
+        hooks = OrderedDict({0: _on_plain_cotangent(convert)})
+
+        def view(x: torch.Tensor) -> torch.Tensor:
+            y: Any = x.view_as(x)
+            y._backward_hooks = hooks
+            y.grad_fn._register_hook_dict(y)
+            return y
+
+        return view
+
     def linear_view(
         self, convert: Callable[[torch.Tensor], torch.Tensor], key: Any
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """See `Platform.linear_view`: a view and a hook in one table that all views share, where an autograd function
-        costs several times as much."""
+        """See `Platform.linear_view`: what `gradient_view` does, and the cache."""
         hooks = OrderedDict({0: _on_plain_cotangent(convert)})
         read = self.read_cache
 
@@ -176,13 +211,18 @@ class AutogradVerbs(Platform):
         holder.__dict__.pop("_cached", None)
 
 
+def _as_plain(cotangent: Any) -> Any:
+    """A cotangent as a plain tensor, whatever the user let backward begin with. Interception is off."""
+    return cotangent if cotangent is None or type(cotangent) is torch.Tensor else cotangent.as_subclass(torch.Tensor)
+
+
 def _on_plain_cotangent(convert: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """``convert`` as a hook: it gets plain tensors, whatever the user let backward begin with."""
+    """``convert`` as a hook, which gets plain tensors."""
 
     def hook(cotangent: torch.Tensor) -> Any:
         if type(cotangent) is torch.Tensor:
             return convert(cotangent)
         with no_dispatch():
-            return convert(cotangent.as_subclass(torch.Tensor))
+            return convert(_as_plain(cotangent))
 
     return hook
