@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.testing.pool import WorkerPool
+from hyper_parallel.testing.pool import SIZE, WorkerPool
 
 # The checks that tests/conformance collects: a failed assert in them shows its operands, as in a file of tests.
 pytest.register_assert_rewrite("hyper_parallel.testing.conformance")
@@ -42,9 +42,15 @@ os.environ.setdefault("GLOG_v", "3")
 
 
 def pytest_configure() -> None:
-    """Refuse a platform that no folder knows: it would run next to nothing and pass."""
+    """Refuse a platform that no folder knows: it would run next to nothing and pass. Let ranks share few GPUs."""
     if PLATFORM not in KNOWN:
         raise pytest.UsageError(f"HYPER_PARALLEL_PLATFORM={PLATFORM!r}: tests know {', '.join(KNOWN)}")
+    if PLATFORM == "torch-cuda":
+        import torch
+
+        if 0 < torch.cuda.device_count() < SIZE:
+            # nccl refuses two ranks on one GPU. Read by the workers, and by programs that tests start.
+            os.environ.setdefault("HYPER_PARALLEL_TORCH_BACKEND", "gloo")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -60,6 +60,7 @@ def test_gpu_of_a_rank(
     """Ranks take the GPUs of their machine in turn; with fewer GPUs than ranks they share them."""
     current: list[int] = [-1]
     started: list[tuple] = []
+    monkeypatch.delenv("HYPER_PARALLEL_TORCH_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
@@ -74,6 +75,20 @@ def test_gpu_of_a_rank(
     assert (backend, at_start) == ("nccl", wanted)
     assert (options["rank"], options["world_size"]) == (int(local_rank), 8)
     assert cuda_platform.device() == torch.device("cuda", wanted)
+
+
+def test_gloo_instead_of_nccl(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks on one GPU; a group that the program has made is taken as it is."""
+    started: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append(backend))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setenv("HYPER_PARALLEL_TORCH_BACKEND", "gloo")
+    cuda_platform.init_process_group()
+    assert started == ["gloo"]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    cuda_platform.init_process_group()
+    assert started == ["gloo"]
 
 
 def test_generator(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hyper_parallel.platform.torch.launch import Launch, read_environment
+from hyper_parallel.platform.torch.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
 
 
 def test_torchrun() -> None:
@@ -36,6 +36,18 @@ def test_nobody() -> None:
 def test_half_an_environment() -> None:
     with pytest.raises(RuntimeError, match="MASTER_ADDR, MASTER_PORT"):
         read_environment({"RANK": "0", "WORLD_SIZE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"), [({}, "nccl"), ({BACKEND_VARIABLE: " Gloo "}, "gloo"), ({BACKEND_VARIABLE: ""}, "nccl")]
+)
+def test_backend(environ: dict[str, str], wanted: str) -> None:
+    assert chosen_backend("nccl", environ) == wanted
+
+
+def test_backend_that_torch_does_not_have() -> None:
+    with pytest.raises(ValueError, match="HYPER_PARALLEL_TORCH_BACKEND=glue: this torch has no such backend"):
+        chosen_backend("nccl", {BACKEND_VARIABLE: "glue"})
 
 
 PROGRAM = """

@@ -65,7 +65,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.init_process_group`."""
         seconds = timeout_seconds(timeout)
         if not dist.is_initialized():
-            launch.init_process_group(self.comm_backend, self._select_device, seconds)
+            launch.init_process_group(launch.chosen_backend(self.comm_backend), self._select_device, seconds)
 
     def destroy_process_group(self) -> None:
         """See `Platform.destroy_process_group`."""

@@ -12,7 +12,17 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["Launch", "destroy_process_group", "init_process_group", "read_environment"]
+__all__ = [
+    "BACKEND_VARIABLE",
+    "Launch",
+    "chosen_backend",
+    "destroy_process_group",
+    "init_process_group",
+    "read_environment",
+]
+
+#: Names a backend of `torch.distributed` to be used in place of the platform's own.
+BACKEND_VARIABLE = "HYPER_PARALLEL_TORCH_BACKEND"
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,27 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
         host, port = environ.get("MS_SCHED_HOST", "127.0.0.1"), int(environ.get("MS_SCHED_PORT", "8118")) + 1
         return Launch(rank, int(environ["MS_WORKER_NUM"]), int(environ.get("DEVICE_ID", rank)), f"tcp://{host}:{port}")
     return Launch(0, 1, 0, None)
+
+
+def chosen_backend(default: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The backend of `torch.distributed` that ``HYPER_PARALLEL_TORCH_BACKEND`` names, else ``default``.
+
+    With ``gloo`` several ranks can share one GPU, which nccl refuses; tensors then travel through the host.
+
+    Raises:
+        ValueError: when this torch has no such backend.
+
+    Example:
+        >>> chosen_backend("nccl", {"HYPER_PARALLEL_TORCH_BACKEND": "gloo"})
+        'gloo'
+    """
+    chosen = environ.get(BACKEND_VARIABLE, "").strip().lower()
+    if chosen and not dist.is_backend_available(chosen):
+        raise ValueError(
+            f"{BACKEND_VARIABLE}={chosen}: this torch has no such backend of torch.distributed; leave the variable out "
+            f"for {default!r}, or name another, such as 'gloo'"
+        )
+    return chosen or default
 
 
 def init_process_group(backend: str, select_device: Callable[[int], None], timeout: float | None) -> None:

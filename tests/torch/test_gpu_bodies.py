@@ -1,0 +1,37 @@
+"""The bodies of tests/cuda on the CPU: what those tests do is right where there is no GPU to show it.
+
+CUDA graphs and streams have stand-ins here that do things in order; what the real ones do only a GPU can show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cuda import bodies
+
+
+def repeat(work: Callable[[], None]) -> Callable[[], None]:
+    """What `bodies.cuda_graph` does, without a graph."""
+    work()
+    return work
+
+
+def replayed_graph() -> None:
+    bodies.replayed_graph(repeat)
+
+
+def everything() -> tuple:
+    """One job for all, since a job costs more than what it does."""
+    replayed_graph()
+    bodies.side_stream()
+    return bodies.collectives(), bodies.styles(), bodies.bfloat16_training()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bodies(pool: Any, world_size: int) -> None:
+    for backend, counts, losses in pool.run(world_size, everything):
+        assert backend == "gloo" and len(losses) == 3
+        assert counts == ({"all_reduce": 4} if world_size > 1 else {})
