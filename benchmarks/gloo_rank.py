@@ -14,7 +14,18 @@ from benchmarks.ranks import wall_times, write_result
 from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.timing import Step, ratios, spread
-from benchmarks.torch_versions import TEXTBOOK, TUNED, UNSHARDED, Version, llama_versions, mlp_versions
+from benchmarks.torch_traffic import count_passes
+from benchmarks.torch_versions import (
+    DTENSORS,
+    HYPER_PARALLEL,
+    TEXTBOOK,
+    TUNED,
+    UNSHARDED,
+    Version,
+    llama_versions,
+    mlp_versions,
+)
+from benchmarks.traffic import differences
 
 MLP = MlpSizes(batch=256, features=512, hidden=2048)
 LLAMA = LlamaSizes(batch=1, sequence=256, features=512, hidden=1536, heads=8)
@@ -40,6 +51,10 @@ def main(rank: int, ranks: int, folder: str, rounds: int) -> None:
         result.goals.append(
             Goal(f"{title}: largest relative error of outputs and gradients", error, TOLERANCE, strict=True)
         )
+        counted = {version.name: count_passes(version) for version in versions}
+        for name in (HYPER_PARALLEL, DTENSORS):
+            what = f"{title}: kinds of collectives that differ from hand-written, {name}"
+            result.goals.append(Goal(what, differences(counted[name], counted[TUNED]), 0, strict=True))
         for name in ("forward", "forward and backward"):
             result.tables.append(_table(title, name, versions, rounds))
     if rank == 0:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
+from mindspore.mint import distributed as dist
 
 import hyper_parallel
 from benchmarks import machine
@@ -21,6 +23,7 @@ from benchmarks.ranks import wall_times, write_result
 from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.timing import Step, ratios, spread
+from benchmarks.traffic import Traffic, differences
 from hyper_parallel.platform.mindspore.grad import value_and_grad
 
 UNSHARDED, HAND_WRITTEN = "unsharded", "hand-written"
@@ -131,6 +134,34 @@ def _error(version: Version, unsharded: Version, rank: int, ranks: int) -> float
     return max(errors)
 
 
+@contextmanager
+def _count_collectives() -> Iterator[Traffic]:
+    """All calls of `mindspore.mint.distributed`, the library's as well as hand-written ones."""
+    traffic, originals = Traffic(), {"all_reduce": dist.all_reduce, "all_gather": dist.all_gather}
+
+    def watched(name: str, given: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            traffic.record(name, args[given].nbytes)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    dist.all_reduce, dist.all_gather = watched("all_reduce", 0), watched("all_gather", 1)
+    try:
+        yield traffic
+    finally:
+        dist.all_reduce, dist.all_gather = originals["all_reduce"], originals["all_gather"]
+
+
+def _count(version: Version) -> tuple[Traffic, Traffic]:
+    """Collectives in forward, and in forward and backward."""
+    with _count_collectives() as forward:
+        version.forward()
+    with _count_collectives() as both:
+        version.forward_and_backward()
+    return forward, both
+
+
 def _slowest(numbers: list[float]) -> list[float]:
     return all_reduce(Tensor(np.array(numbers, np.float32)), "max").asnumpy().tolist()
 
@@ -156,6 +187,13 @@ def main(rank: int, ranks: int, folder: str, port: str, rounds: int) -> None:
         error = max(_error(version, versions[0], rank, ranks) for version in versions[1:])
         what = f"{title}: largest relative error of outputs and gradients"
         result.goals.append(Goal(what, _slowest([error])[0], TOLERANCE, strict=True))
+        counted = {version.name: _count(version) for version in versions}
+        table = Table(f"{title}: collectives", ["version", "forward", "forward and backward"])
+        table.rows = [[name, str(forward), str(both)] for name, (forward, both) in counted.items()]
+        result.tables.append(table)
+        for name in (HYPER_PARALLEL, DTENSORS):
+            what = f"{title}: kinds of collectives that differ from hand-written, {name}"
+            result.goals.append(Goal(what, differences(counted[name], counted[HAND_WRITTEN]), 0, strict=True))
         for name in ("forward", "forward and backward"):
             steps = {v.name: Step(v.forward if name == "forward" else v.forward_and_backward) for v in versions}
             times = wall_times(steps, rounds, lambda: _slowest([0.0]), _slowest)

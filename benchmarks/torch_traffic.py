@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Traffic", "count_collectives"]
+from benchmarks.torch_versions import Version
+from benchmarks.traffic import Traffic
+
+__all__ = ["count_collectives", "count_passes"]
 
 #: What the native names are called in tables, by what they begin with.
 _NAMES = {
@@ -48,32 +50,11 @@ _BACKEND_METHODS = {
 }
 
 
-@dataclass
-class Traffic:
-    """Collectives that one rank issued.
-
-    Attributes:
-        counts: name -> how many.
-        sizes: name -> bytes of the tensors that this rank gave to them.
-    """
-
-    counts: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> tuple[int, int]:
-        """Number of all, and bytes given to all."""
-        return sum(self.counts.values()), sum(self.sizes.values())
-
-    def __str__(self) -> str:
-        return ", ".join(f"{n} {name} ({self.sizes[name]} B)" for name, n in sorted(self.counts.items())) or "none"
-
-    def record(self, native: str, given: Any) -> None:
-        """Count one collective; those without a name here (barriers) do not count."""
-        name = next((name for start, name in _NAMES.items() if native.startswith(start)), None)
-        if name is not None:
-            self.counts[name] = self.counts.get(name, 0) + 1
-            self.sizes[name] = self.sizes.get(name, 0) + _bytes(given)
+def _record(traffic: Traffic, native: str, given: Any) -> None:
+    """Count one collective; those without a name here (barriers) do not count."""
+    name = next((name for start, name in _NAMES.items() if native.startswith(start)), None)
+    if name is not None:
+        traffic.record(name, _bytes(given))
 
 
 def _bytes(given: Any) -> int:
@@ -96,7 +77,7 @@ class _Watch(TorchDispatchMode):
         if func.namespace in _NAMESPACES:
             for i, argument in enumerate(func._schema.arguments):
                 if argument.name in _GIVEN:
-                    self.traffic.record(func.__name__, args[i])
+                    _record(self.traffic, func.__name__, args[i])
                     break
         return func(*args, **(kwargs or {}))
 
@@ -109,7 +90,7 @@ def _watch_backends(traffic: Traffic) -> Iterator[None]:
 
     def watched(name: str, original: Callable[..., Any], position: int) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            traffic.record(name, args[position])
+            _record(traffic, name, args[position])
             return original(self, *args, **kwargs)
 
         return call
@@ -129,3 +110,13 @@ def count_collectives() -> Iterator[Traffic]:
     traffic = Traffic()
     with _watch_backends(traffic), _Watch(traffic):
         yield traffic
+
+
+def count_passes(version: Version) -> tuple[Traffic, Traffic]:
+    """Collectives in forward, and in forward and backward."""
+    with count_collectives() as forward:
+        version.forward()
+    with count_collectives() as both:
+        version.forward_and_backward()
+    version.clear()
+    return forward, both

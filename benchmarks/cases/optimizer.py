@@ -93,7 +93,7 @@ def run(effort: Effort, device: str = "cpu") -> Result:
                     norm.full_tensor()  # before that, torch's norm is a partial sum
             row.append(str(traffic))
             if row[0] == HYPER_PARALLEL:
-                number = traffic.total[0]
+                number = traffic.total
         result.tables.append(table)
         result.goals.append(Goal("clip_grad_norm_: ratio to plain", _ratio(table), 2.0))
         result.goals.append(Goal("clip_grad_norm_: collectives", number, 1, strict=True))

@@ -23,8 +23,9 @@ import torch
 import hyper_parallel
 from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.torch_groups import fake_group
-from benchmarks.torch_traffic import Traffic, count_collectives
+from benchmarks.torch_traffic import count_passes
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
+from benchmarks.traffic import Traffic
 
 __all__ = ["RANKS", "Cost", "Counted", "count_all"]
 
@@ -146,11 +147,7 @@ def _nodes(y: torch.Tensor) -> int:
 
 def _traffic(version: Version) -> tuple[str, str]:
     """Collectives in forward, and in backward alone."""
-    with count_collectives() as forward:
-        version.forward()
-    with count_collectives() as both:
-        version.forward_and_backward()
-    version.clear()
+    forward, both = count_passes(version)
     rest = {name: both.counts[name] - forward.counts.get(name, 0) for name in both.counts}
     sizes = {name: both.sizes[name] - forward.sizes.get(name, 0) for name in both.sizes}
     backward = Traffic({name: n for name, n in rest.items() if n}, {name: sizes[name] for name, n in rest.items() if n})
