@@ -28,6 +28,7 @@ ON_CPU_ONLY = {
     "test_against_torch.py": "what torch's own DTensor does with gloo",
     "test_docstrings.py": "examples with a mesh of CPUs",
     "test_faults.py": "how gloo fails",
+    "test_gpu_bodies.py": "what tests/cuda does, where there is no GPU",
     "test_huggingface.py": "models of a library, which the other environments do not have",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",
     "test_styles_against_torch.py": "what torch's own styles do with gloo",
