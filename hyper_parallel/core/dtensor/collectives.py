@@ -22,7 +22,9 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "bind_all_gather",
     "bind_all_reduce",
+    "bind_reduce_scatter",
     "broadcast",
     "reduce_scatter",
     "scatter",
@@ -110,6 +112,29 @@ def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequenc
     )
 
 
+def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Callable[[Any], Any]:
+    """`all_gather` as ``gather(x)``, see `bind_all_reduce`."""
+    size, platform = mesh.shape[mesh_dim], mesh.platform
+    if size == 1:
+        return lambda x: x
+    if not sizes or min(sizes) != max(sizes):
+        return lambda x: all_gather(x, mesh, mesh_dim, dim, sizes)
+    group, shape_of, supports = mesh.platform_group(mesh_dim), platform.shape_of, platform.supports
+    native, contiguous, chunk, cat = platform.all_gather, platform.contiguous, platform.chunk, platform.cat
+
+    def gather(x: Any) -> Any:
+        if CHECKS or OBSERVERS or 0 in shape_of(x) or not supports("all_gather", "", x):
+            return all_gather(x, mesh, mesh_dim, dim, sizes)
+        try:
+            gathered = native(contiguous(x), group, size)
+        except RuntimeError as error:
+            explain_along(error, "all_gather", x, mesh, mesh_dim)
+            raise
+        return cat(chunk(gathered, size, 0), dim) if dim else gathered
+
+    return gather
+
+
 def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], op: str = "sum") -> Any:
     """Reduce over the mesh dimension and keep this rank's ``sizes[rank]`` of tensor dimension ``dim``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
@@ -144,6 +169,28 @@ def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Seq
         explain_along(error, "reduce_scatter", x, mesh, mesh_dim)
         raise
     return y if scale is None else y / scale
+
+
+def bind_reduce_scatter(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Callable[[Any], Any]:
+    """`reduce_scatter` of sums as ``scatter(x)``, see `bind_all_reduce`."""
+    size, platform = mesh.shape[mesh_dim], mesh.platform
+    if size == 1:
+        return lambda x: x
+    if not sizes or min(sizes) != max(sizes):
+        return lambda x: reduce_scatter(x, mesh, mesh_dim, dim, sizes)
+    group, shape_of, supports = mesh.platform_group(mesh_dim), platform.shape_of, platform.supports
+    native, contiguous, chunk, cat = platform.reduce_scatter, platform.contiguous, platform.chunk, platform.cat
+
+    def scatter(x: Any) -> Any:
+        if CHECKS or OBSERVERS or 0 in shape_of(x) or not supports("reduce_scatter", "sum", x):
+            return reduce_scatter(x, mesh, mesh_dim, dim, sizes)
+        try:
+            return native(cat(chunk(x, size, dim), 0) if dim else contiguous(x), "sum", group, size)
+        except RuntimeError as error:
+            explain_along(error, "reduce_scatter", x, mesh, mesh_dim)
+            raise
+
+    return scatter
 
 
 def all_to_all(

@@ -58,6 +58,7 @@ class Step:
     target_sizes: tuple[int, ...]
     layout: Layout | None
     _reversed: Step | None = field(default=None, init=False, repr=False)
+    _collective: Callable[[Any], Any] | None = field(default=None, init=False, repr=False)
 
     @property
     def reversed(self) -> Step:
@@ -68,6 +69,20 @@ class Step:
                 self.mesh, self.mesh_dim, self.target, self.source, self.target_sizes, self.source_sizes, None
             )
         return self._reversed
+
+    def gather(self, x: Any) -> Any:
+        """All-gather ``x``, for a ``source`` that is a shard: rank by rank."""
+        if self._collective is None:
+            self._collective = collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
+        return self._collective(x)
+
+    def sum_and_scatter(self, x: Any) -> Any:
+        """Reduce-scatter the sum of ``x``, for a ``target`` that is a shard."""
+        if self._collective is None:
+            self._collective = collectives.bind_reduce_scatter(
+                self.mesh, self.mesh_dim, self.target.dim, self.target_sizes
+            )
+        return self._collective(x)
 
     @staticmethod
     def between(before: Layout, after: Layout, mesh_dim: int) -> Step:
@@ -128,9 +143,7 @@ class Transitions:
 
     def gather_data(self, x: Any, step: Step) -> Any:
         """The all-gathered data of a ``Shard -> Replicate`` step, outside autograd."""
-        data = collectives.all_gather(
-            self.platform.detach(x), step.mesh, step.mesh_dim, step.source.dim, step.source_sizes
-        )
+        data = step.gather(self.platform.detach(x))
         return self._by_part(data, step.source, step.mesh.shape[step.mesh_dim])
 
     def share(self, x: Any, step: Step, data: Any) -> Any:
@@ -274,6 +287,8 @@ class Transitions:
         ctx.step = step
         op = step.source.reduce_op if isinstance(step.source, Partial) else "sum"
         x = by_rank(self.platform.detach(x), step.target, step.mesh.shape[step.mesh_dim], self.platform)
+        if op == "sum":
+            return step.sum_and_scatter(x)
         return collectives.reduce_scatter(x, step.mesh, step.mesh_dim, step.target.dim, step.target_sizes, op)
 
     def _by_part(self, data: Any, source: Shard, size: int) -> Any:

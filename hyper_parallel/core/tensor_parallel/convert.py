@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.chunking import shard_sizes
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.base import title
 
@@ -21,9 +23,14 @@ __all__ = [
     "convert_outputs",
     "leave",
     "place",
+    "replace",
 ]
 
 _WHOLE = (Replicate(),)
+#: (layout, placement wanted) -> layout, of what was redistributed before.
+_TARGETS: dict[tuple[Layout, Placement], Layout] = {}
+_MAX_TARGETS = 1 << 14
+CACHES.append(_TARGETS.clear)
 
 
 def place(
@@ -72,9 +79,27 @@ def place(
     return x if desired is None else _redistribute(x, desired, what)
 
 
+def replace(x: DTensor, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
+    """`place` of a DTensor whose layout came before; else None."""
+    layout = x._layout
+    if desired is None or layout.mesh is not mesh:
+        return None
+    target = _TARGETS.get((layout, desired))
+    if target is None:
+        return None
+    if target is layout:
+        return x
+    with mesh.platform.no_dispatch():
+        return redistribute(x, target)
+
+
 def _redistribute(x: Any, desired: Placement, what: str) -> Any:
     try:
-        return x.redistribute(placements=(desired,))
+        placed = x.redistribute(placements=(desired,))
+        if len(_TARGETS) >= _MAX_TARGETS:
+            _TARGETS.clear()
+        _TARGETS[x._layout, desired] = placed._layout
+        return placed
     except ValueError:
         _check_dim(desired, x, what)
         raise
@@ -97,23 +122,23 @@ def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, 
 
 
 def convert_inputs(
-    args: tuple, layouts: Sequence[Placement | None], convert: Callable[[Any, int, str], Any], module: Any, style: str
+    args: tuple, layouts: Sequence[Placement | None], convert: Callable[[Any, int], Any], module: Any, style: str
 ) -> tuple:
-    """The positional inputs of a module, those that have a layout converted by ``convert(x, i, what)``.
+    """The positional inputs of a module, those that have a layout converted by ``convert(x, i)``.
 
     Raises:
         ValueError: when there are fewer inputs than layouts.
     """
-    name = title(module)
     if len(args) < len(layouts):
         raise ValueError(
-            f"{name} was called with {len(args)} positional input(s), {style} has {len(layouts)} input_layouts: give "
-            "the rest positionally, or use input_kwarg_layouts for inputs by keyword"
+            f"{title(module)} was called with {len(args)} positional input(s), {style} has {len(layouts)} "
+            "input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by keyword"
         )
-    return tuple(
-        x if i >= len(layouts) or layouts[i] is None or x is None else convert(x, i, f"input {i} of {name}")
-        for i, x in enumerate(args)
-    )
+    new = list(args)
+    for i, layout in enumerate(layouts):
+        if layout is not None and args[i] is not None:
+            new[i] = convert(args[i], i)
+    return tuple(new)
 
 
 def convert_outputs(

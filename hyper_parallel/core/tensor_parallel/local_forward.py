@@ -2,8 +2,8 @@
 
 Megatron's column- and row-parallel linear layers (Shoeybi et al. 2019; with the sequence sharded Korthikanti et al.
 2022) as functions of the module, so that a copy of the module computes with its own parameters. They stand for the
-conversions of the style and the dispatch of the operation where both are known beforehand: for a plain input, and for a
-distributed one that is placed as the style wants it. What either would have to look up is looked up once for each shape.
+conversions of the style and the dispatch of the operation where both are known beforehand: for a plain input, and for
+a distributed one that is placed as the style wants it. What either would look up is looked up once for each shape.
 """
 
 from __future__ import annotations

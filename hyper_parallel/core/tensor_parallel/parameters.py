@@ -77,7 +77,7 @@ class ParameterParallel(ModuleStyle):
         new = convert_inputs(
             args,
             layouts,
-            lambda x, i, what: place(x, mesh, layouts[i], layouts[i], what),
+            lambda x, i: place(x, mesh, layouts[i], layouts[i], f"input {i} of {name}"),
             module,
             type(self).__name__,
         )

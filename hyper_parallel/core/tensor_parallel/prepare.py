@@ -6,6 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, title
 from hyper_parallel.core.tensor_parallel.convert import (
     as_named,
@@ -15,6 +16,7 @@ from hyper_parallel.core.tensor_parallel.convert import (
     convert_outputs,
     leave,
     place,
+    replace,
 )
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
@@ -84,31 +86,36 @@ class PrepareModuleInput(ParallelStyle):
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         layouts, desired = self.input_layouts or (), self.desired_input_layouts or ()
-        new_args = convert_inputs(
+        args = convert_inputs(
             args,
             layouts,
-            lambda x, i, what: self._prepare(x, mesh, layouts[i], desired[i], what),
+            lambda x, i: self._prepare(x, mesh, layouts[i], desired[i], module, i),
             module,
             type(self).__name__,
         )
-        new_kwargs = {
-            key: self._prepare(
-                x,
-                mesh,
-                self.input_kwarg_layouts[key],
-                self.desired_input_kwarg_layouts[key],
-                f"input {key!r} of {title(module)}",
-            )
-            if key in self.input_kwarg_layouts
-            else x
-            for key, x in kwargs.items()
-        }
-        return new_args, new_kwargs
+        given = self.input_kwarg_layouts
+        if given and kwargs:
+            wanted = self.desired_input_kwarg_layouts
+            kwargs = {
+                key: self._prepare(x, mesh, given[key], wanted[key], module, key) if key in given else x
+                for key, x in kwargs.items()
+            }
+        return args, kwargs
 
-    def _prepare(self, x: Any, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, what: str) -> Any:
+    def _prepare(
+        self,
+        x: Any,
+        mesh: DeviceMesh,
+        layout: Placement | None,
+        desired: Placement | None,
+        module: Any,
+        which: int | str,
+    ) -> Any:
         if layout is None or x is None:
             return x
-        placed = place(x, mesh, layout, desired, what)
+        placed = replace(x, mesh, desired) if isinstance(x, DTensor) else None
+        if placed is None:
+            placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}")
         return placed.to_local() if self.use_local_output else placed
 
     def __repr__(self) -> str:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
-from torch.nn.modules.module import _global_backward_hooks as _backward_hooks
-from torch.nn.modules.module import _global_backward_pre_hooks as _backward_pre_hooks
-from torch.nn.modules.module import _global_forward_hooks as _forward_hooks
-from torch.nn.modules.module import _global_forward_pre_hooks as _forward_pre_hooks
 
 from hyper_parallel.platform.base import ModuleKind, Platform
+from hyper_parallel.platform.torch import calls
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
 __all__ = ["ModuleVerbs"]
-
-is_tracing = torch._C._get_tracing_state
 
 
 class ModuleVerbs(Platform):
@@ -86,51 +80,21 @@ class ModuleVerbs(Platform):
 
     def replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """See `Platform.replace_forward`."""
-        cls: Any = type(module)
-        module.__dict__["_replaced_forward"] = make(cls.forward)
-        module.__class__ = _class_with_replaced_forward(cls)
+        calls.replace_forward(module, make)
 
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """See `Platform.register_forward_pre_hook`."""
+        calls.call_quickly(module)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """See `Platform.register_forward_hook`."""
+        calls.call_quickly(module)
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
-
-@cache
-def _class_with_replaced_forward(cls: type) -> type:
-    """A subclass under the same name. The object keeps a function, not a bound method: copies run it on themselves."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._replaced_forward(self, *args, **kwargs)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Module.__call__` without the three calls in between, where nothing asks for them."""
-        state = self.__dict__
-        if (
-            state["_forward_pre_hooks"]
-            or state["_forward_hooks"]
-            or state["_backward_pre_hooks"]
-            or state["_backward_hooks"]
-            or "forward" in state
-            or "_compiled_call_impl" in state
-            or _forward_pre_hooks
-            or _forward_hooks
-            or _backward_pre_hooks
-            or _backward_hooks
-            or is_tracing() is not None
-        ):
-            return cls.__call__(self, *args, **kwargs)
-        return state["_replaced_forward"](self, *args, **kwargs)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "forward": forward, "__call__": call})
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:

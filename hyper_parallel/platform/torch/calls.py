@@ -1,0 +1,106 @@
+"""Calling modules of torch.nn without the detour of `torch.nn.Module.__call__`, and with another forward.
+
+`Module.__call__` asks for all that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer spends
+more time there than in its style. So parallelised modules get a class of their own, under the same name and derived from
+theirs, whose ``__call__`` runs hooks before and after forward, which styles register, and hands over to
+`Module.__call__` for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _global_backward_hooks as _all_backward
+from torch.nn.modules.module import _global_backward_pre_hooks as _all_backward_pre
+from torch.nn.modules.module import _global_forward_hooks as _all_forward
+from torch.nn.modules.module import _global_forward_pre_hooks as _all_forward_pre
+
+__all__ = ["call_quickly", "replace_forward"]
+
+_tracer = torch._C._get_tracing_state
+
+
+def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
+    cls: Any = type(module)
+    module.__dict__["_replaced_forward"] = make(cls.forward)
+    module.__class__ = _with_replaced_forward(cls)
+
+
+def call_quickly(module: nn.Module) -> None:
+    """Give ``module`` a quick ``__call__``."""
+    cls: Any = type(module)
+    if "_quick" not in cls.__dict__:
+        module.__class__ = _with_quick_call(cls)
+
+
+@cache
+def _with_replaced_forward(cls: Any) -> type:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._replaced_forward(self, *args, **kwargs)
+
+    def run(self: Any, args: tuple, kwargs: dict) -> Any:
+        return self.__dict__["_replaced_forward"](self, *args, **kwargs)
+
+    return _derive(cls, {"forward": forward}, run)
+
+
+@cache
+def _with_quick_call(cls: Any) -> type:
+    def run(self: Any, args: tuple, kwargs: dict) -> Any:
+        return self.forward(*args, **kwargs)
+
+    return _derive(cls, {}, run)
+
+
+def _derive(cls: Any, methods: dict[str, Any], run: Callable[[Any, tuple, dict], Any]) -> type:
+    """A class under the name of ``cls`` that has these methods, and a ``__call__`` that does what that of
+    `torch.nn.Module` does, with ``run`` as forward."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.__dict__
+        if (
+            state["_backward_pre_hooks"]
+            or state["_backward_hooks"]
+            or "forward" in state
+            or "_compiled_call_impl" in state
+            or _all_forward_pre
+            or _all_forward
+            or _all_backward_pre
+            or _all_backward
+            or _tracer() is not None
+        ):
+            return cls.__call__(self, *args, **kwargs)
+        before, after = state["_forward_pre_hooks"], state["_forward_hooks"]
+        if not (before or after):
+            return run(self, args, kwargs)
+        if (
+            len(before) != len(state["_forward_pre_hooks_with_kwargs"])
+            or state["_forward_hooks_with_kwargs"]
+            or state["_forward_hooks_always_called"]
+        ):
+            return cls.__call__(self, *args, **kwargs)
+        for hook in tuple(before.values()):
+            result = hook(self, args, kwargs)
+            if result is not None:
+                if not (isinstance(result, tuple) and len(result) == 2):
+                    raise RuntimeError(
+                        "forward pre-hook must return None or a tuple of (new_args, new_kwargs), but got "
+                        f"{type(result).__name__} from {hook!r}"
+                    )
+                args, kwargs = result
+        y = run(self, args, kwargs)
+        for hook in tuple(after.values()):
+            result = hook(self, args, y)
+            if result is not None:
+                y = result
+        return y
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_quick": True}
+    if cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False):
+        methods = {**methods, "__call__": call}
+    return type(cls.__name__, (cls,), {**names, **methods})
