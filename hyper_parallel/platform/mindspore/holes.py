@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
-from mindspore.graph import api as graph_api
+from mindspore import Parameter, Tensor, ops
 from mindspore.ops.operations.nn_ops import AllFinite
 
+from hyper_parallel.platform.mindspore.graphs import refuse_graphs
 from hyper_parallel.platform.mindspore.losses import wrap_losses
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
-from hyper_parallel.platform.mindspore.optimizers import hook_optimizers, run_compiled_step
+from hyper_parallel.platform.mindspore.optimizers import hook_optimizers
 from hyper_parallel.platform.mindspore.plain import hook_plain_tensors
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
@@ -42,7 +42,7 @@ def fill_holes() -> None:
     hook_plain_tensors()
     hook_optimizers()
     wrap_losses()
-    _refuse_graphs()
+    refuse_graphs()
 
 
 # -------------------------------------------------------------------- primitives that take a sequence of tensors
@@ -116,57 +116,3 @@ def _reflect(plain_operator: Callable[[Any, Any], Any], reflected: str) -> Calla
         return plain_operator(self, other)
 
     return operator
-
-
-# -------------------------------------------------------------------- graph mode
-def _refuse_graphs() -> None:
-    """A compiled graph reads the shard as if it were the whole tensor."""
-    plain_call = graph_api._JitExecutor.__call__
-    plain_compile = graph_api._CellGraphExecutor.compile
-
-    @functools.wraps(plain_call)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatching():
-            return plain_call(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
-        if isinstance(self.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
-            return run_compiled_step(plain_call, self, args, kwargs)
-        found = next(distributed_in((args, kwargs)), None)
-        if found is not None and self.fn.__module__ == "mindspore.amp":
-            return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only
-        if found is None:
-            found = next(distributed_in((self.obj, *_names_of(self.fn))), None)
-        if found is not None:
-            raise _graph_error(f"the function {self.fn.__name__!r} compiled with jit", found)
-        return plain_call(self, *args, **kwargs)
-
-    @functools.wraps(plain_compile)
-    def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        found = next(distributed_in((obj, args)), None)
-        if found is not None:
-            raise _graph_error(f"{type(obj).__name__} in graph mode", found)
-        return plain_compile(self, obj, *args, **kwargs)
-
-    graph_api._JitExecutor.__call__ = call
-    graph_api._CellGraphExecutor.compile = compile_cell
-
-
-def _graph_error(what: str, found: Any) -> RuntimeError:
-    name = f"the distributed parameter {found.name!r}" if isinstance(found, Parameter) else "a DTensor"
-    return RuntimeError(
-        f"{what} uses {name}: distributed tensors work in PyNative mode, without jit. Use "
-        "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and take the decorator off"
-    )
-
-
-def _names_of(function: Any) -> tuple:
-    """What the code of a function may refer to outside itself. MindSpore compiles functions and methods only."""
-    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    return (*closure, *[function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__])
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

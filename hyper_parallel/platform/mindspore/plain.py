@@ -51,6 +51,8 @@ class _Fallback:
     """``__fallback__`` of plain tensors."""
 
     def __get__(self, tensor: Any, owner: type | None = None) -> Any:
+        if tensor is None:
+            return self  # MindSpore lists what the class has, to compile from bytecode
         if type(tensor) is not Tensor:
             raise AttributeError("__fallback__")
         return _of_distributed

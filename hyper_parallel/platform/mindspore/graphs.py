@@ -1,0 +1,276 @@
+"""Compiled graphs: they would read a shard as if it were the whole tensor, so DTensors are kept out of them.
+
+MindSpore compiles in three ways: from the source (``jit``, graph mode), from the bytecode, and from what a run records.
+Each is entered at one place, where everything is looked through that the function can reach: arguments, closures, names
+of modules, attributes. What is found later, while the source is parsed or the function runs to be recorded, is an error
+there.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, nn
+from mindspore.graph import _parse as parse
+from mindspore.graph import api as graph_api
+from mindspore.graph import jit_trace
+from mindspore.graph._utils import pijit_context
+
+from hyper_parallel.platform.mindspore.optimizers import run_compiled_step
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, distributed_in, is_dispatching
+
+__all__ = ["refuse_graphs"]
+
+#: Functions of these packages are looked through for what they were given, not for what their modules hold.
+_LIBRARIES = ("mindspore", "numpy", "hyper_parallel")
+
+
+def refuse_graphs() -> None:
+    """Install the checks. To be called once."""
+    _check_jit()
+    _check_cells()
+    _check_parser()
+    _check_recording()
+    _check_bytecode()
+
+
+def graph_error(what: str, found: Any) -> RuntimeError:
+    """The error for ``found``, a DTensor, in the graph that ``what`` names."""
+    name = f"the distributed parameter {found.name!r}" if isinstance(found, Parameter) else "a DTensor"
+    return RuntimeError(
+        f"{what} uses {name}: distributed tensors work in PyNative mode, without jit. Use "
+        "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and take the decorator off"
+    )
+
+
+def _refuse(what: str, *roots: Any) -> None:
+    """Raise when a DTensor can be reached from ``roots``."""
+    found = next(reachable(roots), None)
+    if found is not None:
+        raise graph_error(what, found)
+
+
+# ------------------------------------------------------------------------------------------------ what can be reached
+def reachable(root: Any) -> Iterator[Any]:
+    """The DTensors that a function, a cell or any other object leads to.
+
+    Of a function: its defaults, what it closes over, the names of its module that it uses, and their attributes that it
+    names, in functions that it calls too. Of a cell: its parameters, what it holds, and its ``construct``.
+    """
+    return _walk(root, frozenset(), set())
+
+
+def _walk(x: Any, names: frozenset[str], seen: set[int]) -> Iterator[Any]:
+    """``names`` are those of attributes that the code names through which ``x`` was found."""
+    if isinstance(x, InterceptedTensor):
+        yield x
+        return
+    if x is None or isinstance(x, (bool, int, float, str, bytes, type)) or id(x) in seen:
+        return
+    seen.add(id(x))
+    for part, further in _parts(x, names):
+        yield from _walk(part, further, seen)
+
+
+def _parts(x: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[str]]]:
+    if isinstance(x, (tuple, list, set, frozenset)):
+        yield from ((item, names) for item in x)
+    elif isinstance(x, dict):
+        yield from ((item, names) for item in x.values())
+    elif isinstance(x, FunctionType):
+        yield from _parts_of_function(x)
+    elif isinstance(x, MethodType):
+        yield from ((part, names) for part in (x.__func__, x.__self__))
+    elif isinstance(x, functools.partial):
+        yield from ((part, names) for part in (x.func, x.args, x.keywords))
+    elif isinstance(x, nn.Cell):
+        yield tuple(x.get_parameters()), names
+        yield tuple(vars(x).values()), names
+        yield type(x).construct, names
+    elif isinstance(x, ModuleType) or hasattr(x, "__dict__"):
+        own = vars(x)
+        yield from ((own[name], names) for name in names if name in own)
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[Any, frozenset[str]]]:
+    loaded, attributes = _names_in(function.__code__)
+    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    given = (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None), *closure)
+    yield from ((part, attributes) for part in given)
+    if not (function.__module__ or "").startswith(_LIBRARIES):
+        module = function.__globals__
+        yield from ((module[name], attributes) for name in loaded if name in module)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the module, and those of attributes, that a function uses, nested functions included. Strings count
+    as names of attributes: ``getattr`` may be given them."""
+    loaded, attributes = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            attributes.add(constant)
+        elif isinstance(constant, CodeType):
+            inner = _names_in(constant)
+            loaded |= inner[0]
+            attributes |= inner[1]
+    return frozenset(loaded), frozenset(attributes)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ from the source
+def _check_jit() -> None:
+    plain_call = graph_api._JitExecutor.__call__
+
+    @functools.wraps(plain_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatching():
+            return plain_call(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+        if isinstance(self.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
+            return run_compiled_step(plain_call, self, args, kwargs)
+        found = next(distributed_in((args, kwargs)), None)
+        if found is not None and self.fn.__module__ == "mindspore.amp":
+            return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only
+        _refuse(f"the function {self.fn.__name__!r} compiled with jit", args, kwargs, self.obj, self.fn)
+        return plain_call(self, *args, **kwargs)
+
+    graph_api._JitExecutor.__call__ = call
+
+
+def _check_cells() -> None:
+    plain_compile = graph_api._CellGraphExecutor.compile
+
+    @functools.wraps(plain_compile)
+    def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse(f"{type(obj).__name__} in graph mode", args, kwargs, obj)
+        return plain_compile(self, obj, *args, **kwargs)
+
+    graph_api._CellGraphExecutor.compile = compile_cell
+
+
+def _check_parser() -> None:
+    """What the parser comes across: MindSpore asks these functions of its own for it."""
+
+    def checked(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def ask(*args: Any) -> Any:
+            answer = plain(*args)
+            # Not looked through: of a module or a dict of names only a part is used.
+            found = next(distributed_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
+            if found is not None and is_dispatching():
+                raise graph_error("a function or cell that is compiled", found)
+            return answer
+
+        return ask
+
+    for name in ("resolve_symbol", "get_object_key"):
+        setattr(parse, name, checked(getattr(parse, name)))
+
+
+# ------------------------------------------------------------------------------------------------ from a run
+class _Guard:
+    """While a graph is made of what runs in this thread, whatever works on local tensors is an error."""
+
+    def __init__(self) -> None:
+        self._plain_enter = NoDispatch.__enter__
+        self._thread: int | None = None
+        self._what = ""
+        self._clean_up: Callable[[], None] = lambda: None
+
+    def set(self, what: str, clean_up: Callable[[], None] = lambda: None) -> None:
+        self._thread, self._what, self._clean_up = threading.get_ident(), what, clean_up
+        plain_enter = self._plain_enter
+
+        def enter(guard: NoDispatch) -> None:
+            if threading.get_ident() != self._thread:
+                return plain_enter(guard)
+            what, clean_up = self._what, self._clean_up
+            self.lift()
+            clean_up()
+            raise graph_error(what, None)
+
+        NoDispatch.__enter__ = enter  # type: ignore[method-assign]
+
+    def lift(self) -> None:
+        self._thread = None
+        NoDispatch.__enter__ = self._plain_enter  # type: ignore[method-assign]
+
+
+def _check_recording() -> None:
+    guard = _Guard()
+    plain_begin, plain_end = jit_trace._jit_trace_begin, jit_trace._jit_trace_end
+
+    def begin(name: str, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatching():
+            return plain_begin(name, *args, **kwargs)
+        caller = sys._getframe(1).f_locals
+        function, given = caller.get("fn"), caller.get("args", args)
+        what = f"the function {getattr(function, '__name__', name)!r} compiled with jit"
+        # A graph of an earlier call may be there already: then nothing runs that could be caught later.
+        _refuse(what, args, given, function)
+        made = plain_begin(name, *args, **kwargs)
+        if made:
+            guard.set(what, _forget_recording)
+        return made
+
+    def end(*outputs: Any, **kwargs: Any) -> Any:
+        guard.lift()
+        return plain_end(*outputs, **kwargs)
+
+    jit_trace._jit_trace_begin, jit_trace._jit_trace_end = begin, end
+
+
+def _forget_recording() -> None:
+    """End a recording that an error leaves behind: MindSpore itself does not, and could compile nothing afterwards."""
+    context = jit_trace._trace_jit_context
+    jit_trace._trace_compile_cache.discard(context.phase)
+    recorder = jit_trace.tr.get_instance()
+    recorder.end_graph(*jit_trace._get_caller_lines(), jit_trace._DEFAULT_JIT_CONFIG, *context.args)
+    jit_trace.set_jit_context(None)
+    context.compiled, context.phase, context.args = False, "", None
+    jit_trace._using_trace = False
+
+
+# ------------------------------------------------------------------------------------------------ from the bytecode
+def _check_bytecode() -> None:
+    guard = _Guard()
+    capture = pijit_context.PIJitCaptureContext
+    plain_prepare, plain_enter, plain_exit = pijit_context.PreJit, capture.__enter__, capture.__exit__
+
+    def prepare(args: tuple, kwargs: dict) -> Any:
+        if is_dispatching():
+            capturing = sys._getframe(1).f_locals.get("self")
+            function = getattr(capturing, "fn", None)
+            _refuse(f"the function {getattr(function, '__name__', '?')!r} compiled with jit", args, kwargs, function)
+        return plain_prepare(args, kwargs)
+
+    def enter(self: Any) -> Any:
+        if is_dispatching():
+            guard.set(f"the function {self.fn.__name__!r} compiled with jit")
+        return plain_enter(self)
+
+    def leave(self: Any, *error: Any) -> Any:
+        guard.lift()
+        return plain_exit(self, *error)
+
+    pijit_context.PreJit = prepare
+    capture.__enter__, capture.__exit__ = enter, leave
