@@ -1,8 +1,8 @@
 """Calling modules of torch.nn without the detour of `torch.nn.Module.__call__`, and with another forward.
 
-`Module.__call__` asks for all that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer spends
-more time there than in its style. So parallelised modules get a class of their own, under the same name and derived from
-theirs, whose ``__call__`` runs hooks before and after forward, which styles register, and hands over to
+`Module.__call__` asks for all that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer
+spends more time there than in its style. So parallelised modules get a class of their own, under the same name and
+derived from theirs, whose ``__call__`` runs hooks before and after forward, which styles register, and hands over to
 `Module.__call__` for anything else.
 """
 
