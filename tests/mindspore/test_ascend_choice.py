@@ -12,7 +12,7 @@ import pytest
 from mindspore import Tensor, mint, ops
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import base, collectives, launch
+from hyper_parallel.platform.mindspore import base, collectives, launch, losses, ops_nn
 from hyper_parallel.platform.mindspore.base import MindSporePlatform
 
 MINE = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -22,7 +22,7 @@ PEER = MINE * 10 + 1
 @pytest.fixture
 def ascend(monkeypatch: pytest.MonkeyPatch) -> MindSporePlatform:
     """A platform that takes the device for Ascend."""
-    for module in (base, collectives, launch):
+    for module in (base, collectives, launch, losses, ops_nn):
         monkeypatch.setattr(module, "device_target", lambda: "Ascend")
     return MindSporePlatform()
 
@@ -123,3 +123,52 @@ def test_initialisation(ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPat
     ascend.init_process_group(7)
     ascend.init_process_group(8)  # has no effect
     assert asked == [("hccl", "2", 7.0)] and (ascend.rank(), ascend.world_size()) == (1, 2)
+
+
+# ------------------------------------------------------------------------------------------------ kernels of mint
+class Called:
+    """Stands for a function of mint that has no kernel on CPU, and keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.args: tuple = ()
+
+    def __call__(self, *args: Any) -> str:
+        self.args = args
+        return "of mint"
+
+
+@pytest.mark.parametrize(
+    ("row", "statics"), [("_CROSS_ENTROPY", ("mean", -100, 0.0)), ("_NLL_LOSS", ("sum", 1))], ids=str
+)
+def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, statics: tuple) -> None:
+    """On Ascend the function that was called runs; on CPU, where it has no kernel, that of `mindspore.ops`."""
+    native, xs = Called(), (Tensor(MINE), Tensor([0, 1, 0, 1], ms.int32), None)
+    on_cpu = getattr(losses, row).call(native, xs, statics)
+    assert native.args == () and np.isfinite(on_cpu.asnumpy())
+    request.getfixturevalue("ascend")
+    assert getattr(losses, row).call(native, xs, statics) == "of mint"
+    reduction, ignore, *smoothing = statics
+    assert native.args == (*xs, ignore, reduction, *smoothing)
+
+
+def test_embedding_is_mint_s(request: pytest.FixtureRequest) -> None:
+    """With a padding: on Ascend the primitive knows it, on CPU it is a look-up and a selection."""
+    native, xs = Called(), (Tensor([0, 1], ms.int32), Tensor(MINE))
+    assert np.array_equal(ops_nn._embedding_ext(native, xs, (1,)).asnumpy(), MINE[:2])
+    request.getfixturevalue("ascend")
+    assert ops_nn._embedding_ext(native, xs, (1,)) == "of mint"
+    assert native.args == (*xs, 1, None, 2.0, False)
+
+
+def test_torchrun_and_msrun(ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either environment leads to hccl: torchrun's through a store, msrun's through MindSpore's own initialisation."""
+    calls: list[str] = []
+    monkeypatch.setattr(launch.communication, "init", calls.append)
+    monkeypatch.setattr(launch.communication, "get_rank", lambda: 1)
+    monkeypatch.setattr(launch.communication, "get_group_size", lambda: 2)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("MS_ROLE", "MS_WORKER"), ("MS_WORKER_NUM", "2")):
+        monkeypatch.setenv(name, value)
+    ascend.init_process_group()
+    assert calls == ["hccl"] and (ascend.rank(), ascend.world_size()) == (1, 2)

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import mindspore as ms
 from mindspore import ops
 from mindspore.ops.function import math_func, nn_func
 
 from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import Function, arguments, dims_of, row
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
@@ -91,7 +91,7 @@ def _nll_loss(func: Any, xs: tuple, statics: tuple) -> Any:
 
 def _on_device(func: Any, on_cpu: Any) -> Any:
     """The functions of mint have no kernels on CPU."""
-    return on_cpu if ms.get_context("device_target") == "CPU" else func
+    return on_cpu if device_target() == "CPU" else func
 
 
 _CROSS_ENTROPY = row("cross_entropy", _bind_cross_entropy, _cross_entropy)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import arguments, row
 from hyper_parallel.platform.mindspore.seeds import undo_draw
 
@@ -135,7 +135,7 @@ def _bind_embedding(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 def _embedding_ext(func: Any, xs: tuple, statics: tuple) -> Any:
     """``Embedding`` has no kernel on CPU and no max_norm here; padding only matters to the gradient."""
-    if statics[0] is None or ms.get_context("device_target") != "CPU":
+    if statics[0] is None or device_target() != "CPU":
         return _embedding(func, xs, statics) if statics[0] is None else func(*xs, statics[0], None, 2.0, False)
     ids = xs[0]
     keep = ops.expand_dims(ops.not_equal(ids, statics[0]), -1)
