@@ -26,28 +26,28 @@ pytestmark = [
 #: model -> forward and backward: Cost(dtensors, dispatches, calls, nodes, collectives), see `costs.Cost`.
 EXPECTED: dict[str, tuple[Cost, Cost]] = {
     "MLP": (
-        Cost(0, 0, 27, 12, "1 all_reduce (256 B)"),
+        Cost(0, 0, 29, 12, "1 all_reduce (256 B)"),
         Cost(0, 0, 12, 0, "1 all_reduce (256 B)"),
     ),
     "MLP, DTensors between modules": (
-        Cost(4, 1, 77, 13, "1 all_reduce (256 B)"),
+        Cost(4, 1, 79, 13, "1 all_reduce (256 B)"),
         Cost(0, 1, 28, 0, "1 all_reduce (256 B)"),
     ),
     "Llama block": (
-        Cost(0, 0, 75, 76, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 82, 76, "2 all_reduce (2048 B)"),
         Cost(0, 0, 24, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, DTensors between modules": (
-        Cost(41, 31, 476, 82, "2 all_reduce (2048 B)"),
+        Cost(41, 31, 481, 82, "2 all_reduce (2048 B)"),
         Cost(0, 1, 45, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
-        Cost(4, 0, 191, 85, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 102, 0, "2 all_gather (512 B), 2 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(4, 0, 180, 85, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 92, 0, "2 all_gather (512 B), 2 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
-        Cost(43, 29, 554, 86, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 1, 113, 0, "2 all_gather (512 B), 2 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(43, 29, 541, 86, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 1, 103, 0, "2 all_gather (512 B), 2 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }
 
