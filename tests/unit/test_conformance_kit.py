@@ -57,6 +57,16 @@ def test_without_pytest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "pytest, which is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("framework", "wanted"), [("torch", "gloo"), ("other", "own")])
+def test_report_says_what_groups_run_on(framework: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share a GPU run on gloo: the report must not say nccl."""
+    backend = types.SimpleNamespace(comm_backend="own", Tensor=type("Tensor", (), {"__module__": framework}))
+    monkeypatch.delenv("HYPER_PARALLEL_TORCH_BACKEND", raising=False)
+    assert kit.comm_backend_of(backend) == "own"  # type: ignore[arg-type]
+    monkeypatch.setenv("HYPER_PARALLEL_TORCH_BACKEND", "Gloo")
+    assert kit.comm_backend_of(backend) == wanted  # type: ignore[arg-type]
+
+
 def test_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert kit.main(["no-such-backend"]) == 2
     error = capsys.readouterr().err

@@ -90,6 +90,12 @@ def backend_of(name: str) -> Platform:
     return backend
 
 
+def comm_backend_of(backend: Platform) -> str:
+    """What groups run on: the backend's own, unless the environment names another, as the torch backends read it."""
+    chosen = os.environ.get("HYPER_PARALLEL_TORCH_BACKEND", "").strip().lower()
+    return chosen if chosen and backend.Tensor.__module__.split(".")[0] == "torch" else backend.comm_backend
+
+
 def versions_of(backend: Platform) -> dict[str, str]:
     """Versions that a result depends on."""
     versions = {"Python": python_platform.python_version()}
@@ -112,7 +118,7 @@ def run(
     report = Report(
         backend=backend.name,
         device_type=backend.device_type,
-        comm_backend=backend.comm_backend,
+        comm_backend=comm_backend_of(backend),
         lab=lab,
         versions=versions_of(backend),
         world_sizes=arguments.world_sizes,
