@@ -391,6 +391,7 @@ def rows_used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(core_dispatch, "RULES", spy(RULES))
     monkeypatch.setattr(core_dispatch, "_PLANS", {})
+    monkeypatch.setattr(core_dispatch, "_CALLS", {})
     return used
 
 

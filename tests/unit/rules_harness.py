@@ -106,6 +106,9 @@ class _Platform:
         assert 0 <= start <= start + length <= x.shape[dim]
         return np.take(x, range(start, start + length), axis=dim)
 
+    def chunk(self, x: np.ndarray, count: int, dim: int) -> Sequence[np.ndarray]:
+        return np.split(x, count, axis=dim)
+
     def cat(self, xs: Sequence[np.ndarray], dim: int) -> np.ndarray:
         return np.concatenate(xs, axis=dim)
 
@@ -171,6 +174,9 @@ class _Platform:
 
     def all_gather_object(self, value: Any, group: tuple[int, ...], size: int) -> list:
         return [value] * size
+
+    def autograd_pair(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        """Nothing: these arrays have no gradients."""
 
     def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         return lambda x, *static: forward(SimpleNamespace(save_for_backward=lambda *tensors: None), x, *static)
@@ -420,7 +426,7 @@ def run(case: Case, sharding: OpSharding, way: Way) -> list[np.ndarray]:
         if sharding.localize is not None:
             statics = sharding.localize(statics, operand_layouts, result_layouts)
             hash(statics)
-        if sharding.call is None:
+        if sharding.call is None or (sharding.native_if is not None and sharding.native_if(operand_layouts)):
             found = case.native(operands, statics)
         else:
             found = sharding.call(mesh.platform, case.native, operands, statics, operand_layouts, result_layouts)

@@ -15,7 +15,14 @@ from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.loss_operands import distribute_labels
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_loss_parallel
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, operand_key
+from hyper_parallel.core.dtensor.operands import (
+    DTENSOR_CLASSES,
+    all_replicated,
+    common_mesh,
+    mixed_error,
+    name_of,
+    operand_key,
+)
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
@@ -25,9 +32,15 @@ __all__ = ["dispatch"]
 
 _ELEMENTWISE = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "pointwise_", "add_", "mul_", "linear_"})
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
+#: Operations whose canonical form follows from their positional arguments alone.
+_REPEATABLE = _ELEMENTWISE | {"reshape", "permute", "squeeze", "unsqueeze", "matmul", "chunk", "split", "expand"}
+_VALUES = frozenset({int, bool, str, type(None)})
+_OTHER: Any = object()
 _PLANS: dict[tuple, _Plan] = {}
+#: (operation, native function, layouts and values of its positional arguments) -> plan, static arguments, number of operands.
+_CALLS: dict[tuple, tuple[_Plan, Any, int]] = {}
 _MAX_PLANS = 1 << 16
-CACHES.append(_PLANS.clear)
+CACHES += [_PLANS.clear, _CALLS.clear]
 
 
 class _Plan:
@@ -76,6 +89,8 @@ class _Plan:
         self.mesh = mesh
         self.call = op.call
         self.replacement = sharding.call
+        if sharding.native_if is not None and sharding.native_if(strategy.operands):
+            self.replacement = None
         self.reads = tuple(
             (i, target, dims)
             for i, (have, target, dims) in enumerate(
@@ -97,29 +112,37 @@ class _Plan:
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
+    def run_simply(self, func: Any, operands: tuple, statics: Any) -> Any:
+        """Run a plan that is `simple`, with the static arguments of the local call."""
+        with self.no_dispatch():
+            result = self.call(func, operands, statics)
+            if isinstance(result, (tuple, list)):
+                wrap = self.wrap
+                return type(result)([wrap(r, layout) for r, layout in zip(result, self.results, strict=True)])
+            return self.wrap(result, self.result)
+
     def __call__(self, func: Any, operands: tuple, statics: Any) -> Any:
         if self.statics is not None:
             statics = self.statics
+        if self.simple:
+            return self.run_simply(func, operands, statics)
         with self.no_dispatch():
-            if self.simple:
-                result = self.call(func, operands, statics)
+            if self.mixes is not None and not is_implicit_replication():
+                raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+            local_operands = self._read(operands) if self.reads else operands
+            if self.replacement is None:
+                result = self.call(func, local_operands, statics)
             else:
-                if self.mixes is not None and not is_implicit_replication():
-                    raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
-                local_operands = self._read(operands) if self.reads else operands
-                if self.replacement is None:
-                    result = self.call(func, local_operands, statics)
-                else:
-                    result = self.replacement(
-                        self.mesh.platform,
-                        lambda operands, statics: self.call(func, operands, statics),
-                        local_operands,
-                        statics,
-                        self.operand_layouts,
-                        self.results,
-                    )
-                if self.inplace:
-                    return self._written(operands[0])
+                result = self.replacement(
+                    self.mesh.platform,
+                    lambda operands, statics: self.call(func, operands, statics),
+                    local_operands,
+                    statics,
+                    self.operand_layouts,
+                    self.results,
+                )
+            if self.inplace:
+                return self._written(operands[0])
             if isinstance(result, (tuple, list)):
                 wrap, count = self.wrap, len(self.results)
                 tensors = [wrap(r, layout) for r, layout in zip(result[:count], self.results, strict=True)]
@@ -154,6 +177,21 @@ class _Plan:
 
 def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a native operation of which some argument is a DTensor. Called by the platform's interception."""
+    call: tuple | None = None
+    if not kwargs:
+        if len(args) == 1 and type(args[0]) in DTENSOR_CLASSES:
+            call = (op, func, args[0]._layout)
+        else:
+            classes = DTENSOR_CLASSES
+            call = (
+                op,
+                func,
+                *[x if type(x) is int else x._layout if type(x) in classes else _argument_key(x) for x in args],
+            )
+        known = _CALLS.get(call)
+        if known is not None:
+            remembered, statics, count = known
+            return remembered.run_simply(func, args if count == len(args) else args[:count], statics)
     if op is None:
         op = find_custom_op(func)
         if op is None:
@@ -175,7 +213,37 @@ def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         _PLANS[key] = plan
+    if call is not None and plan.simple and op.name in _REPEATABLE:
+        _remember(call, op, args, operands, plan, statics)
     return plan(func, operands, statics)
+
+
+def _argument_key(x: Any) -> Any:
+    """What of an argument that is no DTensor a remembered call depends on: its value; of a number with digits after the
+    point the type, since only operands of element-wise operations are such."""
+    kind = type(x)
+    if kind is float:
+        return float
+    if kind is tuple:
+        return x if all([type(n) is int for n in x]) else _OTHER
+    return x if kind in _VALUES else _OTHER
+
+
+def _remember(call: tuple, op: NativeOp, args: tuple, operands: tuple, plan: _Plan, statics: Any) -> None:
+    """Keep ``plan`` for calls with the same arguments, so that these are neither bound nor looked at again."""
+    count = len(operands)
+    if count > len(args) or any(x is not y for x, y in zip(operands, args, strict=False)):
+        return
+    if _OTHER in call:
+        return
+    if op.name in _ELEMENTWISE:
+        if statics is not None or count != len(args):
+            return
+    elif float in call:
+        return
+    if len(_CALLS) >= _MAX_PLANS:
+        _CALLS.clear()
+    _CALLS[call] = (plan, plan.statics if plan.statics is not None else statics, count)
 
 
 def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics: Any) -> _Plan | None:

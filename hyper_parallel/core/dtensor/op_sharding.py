@@ -52,6 +52,8 @@ class OpSharding:
             local call where it is not the native operation on the locals (a masked embedding look-up). ``native(
             operands, statics)`` runs the native operation, ``operands`` are local tensors. None: the native call.
             Core also passes layouts of ``None`` for operands that are no tensors.
+        native_if: ``native_if(operand_layouts)`` says for which layouts the native operation is right, and ``call`` not
+            needed. None: for none.
         unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that
             it is not reduced for nothing, and no gradient flows to it.
         nonempty: labels that may be sharded only if every rank then has at least one element of the dimension: the
@@ -71,6 +73,7 @@ class OpSharding:
     combined: tuple[Label, ...] = ()
     localize: Callable[[tuple, tuple, tuple], tuple] | None = None
     call: Callable[..., Any] | None = None
+    native_if: Callable[[tuple], bool] | None = None
     unread: tuple[int, ...] = ()
     nonempty: tuple[Label, ...] = ()
     units: tuple[tuple[Label, int], ...] = ()

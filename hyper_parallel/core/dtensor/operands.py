@@ -8,8 +8,10 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Replicate
 
-__all__ = ["all_replicated", "common_mesh", "mixed_error", "name_of", "operand_key"]
+__all__ = ["DTENSOR_CLASSES", "all_replicated", "common_mesh", "mixed_error", "name_of", "operand_key"]
 
+#: The DTensor classes of the platforms in use.
+DTENSOR_CLASSES: set[type] = set()
 _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 
 

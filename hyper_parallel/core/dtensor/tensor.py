@@ -9,6 +9,7 @@ from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.transitions import transitions_of
@@ -197,6 +198,7 @@ def bind_platform(platform: Platform) -> Platform:
     """Make sure that the platform has its DTensor class; returns the platform."""
     if platform not in _BOUND:
         _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
+        DTENSOR_CLASSES.add(_BOUND[platform])
     return platform
 
 

@@ -100,7 +100,13 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
             return NotImplemented
         weight, bias = _weight_and_bias(module, own_parameters(module))
         with no_dispatch():
-            y = linear(partial_grad_view(x, _FIRST), weight, bias)
+            if x._gathered is None:
+                rows = view(x if x._origin is None else x._origin, weight)
+            else:
+                rows = partial_grad_view(x, _FIRST)
+            y = linear(rows, weight, bias)
+            if rows.ndim != x.ndim:
+                y = y.reshape((*output.shape[:-1], y.shape[-1]))
             return y if use_local_output else wrap(y, output)
 
     return LocalForward(plain if takes_plain else None, distributed)

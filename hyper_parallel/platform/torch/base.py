@@ -58,9 +58,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.make_dtensor_class`."""
         return tensor.make_dtensor_class(mixin, dispatch)
 
-    def wrap(self, local: torch.Tensor, layout: Any) -> Any:
-        """See `Platform.wrap`."""
-        return tensor.wrap(local, layout)
+    #: See `Platform.wrap`: the function itself, which saves a call.
+    wrap: Any = staticmethod(tensor.wrap)
 
     #: See `Platform.no_dispatch`: the class itself, which saves a call.
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)

@@ -23,6 +23,7 @@ def embedding(shapes: tuple, statics: tuple) -> OpSharding | None:
         terms=((1,),),
         reduce="sum",
         call=_look_up,
+        native_if=lambda layouts: layouts[1].local_shape[0] == layouts[1].shape[0],
     )
 
 

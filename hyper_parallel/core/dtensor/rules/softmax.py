@@ -21,15 +21,19 @@ def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[
         def call(
             platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
         ) -> Any:
-            classes = Classes.of(operand_layouts[0], dim)
-            if classes is None:
-                return native(operands, statics)
+            classes = Classes.along(operand_layouts[0], dim)
             dtype = statics[1] if len(statics) > 1 else None
             local = operands[0] if dtype is None else platform.to_dtype(operands[0], dtype)
             return platform.to_dtype(function(vocab_parallel_of(platform), local, classes), local.dtype)
 
         labels = named(x)
-        return OpSharding(operands=(labels,), results=(labels,), result_shapes=(tuple(x),), call=call)
+        return OpSharding(
+            operands=(labels,),
+            results=(labels,),
+            result_shapes=(tuple(x),),
+            call=call,
+            native_if=lambda layouts: Classes.of(layouts[0], dim) is None,
+        )
 
     return softmax
 
@@ -50,6 +54,7 @@ def logsumexp(shapes: tuple, statics: tuple) -> OpSharding | None:
         result_shapes=(without(x, reduced, keepdim, 1),),
         combined=tuple(labels[d] for d in reduced if labels[d] is not None),
         call=_log_sum_exp if len(reduced) == 1 else None,
+        native_if=lambda layouts: len(reduced) > 1 or Classes.of(layouts[0], min(reduced)) is None,
     )
 
 
@@ -57,9 +62,7 @@ def _log_sum_exp(
     platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     (dim,) = axes(statics[0], operand_layouts[0].ndim)
-    classes = Classes.of(operand_layouts[0], dim)
-    if classes is None:
-        return native(operands, statics)
+    classes = Classes.along(operand_layouts[0], dim)
     (x,) = operands
     y = platform.to_dtype(vocab_parallel_of(platform).log_sum_exp(x, classes), x.dtype)
     return y.reshape(result_layouts[0].local_shape)
