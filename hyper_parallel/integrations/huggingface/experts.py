@@ -48,11 +48,11 @@ class ExpertsParallel(ModuleStyle):
         return self.placements
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        super()._apply(module, device_mesh)
         cls = type(module)
         # A class of its own, not a new forward on the object: a copy of the object must run on its own parameters.
+        # Before the style takes the forward of the class as the one that it runs between its conversions.
         module.__class__ = type(cls.__name__, (_LocalParameters, cls), {"__module__": cls.__module__})
-        return module
+        return super()._apply(module, device_mesh)
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         return tuple(_read(x, mesh) for x in args), {key: _read(x, mesh) for key, x in kwargs.items()}
