@@ -36,6 +36,7 @@ _HOME_OF = {
     "Shard": "hyper_parallel.core.dtensor.placement_types",
     "available_platforms": "hyper_parallel.platform",
     "check_ranks": "hyper_parallel.core.dtensor.agreement",
+    "coalesce_gradients": "hyper_parallel.core.dtensor.coalesce",
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
     "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",

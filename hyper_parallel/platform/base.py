@@ -417,18 +417,28 @@ class Platform(ABC):
         result that nothing was computed from. None where a framework cannot tell."""
         return None
 
-    def gradient_view(self, convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """``view(x)``: the data of ``x``, which requires a gradient, not to be written to; its cotangent reaches ``x``
-        as ``convert(cotangent)``. ``convert`` is recorded when gradients of gradients are asked for. Called with
+        as ``convert(x, cotangent)``. ``convert`` is recorded when gradients of gradients are asked for. Called with
         interception off, as the view is used."""
 
         def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.x = x
             return self.detach(x)
 
         def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-            return convert(cotangent)
+            return convert(ctx.x, cotangent)
 
         return self.autograd_function(forward, backward)
+
+    def can_delay_gradient(self, parameter: Tensor) -> bool:
+        """Asked inside backward: whether `add_to_gradient` after it is as good as returning the cotangent, because
+        nothing but the accumulated gradient depends on it. A framework that returns gradients answers False."""
+        return False
+
+    def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
+        """Add a plain tensor to the gradient that ``parameter`` has; after `can_delay_gradient` said yes."""
+        raise TypeError(f"the platform {self.name!r} does not accumulate gradients in parameters")
 
     def linear_view(
         self, convert: Callable[[Tensor], Tensor], key: Any

@@ -37,7 +37,7 @@ _REPEATABLE = _ELEMENTWISE | {"reshape", "permute", "squeeze", "unsqueeze", "mat
 _VALUES = frozenset({int, bool, str, type(None)})
 _OTHER: Any = object()
 _PLANS: dict[tuple, _Plan] = {}
-#: (operation, native function, layouts and values of its positional arguments) -> plan, static arguments, number of operands.
+#: (operation, native function, layouts and values of its arguments) -> plan, static arguments, number of operands.
 _CALLS: dict[tuple, tuple[_Plan, Any, int]] = {}
 _MAX_PLANS = 1 << 16
 CACHES += [_PLANS.clear, _CALLS.clear]
@@ -225,7 +225,7 @@ def _argument_key(x: Any) -> Any:
     if kind is float:
         return float
     if kind is tuple:
-        return x if all([type(n) is int for n in x]) else _OTHER
+        return x if all(type(n) is int for n in x) else _OTHER
     return x if kind in _VALUES else _OTHER
 
 

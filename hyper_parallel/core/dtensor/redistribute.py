@@ -88,7 +88,9 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     transitions = transitions_of(platform)
     if x._gathered is None:
         view = platform.read_cache(holder, (mesh, mesh_dims, "linear"))
-        if view is None:
+        if view is None and isinstance(x, platform.Parameter):
+            view = transitions.parameter_view(mesh, mesh_dims)(x)
+        elif view is None:
             view = transitions.copy(x, mesh, mesh_dims)
         else:
             # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
@@ -109,7 +111,7 @@ def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     if mesh.shape[mesh_dim] == 1:
         return lambda x: x
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
-    make = transitions_of(platform).parameter_view(mesh, mesh_dim)
+    make = transitions_of(platform).parameter_view(mesh, (mesh_dim,))
 
     def view_of(x: Any) -> Any:
         if not requires_grad(x):

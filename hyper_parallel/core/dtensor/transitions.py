@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.chunking import packed_ranges, shard_sizes
+from hyper_parallel.core.dtensor.coalesce import BLOCKS
 from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
@@ -110,6 +111,8 @@ class Transitions:
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
+        self._parameter_views: dict[tuple[DeviceMesh, tuple[int, ...]], Callable[[Any], Any]] = {}
+        CACHES.append(self._parameter_views.clear)
         make = platform.autograd_function
         self._share_full = make(self._share_forward, self._slice_cotangent)
         self._share_partial = make(self._share_forward, self._scatter_cotangent)
@@ -177,15 +180,30 @@ class Transitions:
 
         return self.platform.linear_view(reduce, key)
 
-    def parameter_view(self, mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
-        """`copy` as ``view(x)`` over one mesh dimension, of a parameter that requires a gradient."""
-        requires_grad, clone, step = self.platform.requires_grad, self.platform.clone, summation(mesh, mesh_dim)
-        all_reduce = collectives.bind_all_reduce(mesh, mesh_dim)
+    def parameter_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
+        """`copy` as ``view(x)`` of a parameter, which `coalesce_gradients` may take part in."""
+        found = self._parameter_views.get((mesh, mesh_dims))
+        if found is None:
+            found = self._parameter_views[mesh, mesh_dims] = self._make_parameter_view(mesh, mesh_dims)
+        return found
 
-        def reduce(g: Any) -> Any:
-            return self._all_reduce(g, step) if requires_grad(g) else all_reduce(clone(g))
+    def _make_parameter_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
+        platform = self.platform
+        reducers = [(collectives.bind_all_reduce(mesh, d), summation(mesh, d)) for d in mesh_dims]
 
-        return self.platform.gradient_view(reduce)
+        def reduce(x: Any, g: Any) -> Any:
+            if platform.requires_grad(g):
+                for _, step in reducers:
+                    g = self._all_reduce(g, step)
+                return g
+            if BLOCKS and BLOCKS[-1].take(x, g, mesh, mesh_dims):
+                return platform.zeros(platform.shape_of(g), g)
+            g = platform.clone(g)
+            for all_reduce, _ in reducers:
+                g = all_reduce(g)
+            return g
+
+        return platform.gradient_view(reduce)
 
     def sum_new(self, mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
         """`run` from ``Partial()`` to ``Replicate()`` as ``reduce(y)``, for a ``y`` that nobody else holds and whose

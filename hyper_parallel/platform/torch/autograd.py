@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,23 +105,41 @@ class AutogradVerbs(Platform):
         base: Any = torch._C._FunctionBase
         return base.__dict__["apply"].__get__(None, Pair)
 
-    def gradient_view(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See `Platform.gradient_view`: a view and a hook in one table that all views share, where an autograd function
-        costs several times as much."""
-        hooks = OrderedDict({0: _on_plain_cotangent(convert)})
+    def gradient_view(
+        self, convert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Platform.gradient_view`: a view with a hook, where an autograd function costs several times as much."""
 
         def view(x: torch.Tensor) -> torch.Tensor:
             y: Any = x.view_as(x)
-            y._backward_hooks = hooks
+            y._backward_hooks = {0: _on_plain_cotangent(partial(convert, x))}
             y.grad_fn._register_hook_dict(y)
             return y
 
         return view
 
+    def can_delay_gradient(self, parameter: torch.Tensor) -> bool:
+        """See `Platform.can_delay_gradient`."""
+        with no_dispatch():
+            if not parameter.is_leaf or parameter._post_accumulate_grad_hooks:
+                return False
+            with torch.enable_grad():
+                accumulation = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        try:
+            return torch._C._will_engine_execute_node(accumulation)  # type: ignore[arg-type]
+        except RuntimeError:
+            return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
+
+    def add_to_gradient(self, parameter: torch.Tensor, cotangent: torch.Tensor) -> None:
+        """See `Platform.add_to_gradient`."""
+        with no_dispatch():
+            gradient: Any = parameter.grad
+            gradient.add_(cotangent)
+
     def linear_view(
         self, convert: Callable[[torch.Tensor], torch.Tensor], key: Any
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """See `Platform.linear_view`: what `gradient_view` does, and the cache."""
+        """See `Platform.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
         hooks = OrderedDict({0: _on_plain_cotangent(convert)})
         read = self.read_cache
 
