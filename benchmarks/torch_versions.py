@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,7 @@ class Version:
         inputs: positional arguments; those that need gradients are leaves.
         cotangent: what backward starts from, laid out as the output.
         finish: to be called after backward.
+        block: makes the context manager in which backward runs.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Version:
     inputs: tuple[Any, ...]
     cotangent: Any = None
     finish: Callable[[], None] | None = None
+    block: Callable[[], AbstractContextManager] | None = None
 
     def forward(self) -> Any:
         """The output, ready to use."""
@@ -72,7 +75,12 @@ class Version:
 
     def forward_and_backward(self) -> None:
         """One step of training, without the optimizer."""
-        _ready(self.model(*self.inputs)).backward(self.cotangent)
+        y = _ready(self.model(*self.inputs))
+        if self.block is None:
+            y.backward(self.cotangent)
+        else:
+            with self.block():
+                y.backward(self.cotangent)
         if self.finish is not None:
             self.finish()
 
@@ -154,7 +162,8 @@ def llama_versions(
         name: str, model: nn.Module, tables: tuple[Any, ...], past: tuple, cotangent: Any, finish: Any = None
     ) -> Version:
         shard = x if name == UNSHARDED else part(x)
-        return Version(name, model, (shard.clone().requires_grad_(), *tables, *past), cotangent, finish)
+        block = hyper_parallel.coalesce_gradients if sequence_parallel and name in (HYPER_PARALLEL, DTENSORS) else None
+        return Version(name, model, (shard.clone().requires_grad_(), *tables, *past), cotangent, finish, block)
 
     def block() -> LlamaBlock:
         return _seeded(lambda: LlamaBlock(sizes), device)

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -170,12 +170,16 @@ def count(version: Version) -> tuple[Cost, Cost]:
             counter.on = False
         return value, (counter.dtensors, counter.dispatches, counter.calls)
 
+    def run_backward() -> None:
+        with (version.block or nullcontext)():
+            y.backward(version.cotangent)
+
     # Not `version.forward` and not `y.backward`: these are the benchmark's and torch's.
     gc.collect()  # so that nothing is collected, and no callback called, while it counts
     with _watched_class(counter), _profiled(counter):
         y, forward = counted(lambda: version.model(*version.inputs))
         nodes = _nodes(y)
-        _, backward = counted(lambda: y.backward(version.cotangent))
+        _, backward = counted(run_backward)
     version.clear()
     traffic = _traffic(version)
     return Cost(*forward, nodes, traffic[0]), Cost(*backward, 0, traffic[1])

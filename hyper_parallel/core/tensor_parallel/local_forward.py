@@ -8,7 +8,7 @@ a distributed one that is placed as the style wants it. What either would look u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         use_local_output: give a plain tensor.
     """
     platform = mesh.platform
-    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
+    linear, no_dispatch, weight_and_bias = platform.linear, platform.no_dispatch, _reader_of(platform)
     wrap, view = platform.wrap, linear_input_view(mesh, _FIRST)
     (shard,), features = weight.placements, weight.shape[0]
 
@@ -86,7 +86,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
     by_layout = _Table(lambda x: output_of(tuple(x.shape)) if x.ndim and _is_placed(x, mesh, Replicate()) else None)
 
     def plain(module: Any, x: Any) -> Any:
-        weight, bias = _weight_and_bias(module, own_parameters(module))
+        weight, bias = weight_and_bias(module)
         with no_dispatch():
             rows = view(x, weight)
             y = linear(rows, weight, bias)
@@ -98,7 +98,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         output = by_layout[x._layout]
         if output is None:
             return NotImplemented
-        weight, bias = _weight_and_bias(module, own_parameters(module))
+        weight, bias = weight_and_bias(module)
         with no_dispatch():
             if x._gathered is None:
                 rows = view(x if x._origin is None else x._origin, weight)
@@ -126,7 +126,7 @@ def row_forward(
         use_local_output: give a plain tensor.
     """
     platform, transitions = mesh.platform, transitions_of(mesh.platform)
-    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
+    linear, no_dispatch, weight_and_bias = platform.linear, platform.no_dispatch, _reader_of(platform)
     whole = desired is Replicate()
     all_reduce, run, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
     of_one_rank = summation(mesh, 0).reversed
@@ -148,7 +148,7 @@ def row_forward(
     by_shape, by_layout = _Table(output_of), _Table(output_of_layout)
 
     def forward(module: Any, x: Any, output: tuple[Any, Layout]) -> Any:
-        weight, bias = _weight_and_bias(module, own_parameters(module))
+        weight, bias = weight_and_bias(module)
         with no_dispatch():
             if whole:
                 y = all_reduce(linear(x, weight, None))
@@ -234,8 +234,14 @@ def _is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
     return layout.mesh is mesh and layout.placements[0] is placement
 
 
-def _weight_and_bias(module: Any, own: Mapping[str, Any]) -> tuple[Any, Any]:
-    try:
-        return own["weight"], own["bias"]
-    except KeyError:  # something that computes them has taken their place
-        return module.weight, module.bias
+def _reader_of(platform: Any) -> Callable[[Any], tuple[Any, Any]]:
+    own_parameters = platform.own_parameters
+
+    def weight_and_bias(module: Any) -> tuple[Any, Any]:
+        own = own_parameters(module)
+        try:
+            return own["weight"], own["bias"]
+        except KeyError:  # something that computes them has taken their place
+            return module.weight, module.bias
+
+    return weight_and_bias

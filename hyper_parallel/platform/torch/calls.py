@@ -43,23 +43,17 @@ def _with_replaced_forward(cls: Any) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
 
-    def run(self: Any, args: tuple, kwargs: dict) -> Any:
-        return self.__dict__["_replaced_forward"](self, *args, **kwargs)
-
-    return _derive(cls, {"forward": forward}, run)
+    return _derive(cls, {"forward": forward})
 
 
 @cache
 def _with_quick_call(cls: Any) -> type:
-    def run(self: Any, args: tuple, kwargs: dict) -> Any:
-        return self.forward(*args, **kwargs)
-
-    return _derive(cls, {}, run)
+    return _derive(cls, {})
 
 
-def _derive(cls: Any, methods: dict[str, Any], run: Callable[[Any, tuple, dict], Any]) -> type:
+def _derive(cls: Any, methods: dict[str, Any]) -> type:
     """A class under the name of ``cls`` that has these methods, and a ``__call__`` that does what that of
-    `torch.nn.Module` does, with ``run`` as forward."""
+    `torch.nn.Module` does."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
@@ -77,7 +71,8 @@ def _derive(cls: Any, methods: dict[str, Any], run: Callable[[Any, tuple, dict],
             return cls.__call__(self, *args, **kwargs)
         before, after = state["_forward_pre_hooks"], state["_forward_hooks"]
         if not (before or after):
-            return run(self, args, kwargs)
+            replaced = state.get("_replaced_forward")
+            return self.forward(*args, **kwargs) if replaced is None else replaced(self, *args, **kwargs)
         if (
             len(before) != len(state["_forward_pre_hooks_with_kwargs"])
             or state["_forward_hooks_with_kwargs"]
@@ -93,7 +88,7 @@ def _derive(cls: Any, methods: dict[str, Any], run: Callable[[Any, tuple, dict],
                         f"{type(result).__name__} from {hook!r}"
                     )
                 args, kwargs = result
-        y = run(self, args, kwargs)
+        y = self.forward(*args, **kwargs)
         for hook in tuple(after.values()):
             result = hook(self, args, y)
             if result is not None:
