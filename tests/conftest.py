@@ -25,16 +25,18 @@ PLATFORMS_OF = {
 }
 # Files of tests/torch that speak about the CPU, or about what is the same on every device and takes long to try.
 ON_CPU_ONLY = {
-    "test_against_torch.py": "what torch's own DTensor does with gloo",
+    "test_against_torch.py": "what torch's own DTensor does",
     "test_docstrings.py": "examples with a mesh of CPUs",
     "test_faults.py": "how gloo fails",
     "test_gpu_bodies.py": "what tests/cuda does, where there is no GPU",
-    "test_huggingface.py": "models of a library, which the other environments do not have",
+    "test_huggingface.py": "models of a library",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",
     "test_styles_against_torch.py": "what torch's own styles do with gloo",
     "test_third_party.py": "backends of other packages, which need no device",
     "test_vocabulary.py": "ids outside a vocabulary, which are an error on the CPU only",
 }
+#: Those of them that simulated NPUs run all the same: torch's own DTensor over HCCL is a reference too.
+ALSO_ON_NPU = {"test_against_torch.py", "test_huggingface.py"}
 KNOWN = sorted({platform for platforms in PLATFORMS_OF.values() for platform in platforms})
 
 # Read when the frameworks are loaded, here and in the workers: ranks share few cores, and MindSpore warns a lot.
@@ -57,7 +59,10 @@ def pytest_configure() -> None:
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out what speaks about other backends. It is not reported as skipped: their own run reports it."""
     here = Path(__file__).parent
-    if collection_path.parent == here / "torch" and PLATFORM != "torch-cpu" and collection_path.name in ON_CPU_ONLY:
+    left_out = (
+        set() if PLATFORM == "torch-cpu" else ON_CPU_ONLY.keys() - (ALSO_ON_NPU if PLATFORM == "torch-npu" else set())
+    )
+    if collection_path.parent == here / "torch" and collection_path.name in left_out:
         return True
     is_folder_of_tests = collection_path.parent == here
     return True if is_folder_of_tests and PLATFORM not in PLATFORMS_OF.get(collection_path.name, KNOWN) else None
