@@ -117,9 +117,15 @@ class _Plan:
         with self.no_dispatch():
             result = self.call(func, operands, statics)
             if isinstance(result, (tuple, list)):
-                wrap = self.wrap
-                return type(result)([wrap(r, layout) for r, layout in zip(result, self.results, strict=True)])
+                return self._wrapped(result)
             return self.wrap(result, self.result)
+
+    def _wrapped(self, results: Any) -> Any:
+        """Several results in what the operation returned them in. Those that the rule does not speak of, which come
+        last, stay as they are: numbers such as the seed of an operation."""
+        wrap, count = self.wrap, len(self.results)
+        tensors = [wrap(r, layout) for r, layout in zip(results[:count], self.results, strict=True)]
+        return type(results)(tensors if len(results) == count else [*tensors, *results[count:]])
 
     def __call__(self, func: Any, operands: tuple, statics: Any) -> Any:
         if self.statics is not None:
@@ -144,10 +150,7 @@ class _Plan:
             if self.inplace:
                 return self._written(operands[0])
             if isinstance(result, (tuple, list)):
-                wrap, count = self.wrap, len(self.results)
-                tensors = [wrap(r, layout) for r, layout in zip(result[:count], self.results, strict=True)]
-                # What the rule does not speak of stays as it is: numbers such as the seed of an operation.
-                return type(result)(tensors if len(result) == count else [*tensors, *result[count:]])
+                return self._wrapped(result)
             return self.wrap(result, self.result)
 
     def _read(self, operands: tuple) -> tuple:
