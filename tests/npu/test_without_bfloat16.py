@@ -22,25 +22,26 @@ import json
 import torch
 from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, full, get_platform, init_device_mesh
 from hyper_parallel import ColwiseParallel, parallelize_module
+from hyper_parallel.core.dtensor import collectives
 
 get_platform().init_process_group()
 mesh = init_device_mesh(mesh_shape=(get_platform().world_size(),), mesh_dim_names=("tp",))
 half = torch.ones(4, 4, dtype=torch.bfloat16)
 local = half.npu()
-partial = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-replica = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+sizes = [4 // mesh.size()] * mesh.size()
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
 refused = {
     "distribute": lambda: distribute_tensor(half, mesh, [Shard(0)]),
     "on the device": lambda: distribute_tensor(local, mesh, [Replicate()], src_data_rank=None),
+    "from_local": lambda: DTensor.from_local(local, mesh, [Partial()], run_check=False),
     "module": lambda: parallelize_module(model, mesh, {"0": ColwiseParallel()}),
     "factory": lambda: full((4, 4), 1.0, dtype=torch.bfloat16, device_mesh=mesh),
-    "all_reduce": lambda: partial.redistribute(placements=[Replicate()]),
-    "reduce_scatter": lambda: partial.redistribute(placements=[Shard(0)]),
-    "all_gather": lambda: shard.full_tensor(),
-    "all_to_all": lambda: shard.redistribute(placements=[Shard(1)]),
-    "broadcast": lambda: get_platform().broadcast(local, 0, mesh.platform_group(0)),
+    "all_reduce": lambda: collectives.all_reduce(local, mesh, 0),
+    "reduce_scatter": lambda: collectives.reduce_scatter(local, mesh, 0, 0, sizes),
+    "all_gather": lambda: collectives.all_gather(local, mesh, 0, 0, [4] * mesh.size()),
+    "all_to_all": lambda: collectives.all_to_all(local, mesh, 0, 0, 1, [4] * mesh.size(), sizes),
+    "scatter": lambda: collectives.scatter(local, mesh, 0, 0, sizes, 0),
+    "broadcast": lambda: collectives.broadcast(local, mesh, 0, 0),
 }
 for name, call in refused.items():
     try:
@@ -69,6 +70,8 @@ torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=1e-3)
 got.sum().backward()
 print(json.dumps(["float16", "no error"]))
 """
+
+NOT_COLLECTIVES = ("distribute", "on the device", "from_local", "module", "factory", "default dtype")
 
 
 def run_on(chip: str, ranks: int) -> list[dict[str, str]]:
@@ -99,11 +102,11 @@ def test_bfloat16_is_refused(chip: str, ranks: int) -> None:
     assert all(other == first for other in others), "the same on all ranks"
     assert first.pop("float16") == "no error"
     if ranks == 1:  # nothing to communicate, so it is up to the kernels
-        first = {name: first[name] for name in ("distribute", "on the device", "module", "factory", "default dtype")}
-    assert len(first) == (10 if ranks > 1 else 5)
+        first = {name: first[name] for name in NOT_COLLECTIVES}
+    assert len(first) == (12 if ranks > 1 else 6)
     for name, error in first.items():
         assert f"dtype is torch.bfloat16, which this NPU ({chip}) does not have: use torch.float16" in error, name
     assert "a tensor of shape (4, 4) is to be distributed" in first["distribute"]
     if ranks > 1:
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+        for name in first.keys() - set(NOT_COLLECTIVES):
             assert first[name].startswith(f"{name} of a tensor of shape "), first[name]
