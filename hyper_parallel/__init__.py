@@ -48,6 +48,7 @@ _HOME_OF = {
     "loss_parallel": "hyper_parallel.core.tensor_parallel.loss",
     "manual_seed": "hyper_parallel.core.dtensor.random",
     "ones": "hyper_parallel.core.dtensor.factories",
+    "overlap_collectives": "hyper_parallel.core.tensor_parallel.overlap",
     "parallelize_module": "hyper_parallel.core.tensor_parallel.api",
     "rand": "hyper_parallel.core.dtensor.factories",
     "randn": "hyper_parallel.core.dtensor.factories",

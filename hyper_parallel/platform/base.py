@@ -75,6 +75,8 @@ class Platform(ABC):
     device_type: ClassVar[str]
     #: Default communication backend, for example ``"gloo"``.
     comm_backend: ClassVar[str]
+    #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
+    fuses_linear: bool = False
 
     # ---------------------------------------------------------------- types and checks
     #: The framework's tensor, parameter, module and shape classes. ``Size`` is a tuple or a subclass of it.
@@ -147,6 +149,16 @@ class Platform(ABC):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias`` on plain local tensors. Differentiable."""
 
+    def is_plain_embedding(self, module: Module) -> bool:
+        """Whether a call of ``module`` is `embedding` of its input and its weight and nothing else: of the framework's
+        own class, and without a row for padding, limits to norms or other treatment of gradients. A backend that answers
+        False has its embeddings dispatched."""
+        return False
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """The rows ``ids`` of ``weight``, on plain local tensors. Differentiable. For `is_plain_embedding`."""
+        raise TypeError(f"the platform {self.name!r} has no plain embeddings")
+
     def linear_with_collective(
         self,
         collective: str,
@@ -156,9 +168,12 @@ class Platform(ABC):
         size: int,
         dim: int,
         announce: Callable[[str, Tensor], None],
+        chunks: int = 1,
     ) -> Tensor | None:
-        """`linear` without bias and a collective in one native operation, or None, having done nothing, where the
-        backend has none for these operands or is not asked to use it. Differentiable in ``x`` and ``weight``.
+        """`linear` without bias and a collective that overlap, or None, having done nothing, where the backend cannot
+        overlap them for these operands. Differentiable in ``x`` and ``weight``. A native operation does both where
+        `fuses_linear` is set; otherwise both are cut into ``chunks``, fewer where that number does not divide, if that
+        is more than one.
 
         ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all of them.
         ``"reduce_scatter"``: this rank's part of that sum along dimension ``dim`` of ``x``, not the last.

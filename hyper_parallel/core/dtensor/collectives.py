@@ -22,6 +22,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "announce",
     "bind_all_gather",
     "bind_all_reduce",
     "bind_reduce_scatter",
@@ -37,6 +38,14 @@ OBSERVERS: list[Callable[[str, DeviceMesh, int, Any], None]] = []
 def _record(collective: str, mesh: DeviceMesh, mesh_dim: int, local: Any) -> None:
     for observer in OBSERVERS:
         observer(collective, mesh, mesh_dim, local)
+
+
+def announce(collective: str, mesh: DeviceMesh, mesh_dim: int, x: Any) -> None:
+    """Check and count a collective that the backend is about to do itself, as a part of another operation."""
+    if CHECKS:
+        check_collective(collective, mesh, mesh_dim, x)
+    if OBSERVERS:
+        _record(collective, mesh, mesh_dim, x)
 
 
 def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:

@@ -80,6 +80,10 @@ class ModuleStyle(ParallelStyle):
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = self._before(module, args, kwargs, mesh)
+            if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
+                y = local.distributed(module, args[0])
+                if y is not NotImplemented:
+                    return y
             return self._after(module, forward(module, *args, **kwargs), mesh)
 
         if local is None:

@@ -11,7 +11,9 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
 from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
+from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
+from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.base import ModuleKind
 
@@ -118,7 +120,8 @@ class _WeightParallel(ModuleStyle):
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         platform = mesh.platform
-        if not platform.is_plain_linear(module) or self._whole(mesh):
+        linear = platform.is_plain_linear(module)
+        if not (linear or platform.is_plain_embedding(module)) or self._whole(mesh):
             return None
         weight = getattr(module, platform.kind_of(module).weight)._layout
         (shard,) = weight.placements
@@ -126,15 +129,17 @@ class _WeightParallel(ModuleStyle):
             # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go
             # one way.
             return None
-        takes_plain = self.input_layouts[0] is self._default_input
-        desired = self.output_layouts[0]
-        if self._splits_outputs:
-            if desired is not Shard(-1):
-                return None
-            return column_forward(mesh, weight, takes_plain, self.use_local_output)
-        if desired.is_partial() or isinstance(desired, PackedShard):
+        given, desired = self.input_layouts[0], self.output_layouts[0]
+        if desired is not Shard(-1) if self._splits_outputs else desired.is_partial() or type(desired) is PackedShard:
             return None
-        return row_forward(mesh, weight, desired, takes_plain, self.use_local_output)
+        if not linear:
+            return embedding_forward(mesh, weight, desired, given is Replicate(), self.use_local_output)
+        takes_plain = given is self._default_input
+        if self._splits_outputs:
+            local = column_forward(mesh, weight, takes_plain, self.use_local_output)
+        else:
+            local = row_forward(mesh, weight, desired, takes_plain, self.use_local_output)
+        return overlapped_first(local, mesh, weight, given, desired, self.use_local_output)
 
     def _whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""

@@ -75,6 +75,20 @@ class ModuleVerbs(Platform):
         """See `Platform.is_plain_linear`."""
         return type(module) is nn.Linear
 
+    def is_plain_embedding(self, module: Any) -> bool:
+        """See `Platform.is_plain_embedding`."""
+        return (
+            type(module) is nn.Embedding
+            and module.padding_idx is None
+            and module.max_norm is None
+            and not module.scale_grad_by_freq
+            and not module.sparse
+        )
+
+    def embedding(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Platform.embedding`."""
+        return F.embedding(ids, weight)
+
     #: See `Platform.linear`.
     linear: Any = staticmethod(F.linear)
 

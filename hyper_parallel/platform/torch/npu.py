@@ -44,11 +44,9 @@ class TorchNpuPlatform(TorchPlatform):
     all_reduce_dtypes = _ALL_REDUCED
     reduce_scatter_dtypes = _REDUCE_SCATTERED
 
-    #: Whether linear layers and their collectives run as one operator of torch_npu where there is one. Not by itself:
-    #: on Ascend 910B, HCCL allows such operators in one group of ranks only, and the time they save depends on shapes.
-    fuses_linear: bool
-
     def __init__(self) -> None:
+        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and what they save depends
+        # on the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
         # Their functions are there now that `unavailable_reason` has loaded torch_npu; the DTensor class comes later.
         OP_TABLE.update(fused_npu.table())
@@ -88,14 +86,15 @@ class TorchNpuPlatform(TorchPlatform):
         size: int,
         dim: int,
         announce: Callable[[str, torch.Tensor], None],
+        chunks: int = 1,
     ) -> torch.Tensor | None:
-        """See `Platform.linear_with_collective`. Only where `fuses_linear` is set."""
-        if not self.fuses_linear:
-            return None
+        """See `Platform.linear_with_collective`."""
         with self.no_dispatch():
-            if not fused_linear.applies(collective, x, weight, size, dim, self._npu().get_soc_version()):
-                return None
-            return fused_linear.run(collective, x, weight, self.native_group(group), size, dim, announce)
+            if self.fuses_linear and fused_linear.applies(
+                collective, x, weight, size, dim, self._npu().get_soc_version()
+            ):
+                return fused_linear.run(collective, x, weight, self.native_group(group), size, dim, announce)
+        return super().linear_with_collective(collective, x, weight, group, size, dim, announce, chunks)
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
     def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:

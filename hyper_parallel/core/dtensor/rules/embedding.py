@@ -22,12 +22,12 @@ def embedding(shapes: tuple, statics: tuple) -> OpSharding | None:
         result_shapes=((*ids, weight[1]),),
         terms=((1,),),
         reduce="sum",
-        call=_look_up,
+        call=look_up,
         native_if=lambda layouts: layouts[1].local_shape[0] == layouts[1].shape[0],
     )
 
 
-def _look_up(
+def look_up(
     platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     """Look up the ids that this rank has and give zeros for the others, so that the results of all ranks add up."""

@@ -1,0 +1,166 @@
+"""Collectives that go on while the linear layers before or after them compute: a switch, and where it is looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.agreement import CHECKS
+from hyper_parallel.core.dtensor.collectives import announce
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.faults import explain_along
+from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.redistribute import partial_grad_view
+from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+
+__all__ = ["overlap_collectives", "overlapped_first"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    chunks: int
+    least: int
+
+
+_ACTIVE: ContextVar[_Overlap | None] = ContextVar("hyper_parallel_overlap", default=None)
+
+
+@contextmanager
+def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None]:
+    """Inside, the collective of a linear layer overlaps with its product, where it is large enough to be worth it.
+
+    The forward and the backward of linear layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded
+    ``output_layouts``) and of those with ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather) are cut into chunks:
+    while one is multiplied, the collective of another is under way. Where one collective went, ``chunks`` go, which move
+    as many bytes in all. A gather that `PrepareModuleInput` does for several layers is not overlapped. Results are equal
+    up to the order of sums in the gradient of the weight; gradients of gradients are an error.
+
+    Worth it where transfers take about as long as the products and products are large; measure it. MindSpore does not
+    start collectives without waiting for them, so the switch does nothing there.
+
+    Args:
+        chunks: how many chunks; the next smaller number that divides the dimension where this one does not.
+        least: smallest size of what a collective works on, in elements, below which layers are left as they are.
+
+    Raises:
+        ValueError: for fewer than 2 chunks or a negative size.
+
+    Example:
+        >>> from hyper_parallel import overlap_collectives
+        >>> with overlap_collectives(chunks=2):
+        ...     pass
+
+    Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+    Models"; torch's ``_micro_pipeline_tp``.
+    """
+    if chunks < 2:
+        raise ValueError(f"overlap_collectives(chunks={chunks!r}): a layer is cut into 2 chunks at least")
+    if least < 0:
+        raise ValueError(f"overlap_collectives(least={least!r}): a number of elements is not negative")
+    token = _ACTIVE.set(_Overlap(chunks, least))
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def overlapped_first(
+    local: LocalForward,
+    mesh: DeviceMesh,
+    weight: Layout,
+    input_layout: Placement,
+    output_layout: Placement,
+    use_local_output: bool,
+) -> LocalForward:
+    """``local``, preceded by `Platform.linear_with_collective` where that is asked for and for the inputs that it takes.
+
+    A row-parallel layer multiplies and sums, by an all-reduce or a reduce-scatter; a column-parallel layer whose plain
+    input is a shard of another dimension than the features gathers and multiplies.
+
+    Args:
+        local: what runs otherwise.
+        mesh: 1-D mesh.
+        weight: layout of the weight (out, in).
+        input_layout, output_layout: of the style.
+        use_local_output: give a plain tensor.
+    """
+    platform, (shard,), size = mesh.platform, weight.placements, mesh.size()
+    # All ranks must go one way, and where sizes do not divide they have tensors of different shapes.
+    if size == 1 or type(shard) is not Shard or weight.shape[shard.dim] % size:
+        return local
+    rows = shard.dim == 1
+    moved: Any = output_layout if rows else input_layout
+    if rows and moved is Replicate():
+        collective = "all_reduce"
+    elif type(moved) is Shard:
+        collective = "reduce_scatter" if rows else "all_gather"
+    else:
+        return local
+    features, group = weight.shape[0], mesh.platform_group(0)
+
+    def multiply(module: Any, x: Any, shape: tuple[int, ...]) -> Any:
+        """``shape`` is the global one of the rows before they are scattered or after they are gathered."""
+        dim = 0 if collective == "all_reduce" else moved.dim % len(shape)
+        elements = math.prod(shape[:-1]) * (features if rows else shape[-1])
+        if dim >= len(shape) - 1 or (collective != "all_reduce" and shape[dim] % size):
+            return NotImplemented
+        overlap = _ACTIVE.get()
+        # Checks communicate themselves, which must not come between collectives that are under way.
+        chunks = overlap.chunks if overlap is not None and elements >= overlap.least and not CHECKS else 1
+        own = platform.own_parameters(module)
+        matrix, bias = own.get("weight"), own.get("bias")
+        if matrix is None:
+            return NotImplemented
+        with platform.no_dispatch():
+            try:
+                y = platform.linear_with_collective(collective, x, matrix, group, size, dim, announce_on_mesh, chunks)
+            except RuntimeError as error:
+                explain_along(error, collective, x, mesh, 0)
+                raise
+            if y is None:
+                return NotImplemented
+            if bias is not None:
+                # A shard of the rows gives a part of the gradient of the bias.
+                bias = partial_grad_view(bias, (0,)) if collective == "reduce_scatter" else bias
+                y = y.add(bias)
+            if use_local_output:
+                return y
+            placement = output_layout if rows else Shard(len(shape) - 1)
+            return platform.wrap(y, get_layout(mesh, (placement,), (*shape[:-1], features)))
+
+    def announce_on_mesh(name: str, x: Any) -> None:
+        announce(name, mesh, 0, x)
+
+    def is_asked_for() -> bool:
+        return _ACTIVE.get() is not None or platform.fuses_linear
+
+    def plain(module: Any, x: Any) -> Any:
+        if is_asked_for() and x.ndim:
+            shape = tuple(x.shape)
+            if collective == "all_gather" and -x.ndim <= moved.dim < x.ndim:
+                dim = moved.dim % x.ndim
+                shape = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+            y = multiply(module, x, shape)
+            if y is not NotImplemented:
+                return y
+        return NotImplemented if local.plain is None else local.plain(module, x)
+
+    def distributed(module: Any, x: Any) -> Any:
+        if is_asked_for():
+            layout: Layout = x._layout
+            wanted = Shard(layout.ndim - 1) if rows else moved
+            if layout.ndim and layout.mesh is mesh and layout.placements[0] is wanted:
+                y = multiply(module, x, tuple(layout.shape))
+                if y is not NotImplemented:
+                    return y
+        return local.distributed(module, x)
+
+    takes_plain = collective == "all_gather" or local.plain is not None
+    return LocalForward(plain if takes_plain else None, distributed)
