@@ -1,7 +1,8 @@
 """Compiled graphs would read shards as whole tensors: they are refused, however they are made.
 
 MindSpore's recordings (``capture_mode="trace"``) work only where all functions on the stack have a source file, which
-is neither so under pytest nor in the worker pool: they are tried in a program of their own.
+is neither so under pytest nor in the worker pool: there `says_where` stands for the function that reads them, and a
+program of its own does without.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import batch, error_of, make_net
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_POOL = ("ast", "bytecode")
+MODES = ("ast", "bytecode", "trace")
 
 
 class Held:
@@ -97,6 +98,11 @@ class HoldsTensor(nn.Cell):
         return x + self.constant
 
 
+def says_where() -> tuple[list[str], list[int]]:
+    """Files and lines of the callers, for MindSpore's messages."""
+    return [__file__], [1]
+
+
 def make_closure(x: Any) -> Any:
     def closes_over(y: Any) -> Any:
         return y + x
@@ -106,6 +112,7 @@ def make_closure(x: Any) -> Any:
 
 @on_mesh()
 def compiled(mesh: Any, mode: str) -> dict[str, str]:
+    jit_trace._get_caller_lines = says_where
     plain, ids = Tensor(np.ones((4, 2), np.float32)), batch()[0]
     x = distribute_tensor(plain, mesh, [Shard(0)])
     net = make_net(mesh)
@@ -139,7 +146,7 @@ def compiled(mesh: Any, mode: str) -> dict[str, str]:
     return errors
 
 
-@pytest.mark.parametrize("mode", IN_POOL)
+@pytest.mark.parametrize("mode", MODES)
 def test_jit_is_refused(pool: Any, mode: str) -> None:
     check_errors(pool.run(2, compiled, mode))
 
@@ -158,6 +165,7 @@ def check_errors(errors_of_ranks: list[dict[str, str]]) -> None:
 @on_mesh()
 def compiled_before(mesh: Any, modes: tuple[str, ...]) -> list[str]:
     """The graphs of plain networks are there already when these are parallelized."""
+    jit_trace._get_caller_lines = says_where
     errors, ids = [], batch()[0]
     for mode in modes:
         net = make_net()
@@ -177,8 +185,19 @@ def make_parallel(net: Any, mesh: Any) -> None:
 
 
 def test_graphs_that_were_there_before(pool: Any) -> None:
-    for errors in pool.run(2, compiled_before, IN_POOL):
+    for errors in pool.run(2, compiled_before, MODES):
         assert all("uses the distributed parameter 'up.weight'" in e for e in errors), errors
+
+
+@on_mesh()
+def fails_in_a_recording(mesh: Any) -> None:
+    jit_trace._get_caller_lines = says_where
+    held.net = make_net(mesh)
+    followed_by_others()
+
+
+def test_a_recording_that_failed_does_not_stay(pool: Any) -> None:
+    pool.run(2, fails_in_a_recording)
 
 
 @on_mesh()
@@ -251,6 +270,7 @@ from tests.mindspore import test_graph_mode as tests
 
 get_platform().init_process_group()
 mesh = init_device_mesh(mesh_shape=(1,))
+tests.says_where = tests.jit_trace._get_caller_lines
 print(json.dumps(tests.compiled.__wrapped__(mesh, "trace")))
 print(json.dumps(tests.compiled_before.__wrapped__(mesh, ("trace",))))
 tests.followed_by_others()
