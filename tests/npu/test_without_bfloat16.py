@@ -76,13 +76,19 @@ NOT_COLLECTIVES = ("distribute", "on the device", "from_local", "module", "facto
 
 def run_on(chip: str, ranks: int) -> list[dict[str, str]]:
     """What each rank of a job on NPUs of this kind printed."""
+    outputs = run_ranks(PROGRAM, ranks, SIMULATED_NPU_SOC=chip)
+    return [dict(json.loads(line) for line in out.splitlines() if line.startswith("[")) for out in outputs]
+
+
+def run_ranks(program: str, ranks: int, **variables: str) -> list[str]:
+    """What each rank of a job of its own printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    common = {"SIMULATED_NPU_SOC": chip, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {**variables, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", program],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -93,7 +99,7 @@ def run_on(chip: str, ranks: int) -> list[dict[str, str]]:
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert not any(process.returncode for process in processes), outputs
-    return [dict(json.loads(line) for line in out.splitlines() if line.startswith("[")) for out, _ in outputs]
+    return [out for out, _ in outputs]
 
 
 @pytest.mark.parametrize(("chip", "ranks"), [("Ascend310P3", 2), ("Ascend910A", 1)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,8 @@ _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _ALL_REDUCED = dict.fromkeys(
     ("sum", "max", "min", "product"), _FLOATS | _INTEGERS | frozenset({torch.uint8, torch.bool})
 )
+#: HCCL's codes for a time-out, a connection that failed or a peer that did: what is left when a rank is lost.
+_LOST = re.compile(r"Hccl\w+, error code is (9|11|12|13|14|19|21)\b")
 _REDUCE_SCATTERED = dict.fromkeys(("sum", "max", "min", "product"), _FLOATS | _INTEGERS)
 
 
@@ -45,8 +48,8 @@ class TorchNpuPlatform(TorchPlatform):
     reduce_scatter_dtypes = _REDUCE_SCATTERED
 
     def __init__(self) -> None:
-        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and what they save depends
-        # on the shapes.
+        # Not by itself: on Ascend 910B HCCL allows such operators in one group of ranks only, and shapes decide what they
+        # save.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
         # Their functions are there now that `unavailable_reason` has loaded torch_npu; the DTensor class comes later.
         OP_TABLE.update(fused_npu.table())
@@ -95,6 +98,10 @@ class TorchNpuPlatform(TorchPlatform):
             ):
                 return fused_linear.run(collective, x, weight, self.native_group(group), size, dim, announce)
         return super().linear_with_collective(collective, x, weight, group, size, dim, announce, chunks)
+
+    def is_communication_failure(self, error: Exception) -> bool:
+        """See `Platform.is_communication_failure`. In the background HCCL raises nothing: a watchdog ends the process."""
+        return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
     def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
