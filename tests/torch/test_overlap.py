@@ -134,7 +134,7 @@ def not_cut(mesh: Any) -> None:
         with CommDebugMode() as comm:
             model(uneven)
         assert comm.get_comm_counts() == expected
-        with check_ranks():
+        with check_ranks(mesh):
             close(model(x), y, "with checks")
         leaf = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
