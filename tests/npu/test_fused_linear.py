@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
-from hyper_parallel import get_platform
+from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, Shard, get_platform, parallelize_module
+from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn
 
+R = Replicate()
 TOKENS, IN, OUT = 8, 1024, 2048
 ASCEND_910B, ASCEND_910C = 223, 250
 
@@ -190,3 +193,113 @@ def refused_by_the_operators(mesh: Any) -> None:
 
 def test_refused_by_the_operators(pool: Any) -> None:
     pool.run(2, refused_by_the_operators)
+
+
+# ------------------------------------------------------------------------------------------------ in styles
+def mlp(dtype: torch.dtype, bias: bool) -> Any:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(IN, OUT, bias=bias), torch.nn.SiLU(), torch.nn.Linear(OUT, IN, bias=bias)]
+    return torch.nn.Sequential(*layers).to(device()).to(dtype)
+
+
+#: name -> (styles of both layers, placement of input and output, operators asked for, those that answer, collectives)
+PLANS: dict[str, tuple] = {
+    "tensor": ({}, {}, R, ["all_reduce"], {"all_reduce": 1}, {"all_reduce": 1}),
+    "sequence": (
+        {"input_layouts": Shard(1)},
+        {"output_layouts": Shard(1)},
+        Shard(1),
+        ["all_gather", "reduce_scatter"],
+        {"all_gather": 1, "reduce_scatter": 1},
+        {"all_gather": 1, "reduce_scatter": 1},
+    ),
+}
+
+
+@on_mesh(2)
+def styles(mesh: Any, name: str, bias: bool, local: bool, dtype_name: str) -> None:
+    """The MLP with and without fusing: values, gradients, and the number of collectives, which stays the same."""
+    dtype = getattr(torch, dtype_name)
+    first, last, placement, wanted_calls, forward, backward = PLANS[name]
+    x, cotangent = made(dtype, 1, TOKENS, IN, seed=1), made(dtype, 1, TOKENS, IN, seed=3)
+    single = mlp(dtype, bias).float()
+    whole = x.float().clone().requires_grad_()
+    expected = single(whole)
+    expected.backward(cotangent.float())
+    platform, calls = get_platform(), []
+    applies = fused_linear.applies
+
+    def counted(collective: str, *args: Any) -> bool:
+        answer = applies(collective, *args)
+        calls.append((collective, answer))
+        return answer
+
+    fused_linear.applies = counted
+    platform.fuses_linear = True
+    try:
+        plan = {
+            "0": ColwiseParallel(use_local_output=local, **first),
+            "2": RowwiseParallel(use_local_output=local, **last),
+        }
+        model = parallelize_module(mlp(dtype, bias), mesh, plan)
+        mine = (x if placement == R else x.chunk(2, 1)[spmd.rank]).clone().requires_grad_()
+        with CommDebugMode() as comm:
+            y = model(mine)
+        assert comm.get_comm_counts() == forward, comm.get_comm_counts()
+        tolerance = 1e-5 if dtype is torch.float32 else 4e-3
+        if local:
+            close(y.float(), expected if placement == R else part(expected, mesh, 1), name, tolerance)
+        else:
+            assert y.placements == (placement,)
+            close(y.full_tensor().float(), expected, name, tolerance)
+        by_y = cotangent if placement == R else cotangent.chunk(2, 1)[spmd.rank]
+        with CommDebugMode() as comm:
+            (y if local else y.to_local()).backward(by_y)
+        # Of a bias that is added to scattered rows each rank knows a part of the gradient.
+        wanted = {**backward, "all_reduce": 1} if bias and placement != R and dtype is not torch.float32 else backward
+        assert comm.get_comm_counts() == wanted, comm.get_comm_counts()
+        assert calls == [(c, dtype is not torch.float32) for c in wanted_calls], calls
+        close(mine.grad.float(), whole.grad if placement == R else part(whole.grad, mesh, 1), "x", tolerance)
+        for (key, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+            close(p.grad.full_tensor().float(), q.grad, key, tolerance)
+    finally:
+        fused_linear.applies, platform.fuses_linear = applies, False
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_styles(pool: Any, name: str) -> None:
+    for bias in (False, True):
+        for local in (True, False):
+            pool.run(2, styles, name, bias, local, "float16")
+    pool.run(2, styles, name, False, True, "float32")
+
+
+@on_mesh(2)
+def left_alone(mesh: Any) -> None:
+    """Layers that nothing is fused for run as ever: parts of different sizes, other layouts, a mesh of one rank."""
+    platform, applies = get_platform(), fused_linear.applies
+
+    def never(*args: Any) -> bool:
+        raise AssertionError("asked for an operator")
+
+    fused_linear.applies = never
+    platform.fuses_linear = True
+    try:
+        for style, features in (
+            (RowwiseParallel(input_layouts=R), (5, 5)),
+            (RowwiseParallel(input_layouts=R, packed=(2, 4)), (6, 5)),
+            (RowwiseParallel(input_layouts=R, output_layouts=Shard(-1)), (6, 4)),
+            (ColwiseParallel(), (6, 5)),
+            (ColwiseParallel(output_layouts=R), (6, 4)),
+        ):
+            torch.manual_seed(0)
+            single = torch.nn.Linear(*features).to(device()).half()
+            model = parallelize_module(copy.deepcopy(single), mesh, style)
+            y = model(made(torch.float16, 2, TOKENS, features[0], seed=1))
+            assert y.dtype is torch.float16, style
+    finally:
+        fused_linear.applies, platform.fuses_linear = applies, False
+
+
+def test_left_alone(pool: Any) -> None:
+    pool.run(2, left_alone)

@@ -48,8 +48,8 @@ class TorchNpuPlatform(TorchPlatform):
     reduce_scatter_dtypes = _REDUCE_SCATTERED
 
     def __init__(self) -> None:
-        # Not by itself: on Ascend 910B HCCL allows such operators in one group of ranks only, and shapes decide what they
-        # save.
+        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and what they save is up
+        # to the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
         # Their functions are there now that `unavailable_reason` has loaded torch_npu; the DTensor class comes later.
         OP_TABLE.update(fused_npu.table())
@@ -100,7 +100,7 @@ class TorchNpuPlatform(TorchPlatform):
         return super().linear_with_collective(collective, x, weight, group, size, dim, announce, chunks)
 
     def is_communication_failure(self, error: Exception) -> bool:
-        """See `Platform.is_communication_failure`. In the background HCCL raises nothing: a watchdog ends the process."""
+        """See `Platform.is_communication_failure`. Of what runs in the background only a watchdog hears."""
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
