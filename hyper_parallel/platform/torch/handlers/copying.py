@@ -16,7 +16,7 @@ __all__ = ["deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
 T: Any = torch.Tensor
 
 #: Attributes that belong to one object only: made by torch, by `wrap` and by core.
-_OWN = ("_layout", "_cached", "_is_param", "_gathered", "_origin")
+_OWN = ("_layout", "_cached", "_is_param", "_gathered", "_origin", "_plain")
 
 
 def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:

@@ -17,7 +17,7 @@ from torch.autograd import graph
 from hyper_parallel.platform.torch.op_table.binding import signature
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 
-__all__: list[str] = []
+__all__ = ["as_cotangent"]
 
 T: Any = torch.Tensor
 
@@ -41,7 +41,7 @@ def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
     if gradient is not None:
         if not isinstance(gradient, T):
             raise TypeError(f"a gradient must be a tensor or None, got {type(gradient).__name__}")
-        gradient = _as_cotangent(gradient, x._layout, "a gradient")
+        gradient = as_cotangent(gradient, x._layout, "a gradient")
     with no_dispatch():
         func(x, gradient)
 
@@ -75,6 +75,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
         func(x, value)
     x._layout = layout
     x.__dict__.pop("_cached", None)
+    x.__dict__.pop("_plain", None)
 
 
 # ---------------------------------------------------------------------------------------------------- backward
@@ -172,7 +173,7 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
             raise TypeError("the gradient of a plain tensor must be plain: use gradient.full_tensor() or to_local()")
         return torch.autograd._make_grads((x,), (gradient,), is_grads_batched=False)[0]
     if gradient is not None:
-        gradient = _as_cotangent(gradient, layout, "the gradient passed to backward")
+        gradient = as_cotangent(gradient, layout, "the gradient passed to backward")
         with no_dispatch():
             return gradient.as_subclass(T)
     if not x.requires_grad:
@@ -185,7 +186,8 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
         return torch.ones_like(x)
 
 
-def _as_cotangent(gradient: Any, layout: Any, what: str) -> Any:
+def as_cotangent(gradient: Any, layout: Any, what: str) -> Any:
+    """``gradient``, which ``what`` names in errors, as the gradient of a tensor of this layout."""
     wanted = layout.cotangent
     if not is_dtensor(gradient):
         raise TypeError(
@@ -226,7 +228,7 @@ def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
         result = hook(gradient)
         if result is None:
             return None
-        result = _as_cotangent(result, layout, "what a hook returns for the gradient")
+        result = as_cotangent(result, layout, "what a hook returns for the gradient")
         with no_dispatch():
             return result.as_subclass(T)
 

@@ -1,14 +1,17 @@
 """Optimizers whose arithmetic is element-wise step on the local tensors, at the speed of plain ones.
 
 Every optimizer is right without this module, one intercepted operation after the other. Here ``step`` of the listed
-classes is wrapped once, when the DTensor class is made: interception is off while it runs, the closure and hooks
-excepted, and the state that it made is retagged.
+classes is wrapped once, when the DTensor class is made. While it runs, parameters, gradients and state *are* plain
+tensors: a DTensor is a local tensor with another class, and changing the class of an object there and back costs less
+than torch takes to find out, for each argument of each kernel, that a subclass is a tensor. The closure and the hooks on
+optimizers see DTensors.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,12 +19,20 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
+from hyper_parallel.platform.torch.handlers.gradients import as_cotangent
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
+from hyper_parallel.platform.torch.tensor import wrap
 
 __all__ = ["hook_optimizers"]
 
+T: Any = torch.Tensor
+
 _ELEMENTWISE = words("SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
+#: Whose ``_init_group``, once there is state, does nothing but look it up. (That of SGD does, but its step puts what was
+#: looked up into the state.)
+_LOOKS_UP = words("Adam AdamW Adagrad")
+#: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
+_ATTRIBUTE = "_hyper_parallel_step"
 
 
 def hook_optimizers(tensor_class: type) -> None:
@@ -29,26 +40,44 @@ def hook_optimizers(tensor_class: type) -> None:
     lists for DTensors wherever they choose them for plain tensors."""
     for module in (torch_optimizer, _foreach_utils):
         getattr(module, "_foreach_supported_types", []).append(tensor_class)
+    plain_class = tensor_class.__bases__[-1]
+    make = functools.partial(_LocalStep, tensor_class, plain_class)
     for name in _ELEMENTWISE:
         cls = getattr(torch.optim, name)
         if "step" in vars(cls):
-            cls.step = _wrapped(cls.step)
+            cls.step = _wrapped(cls.step, tensor_class, make)
+        if "_init_group" in vars(cls):
+            cls._init_group = _collecting(cls._init_group, name in _LOOKS_UP)
 
 
-def _wrapped(step: Any) -> Any:
+def _wrapped(step: Any, tensor_class: type, make: Callable[[], _LocalStep]) -> Any:
     # Once a class has an instance, torch has put profiling and hooks around its step: these stay outside.
     is_hooked = getattr(step, "hooked", False)
     inner = step.__wrapped__ if is_hooked else step
 
     @functools.wraps(inner)
     def local_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if not _is_local(self, parameters):
+        groups = self.param_groups
+        parameters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
+        distributed = [p for p in parameters if type(p) is tensor_class]
+        if not distributed:
+            return inner(self, closure)
+        if closure is not None:
+            # First, as torch does, because what it does to parameters and gradients is for DTensors.
+            with torch.enable_grad():
+                loss = closure()
+            closure = lambda: loss  # noqa: E731
+        local = self.__dict__.get(_ATTRIBUTE)
+        if local is None:
+            local = self.__dict__[_ATTRIBUTE] = make()
+        if not local.suits(self, distributed):
             return inner(self, closure)
         with no_dispatch():
-            loss = inner(self, None if closure is None else _intercepted(closure))
-            _retag_state(self, parameters)
-        return loss
+            try:
+                local.begin(distributed, len(parameters))
+                return inner(self, closure)
+            finally:
+                local.end(self)
 
     if not is_hooked:
         return local_step
@@ -57,36 +86,193 @@ def _wrapped(step: Any) -> Any:
     return hooked
 
 
-def _is_local(optimizer: Any, parameters: list[Any]) -> bool:
-    """Whether some parameter is distributed, and each is laid out like its gradient."""
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return False
-    found = False
-    with no_dispatch():
-        for p in parameters:
-            if is_dtensor(p):
-                found, layout = True, p._layout
-                if layout.cotangent is not layout:
-                    return False
-                gradient = p.grad
-                # A gradient that nobody has looked at yet is not tagged: backward left it with the right layout.
-                if is_dtensor(gradient) and gradient._layout is not layout:
-                    return False
-    return found
+def _collecting(init_group: Any, looks_up: bool) -> Any:
+    """``_init_group``, which fills lists with what an optimizer has for the parameters of a group: they become plain."""
+
+    @functools.wraps(init_group)
+    def init_group_of_locals(self: Any, group: Any, *lists: Any, **kwargs: Any) -> Any:
+        local = self.__dict__.get(_ATTRIBUTE)
+        if local is None or not local.running or kwargs or len(lists) < 2 or any(lists):
+            return init_group(self, group, *lists, **kwargs)
+        return local.collect(init_group, looks_up, self, group, lists)
+
+    return init_group_of_locals
 
 
-def _intercepted(closure: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        with torch._C._EnableTorchFunction():
-            return closure()
+class _LocalStep:
+    """A step of one optimizer on local tensors. It outlives the step, for what need not be found out again."""
 
-    return run
+    __slots__ = ("columns", "complete", "counted", "distributed", "layouts", "plain_class", "running", "swapped")
+    __slots__ += ("tensor_class",)
+
+    def __init__(self, tensor_class: type, plain_class: type) -> None:
+        self.tensor_class, self.plain_class = tensor_class, plain_class
+        #: Whether a step is in progress.
+        self.running = False
+        self.distributed: list[Any] = []
+        #: Whether all parameters are distributed.
+        self.complete = False
+        #: Layouts of the distributed parameters, none of them a partial sum.
+        self.layouts: list[Any] = []
+        #: DTensors that are plain at present.
+        self.swapped: list[list[Any]] = []
+        #: Which state has been looked at, and its number of entries then. No reference: state may be large.
+        self.counted: tuple[int, int] = (0, -1)
+        #: What `_remember` found.
+        self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
+
+    def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
+        """Whether the step may run on local tensors: it is not to be differentiated, no parameter is a partial sum."""
+        for group in optimizer.param_groups:
+            if group.get("differentiable"):
+                return False
+        layouts = [p._layout for p in distributed]
+        if layouts != self.layouts:
+            if any(layout.cotangent is not layout for layout in layouts):
+                return False
+            self.layouts = layouts
+        return True
+
+    def begin(self, distributed: list[Any], count: int) -> None:
+        """Make the distributed ones of ``count`` parameters plain."""
+        self.complete = len(distributed) == count
+        self.distributed, self.running = distributed, True
+        self._make_plain(distributed)
+
+    def end(self, optimizer: Any) -> None:
+        """Make everything distributed again, and new state with it."""
+        tensor_class, self.running = self.tensor_class, False
+        for tensors in self.swapped:
+            for x in tensors:
+                x.__class__ = tensor_class
+        self.swapped = []
+        distributed, self.distributed = self.distributed, []
+        # A step writes its state in place: some is new where its number has changed, or where another one was loaded.
+        counted = (id(optimizer.state), _count(optimizer.state))
+        if counted != self.counted or counted[1] < 0:
+            _tag_state(optimizer.state, distributed, self.plain_class)
+            self.counted = counted
+
+    def collect(self, init_group: Any, looks_up: bool, optimizer: Any, group: dict[str, Any], lists: tuple) -> Any:
+        """Fill the lists, of which the first two are parameters and their gradients, with plain tensors."""
+        # A learning rate that is a tensor is checked there.
+        looks_up = looks_up and self.complete and not isinstance(group["lr"], T)
+        options = (init_group, bool(group.get("amsgrad")))
+        known = self.columns.get(options) if looks_up else None
+        if known is not None and self._fill(known[1], optimizer.state, group, lists):
+            self._make_gradients_plain(lists)
+            return known[0]
+        result = init_group(optimizer, group, *lists)
+        if looks_up:
+            self._remember(options, result, optimizer.state, lists)
+        self._make_gradients_plain(lists)
+        tensor_class = self.tensor_class
+        for column in lists[2:]:
+            tensors = [x for x in column if type(x) is tensor_class]
+            if tensors:
+                self._make_plain(tensors)
+        return result
+
+    def _make_plain(self, tensors: list[Any]) -> None:
+        plain_class = self.plain_class
+        # Noted before it is done, so that it is undone whatever happens.
+        self.swapped.append(tensors)
+        for x in tensors:
+            x.__class__ = plain_class
+
+    def _make_gradients_plain(self, lists: tuple) -> None:
+        """Those of distributed parameters, brought to the layouts of these, which they have unless a parameter was
+        given other data."""
+        parameters, gradients, tensor_class = lists[0], lists[1], self.tensor_class
+        kinds = set(map(type, gradients))
+        if tensor_class not in kinds:
+            # Nobody has looked at them since backward, which left them with the right layouts.
+            return
+        # One group with a gradient for each parameter is the common case.
+        if len(kinds) > 1 or [g._layout for g in gradients] != self.layouts:
+            for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+                if type(g) is tensor_class and g._layout is not p._layout:
+                    with torch._C._EnableTorchFunction():
+                        gradients[i] = as_cotangent(g, p._layout, "a gradient")
+            gradients = [g for g in gradients if type(g) is tensor_class]
+        self._make_plain(list(gradients))
+
+    def _remember(self, key: tuple, result: Any, state: Any, lists: tuple[list[Any], ...]) -> None:
+        """Remember under which names the lists are found in the state, if these are plain columns of it.
+
+        Half of the time of a fused step in Python goes to asking each parameter, over and over, whether it is complex,
+        its gradient sparse, its state there. Gradients of distributed parameters are never sparse.
+        """
+        parameters, columns = lists[0], lists[2:]
+        if not parameters or (any(result) if isinstance(result, tuple) else result):
+            return
+        states = [state[p] for p in parameters]
+        names = [_name_of(column, states) if column else None for column in columns]
+        distributed = [bool(column) and all(type(x) is self.tensor_class for x in column) for column in columns]
+        for name, column, is_distributed in zip(names, columns, distributed, strict=True):
+            # What is new, and of the shape of its parameter, will be distributed.
+            if column and (name is None or (not is_distributed and any(x.dim() for x in column))):
+                return
+        self.columns[key] = (result, list(zip(names, distributed, strict=True)))
+
+    def _fill(self, columns: list, state: Any, group: dict[str, Any], lists: tuple) -> bool:
+        """Fill the lists if all parameters have gradients and state and none is complex."""
+        parameters = group["params"]
+        gradients = [p.grad for p in parameters]
+        # No fused kernel takes complex numbers.
+        if type(None) in map(type, gradients) or (not group.get("fused") and True in map(T.is_complex, parameters)):
+            return False
+        if len(state) == len(parameters) and all(map(is_, state, parameters)):
+            states = list(state.values())
+        else:
+            states = [state.get(p) for p in parameters]
+        try:
+            found = [self._column(states, *column) for column in columns]
+        except (KeyError, TypeError):
+            return False
+        for target, values in zip(lists, (parameters, gradients, *found), strict=True):
+            target.extend(values)
+        return True
+
+    def _column(self, states: list[dict[str, Any]], name: str | None, distributed: bool) -> list[Any]:
+        if name is None:
+            return []
+        if not distributed:
+            return [own[name] for own in states]
+        try:
+            return [own[name]._plain for own in states]
+        except AttributeError:
+            return [self._plain(own[name]) for own in states]
+
+    def _plain(self, x: Any) -> Any:
+        """The plain tensor with the same data, kept on the distributed one."""
+        if type(x) is self.tensor_class:
+            # It shares the data and the version, and holds nothing of the distributed tensor, which so holds it safely.
+            x._plain = x.detach()
+            return x._plain
+        return x
 
 
-def _retag_state(optimizer: Any, parameters: list[Any]) -> None:
+def _name_of(column: list[Any], states: list[dict[str, Any]]) -> str | None:
+    """The name that the values of ``column`` have in the state of each parameter, if there is one."""
+    for name in states[0]:
+        if column[0] is not None and all(s.get(name) is x for s, x in zip(states, column, strict=True)):
+            return name
+    return None
+
+
+def _count(state: Any) -> int:
+    try:
+        return sum(map(len, state.values()))
+    except TypeError:  # entries of an optimizer of the user
+        return -1
+
+
+def _tag_state(state: Any, parameters: list[Any], plain_class: type) -> None:
+    """Make what the state has of the shape of its parameter distributed like it. Interception is off."""
     for p in parameters:
-        if not is_dtensor(p):
-            continue
-        for value in optimizer.state[p].values() if p in optimizer.state else ():
-            if type(value) is torch.Tensor and value.dim() and value.shape == p.shape:
-                wrap(value, p._layout)
+        own = state.get(p)
+        if isinstance(own, dict):
+            for value in own.values():
+                if type(value) is plain_class and value.dim() and value.shape == p.shape:
+                    wrap(value, p._layout)
