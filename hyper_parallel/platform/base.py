@@ -151,8 +151,8 @@ class Platform(ABC):
 
     def is_plain_embedding(self, module: Module) -> bool:
         """Whether a call of ``module`` is `embedding` of its input and its weight and nothing else: of the framework's
-        own class, and without a row for padding, limits to norms or other treatment of gradients. A backend that answers
-        False has its embeddings dispatched."""
+        own class, and without a row for padding, limits to norms or other treatment of gradients. A backend that
+        answers False has its embeddings dispatched."""
         return False
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ _MAX_SHAPES = 1 << 10
 class LocalForward:
     """What a module runs in place of its forward, by what its only input is.
 
-    Both give NotImplemented, having done nothing, for an input that they do not know.
+    Both give NotImplemented, having done nothing, for an input that they do not know, and where something that computes
+    the parameters has taken their place (a parametrization).
 
     Attributes:
         plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
@@ -74,7 +75,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         use_local_output: give a plain tensor.
     """
     platform = mesh.platform
-    linear, no_dispatch, weight_and_bias = platform.linear, platform.no_dispatch, _reader_of(platform)
+    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
     wrap, view = platform.wrap, linear_input_view(mesh, _FIRST)
     (shard,), features = weight.placements, weight.shape[0]
 
@@ -86,7 +87,11 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
     by_layout = _Table(lambda x: output_of(tuple(x.shape)) if x.ndim and _is_placed(x, mesh, Replicate()) else None)
 
     def plain(module: Any, x: Any) -> Any:
-        weight, bias = weight_and_bias(module)
+        own = own_parameters(module)
+        try:
+            weight, bias = own["weight"], own["bias"]
+        except KeyError:
+            return NotImplemented
         with no_dispatch():
             rows = view(x, weight)
             y = linear(rows, weight, bias)
@@ -98,7 +103,11 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         output = by_layout[x._layout]
         if output is None:
             return NotImplemented
-        weight, bias = weight_and_bias(module)
+        own = own_parameters(module)
+        try:
+            weight, bias = own["weight"], own["bias"]
+        except KeyError:
+            return NotImplemented
         with no_dispatch():
             if x._gathered is None:
                 rows = view(x if x._origin is None else x._origin, weight)
@@ -126,7 +135,7 @@ def row_forward(
         use_local_output: give a plain tensor.
     """
     platform, transitions = mesh.platform, transitions_of(mesh.platform)
-    linear, no_dispatch, weight_and_bias = platform.linear, platform.no_dispatch, _reader_of(platform)
+    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
     whole = desired is Replicate()
     all_reduce, run, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
     of_one_rank = summation(mesh, 0).reversed
@@ -148,7 +157,11 @@ def row_forward(
     by_shape, by_layout = _Table(output_of), _Table(output_of_layout)
 
     def forward(module: Any, x: Any, output: tuple[Any, Layout]) -> Any:
-        weight, bias = weight_and_bias(module)
+        own = own_parameters(module)
+        try:
+            weight, bias = own["weight"], own["bias"]
+        except KeyError:
+            return NotImplemented
         with no_dispatch():
             if whole:
                 y = all_reduce(linear(x, weight, None))
@@ -232,16 +245,3 @@ def _add(y: Any, bias: Any, platform: Any) -> Any:
 
 def _is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
     return layout.mesh is mesh and layout.placements[0] is placement
-
-
-def _reader_of(platform: Any) -> Callable[[Any], tuple[Any, Any]]:
-    own_parameters = platform.own_parameters
-
-    def weight_and_bias(module: Any) -> tuple[Any, Any]:
-        own = own_parameters(module)
-        try:
-            return own["weight"], own["bias"]
-        except KeyError:  # something that computes them has taken their place
-            return module.weight, module.bias
-
-    return weight_and_bias

@@ -30,17 +30,19 @@ class _Overlap:
 
 
 _ACTIVE: ContextVar[_Overlap | None] = ContextVar("hyper_parallel_overlap", default=None)
+#: One entry for each block that is open anywhere: empty nearly always, and quicker to look at than the variable.
+_OPEN: list[_Overlap] = []
 
 
 @contextmanager
 def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None]:
     """Inside, the collective of a linear layer overlaps with its product, where it is large enough to be worth it.
 
-    The forward and the backward of linear layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded
-    ``output_layouts``) and of those with ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather) are cut into chunks:
-    while one is multiplied, the collective of another is under way. Where one collective went, ``chunks`` go, which move
-    as many bytes in all. A gather that `PrepareModuleInput` does for several layers is not overlapped. Results are equal
-    up to the order of sums in the gradient of the weight; gradients of gradients are an error.
+    Forward and backward of linear layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded
+    ``output_layouts``) and of those with ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather) are cut into
+    chunks: while one is multiplied, the collective of another is under way. Where one collective went, ``chunks`` go,
+    which move as many bytes in all. A gather that `PrepareModuleInput` does for several layers is not overlapped.
+    Results are equal up to the order of sums in the gradient of the weight; gradients of gradients are an error.
 
     Worth it where transfers take about as long as the products and products are large; measure it. MindSpore does not
     start collectives without waiting for them, so the switch does nothing there.
@@ -64,10 +66,13 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
         raise ValueError(f"overlap_collectives(chunks={chunks!r}): a layer is cut into 2 chunks at least")
     if least < 0:
         raise ValueError(f"overlap_collectives(least={least!r}): a number of elements is not negative")
-    token = _ACTIVE.set(_Overlap(chunks, least))
+    overlap = _Overlap(chunks, least)
+    token = _ACTIVE.set(overlap)
+    _OPEN.append(overlap)
     try:
         yield
     finally:
+        _OPEN.remove(overlap)
         _ACTIVE.reset(token)
 
 
@@ -79,7 +84,7 @@ def overlapped_first(
     output_layout: Placement,
     use_local_output: bool,
 ) -> LocalForward:
-    """``local``, preceded by `Platform.linear_with_collective` where that is asked for and for the inputs that it takes.
+    """``local``, preceded by `Platform.linear_with_collective` where that is asked for, for the inputs that it takes.
 
     A row-parallel layer multiplies and sums, by an all-reduce or a reduce-scatter; a column-parallel layer whose plain
     input is a shard of another dimension than the features gathers and multiplies.
@@ -104,6 +109,7 @@ def overlapped_first(
     else:
         return local
     features, group = weight.shape[0], mesh.platform_group(0)
+    run_plain, run_distributed = local.plain, local.distributed
 
     def multiply(module: Any, x: Any, shape: tuple[int, ...]) -> Any:
         """``shape`` is the global one of the rows before they are scattered or after they are gathered."""
@@ -138,11 +144,8 @@ def overlapped_first(
     def announce_on_mesh(name: str, x: Any) -> None:
         announce(name, mesh, 0, x)
 
-    def is_asked_for() -> bool:
-        return _ACTIVE.get() is not None or platform.fuses_linear
-
     def plain(module: Any, x: Any) -> Any:
-        if is_asked_for() and x.ndim:
+        if (_OPEN or platform.fuses_linear) and x.ndim:
             shape = tuple(x.shape)
             if collective == "all_gather" and -x.ndim <= moved.dim < x.ndim:
                 dim = moved.dim % x.ndim
@@ -150,17 +153,17 @@ def overlapped_first(
             y = multiply(module, x, shape)
             if y is not NotImplemented:
                 return y
-        return NotImplemented if local.plain is None else local.plain(module, x)
+        return NotImplemented if run_plain is None else run_plain(module, x)
 
     def distributed(module: Any, x: Any) -> Any:
-        if is_asked_for():
+        if _OPEN or platform.fuses_linear:
             layout: Layout = x._layout
             wanted = Shard(layout.ndim - 1) if rows else moved
             if layout.ndim and layout.mesh is mesh and layout.placements[0] is wanted:
                 y = multiply(module, x, tuple(layout.shape))
                 if y is not NotImplemented:
                     return y
-        return local.distributed(module, x)
+        return run_distributed(module, x)
 
     takes_plain = collective == "all_gather" or local.plain is not None
     return LocalForward(plain if takes_plain else None, distributed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -67,9 +68,8 @@ class ModuleVerbs(Platform):
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):
                 parameter.grad = gradient[layout.local_index()].clone()
 
-    def own_parameters(self, module: Any) -> Mapping[str, torch.Tensor | None]:
-        """See `Platform.own_parameters`."""
-        return module.__dict__["_parameters"]
+    #: See `Platform.own_parameters`.
+    own_parameters: Any = staticmethod(attrgetter("_parameters"))
 
     def is_plain_linear(self, module: Any) -> bool:
         """See `Platform.is_plain_linear`."""
