@@ -1,5 +1,7 @@
-"""Parallel embeddings as the local look-up and the collective that the plan fixed, as `local_forward` has linear layers:
-the weight sharded along the features, or along the vocabulary (Shoeybi et al. 2019)."""
+"""Parallel embeddings as the local look-up and the collective that the plan fixed; see `local_forward` for linear layers.
+
+The weight is sharded along the features, or along the vocabulary (Shoeybi et al. 2019).
+"""
 
 from __future__ import annotations
 
