@@ -109,8 +109,8 @@ def optimizers(mesh: Any) -> None:
     try:
         Descent([randn(2).requires_grad_()])
         assert Descent.step.hooked  # type: ignore[attr-defined]
-        Descent.step = _wrapped(Descent.step)  # type: ignore[method-assign]
         p = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
+        Descent.step = _wrapped(Descent.step, type(p))  # type: ignore[method-assign]
         optimizer, seen = Descent([p]), []
         optimizer.register_step_post_hook(lambda *_: seen.append(True))
         for _ in range(2):

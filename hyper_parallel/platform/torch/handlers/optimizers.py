@@ -3,8 +3,8 @@
 Every optimizer is right without this module, one intercepted operation after the other. Here ``step`` of the listed
 classes is wrapped once, when the DTensor class is made. While it runs, parameters, gradients and state *are* plain
 tensors: a DTensor is a local tensor with another class, and changing the class of an object there and back costs less
-than torch takes to find out, for each argument of each kernel, that a subclass is a tensor. The closure and the hooks on
-optimizers see DTensors.
+than torch takes to find out, for each argument of each kernel, that a subclass is a tensor. Closures, and hooks on
+optimizers, see DTensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["hook_optimizers"]
 T: Any = torch.Tensor
 
 _ELEMENTWISE = words("SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
-#: Whose ``_init_group``, once there is state, does nothing but look it up. (That of SGD does, but its step puts what was
-#: looked up into the state.)
+#: Whose ``_init_group``, once there is state, does nothing but look it up. (That of SGD is such a one too, but its step
+#: puts what was looked up into the state.)
 _LOOKS_UP = words("Adam AdamW Adagrad")
 #: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
 _ATTRIBUTE = "_hyper_parallel_step"
@@ -40,17 +40,15 @@ def hook_optimizers(tensor_class: type) -> None:
     lists for DTensors wherever they choose them for plain tensors."""
     for module in (torch_optimizer, _foreach_utils):
         getattr(module, "_foreach_supported_types", []).append(tensor_class)
-    plain_class = tensor_class.__bases__[-1]
-    make = functools.partial(_LocalStep, tensor_class, plain_class)
     for name in _ELEMENTWISE:
         cls = getattr(torch.optim, name)
         if "step" in vars(cls):
-            cls.step = _wrapped(cls.step, tensor_class, make)
+            cls.step = _wrapped(cls.step, tensor_class)
         if "_init_group" in vars(cls):
             cls._init_group = _collecting(cls._init_group, name in _LOOKS_UP)
 
 
-def _wrapped(step: Any, tensor_class: type, make: Callable[[], _LocalStep]) -> Any:
+def _wrapped(step: Any, tensor_class: type) -> Any:
     # Once a class has an instance, torch has put profiling and hooks around its step: these stay outside.
     is_hooked = getattr(step, "hooked", False)
     inner = step.__wrapped__ if is_hooked else step
@@ -69,7 +67,7 @@ def _wrapped(step: Any, tensor_class: type, make: Callable[[], _LocalStep]) -> A
             closure = lambda: loss  # noqa: E731
         local = self.__dict__.get(_ATTRIBUTE)
         if local is None:
-            local = self.__dict__[_ATTRIBUTE] = make()
+            local = self.__dict__[_ATTRIBUTE] = _LocalStep(tensor_class)
         if not local.suits(self, distributed):
             return inner(self, closure)
         with no_dispatch():
@@ -87,7 +85,7 @@ def _wrapped(step: Any, tensor_class: type, make: Callable[[], _LocalStep]) -> A
 
 
 def _collecting(init_group: Any, looks_up: bool) -> Any:
-    """``_init_group``, which fills lists with what an optimizer has for the parameters of a group: they become plain."""
+    """``_init_group``, which fills lists with the tensors that an optimizer has for the parameters of a group."""
 
     @functools.wraps(init_group)
     def init_group_of_locals(self: Any, group: Any, *lists: Any, **kwargs: Any) -> Any:
@@ -96,6 +94,7 @@ def _collecting(init_group: Any, looks_up: bool) -> Any:
             return init_group(self, group, *lists, **kwargs)
         return local.collect(init_group, looks_up, self, group, lists)
 
+    init_group_of_locals.collects = True  # type: ignore[attr-defined]
     return init_group_of_locals
 
 
@@ -105,8 +104,10 @@ class _LocalStep:
     __slots__ = ("columns", "complete", "counted", "distributed", "layouts", "plain_class", "running", "swapped")
     __slots__ += ("tensor_class",)
 
-    def __init__(self, tensor_class: type, plain_class: type) -> None:
-        self.tensor_class, self.plain_class = tensor_class, plain_class
+    def __init__(self, tensor_class: Any) -> None:
+        self.tensor_class: Any = tensor_class
+        #: Class of local tensors.
+        self.plain_class: Any = tensor_class.__bases__[-1]
         #: Whether a step is in progress.
         self.running = False
         self.distributed: list[Any] = []
@@ -122,10 +123,17 @@ class _LocalStep:
         self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
 
     def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
-        """Whether the step may run on local tensors: it is not to be differentiated, no parameter is a partial sum."""
+        """Whether the step may run on local tensors: it is not to be differentiated, no parameter is a partial sum, and
+        gradients are laid out like parameters, or will be in `collect`."""
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False
+        if not getattr(getattr(optimizer, "_init_group", None), "collects", False):
+            with no_dispatch():
+                for p in distributed:
+                    gradient = p.grad
+                    if type(gradient) is self.tensor_class and gradient._layout is not p._layout:
+                        return False
         layouts = [p._layout for p in distributed]
         if layouts != self.layouts:
             if any(layout.cotangent is not layout for layout in layouts):
@@ -268,7 +276,7 @@ def _count(state: Any) -> int:
         return -1
 
 
-def _tag_state(state: Any, parameters: list[Any], plain_class: type) -> None:
+def _tag_state(state: Any, parameters: list[Any], plain_class: Any) -> None:
     """Make what the state has of the shape of its parameter distributed like it. Interception is off."""
     for p in parameters:
         own = state.get(p)
