@@ -1,4 +1,4 @@
-"""Parallel embeddings as the local look-up and the collective that the plan fixed; see `local_forward` for linear layers.
+"""Parallel embeddings: the local look-up and the collective that the plan fixed, as in `local_forward`.
 
 The weight is sharded along the features, or along the vocabulary (Shoeybi et al. 2019).
 """
