@@ -144,9 +144,3 @@ def not_cut(mesh: Any) -> None:
 
 def test_not_cut(pool: Any) -> None:
     pool.run(2, not_cut)
-
-
-@pytest.mark.parametrize("wrong", [{"chunks": 1}, {"least": -1}])
-def test_wrong_arguments(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))), overlap_collectives(**wrong):
-        pass

@@ -19,7 +19,7 @@ __all__ = ["embedding_forward"]
 
 
 def embedding_forward(
-    mesh: DeviceMesh, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool
+    mesh: DeviceMesh, name: str, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool
 ) -> LocalForward:
     """Ids (...), the same on every rank -> (..., features).
 
@@ -28,6 +28,7 @@ def embedding_forward(
 
     Args:
         mesh: 1-D mesh.
+        name: name of the weight.
         weight: layout of the weight (vocabulary, features).
         desired: placement of the output.
         takes_plain: whether plain ids are as described.
@@ -43,7 +44,7 @@ def embedding_forward(
         return platform.embedding(*operands)
 
     def forward(module: Any, ids: Any) -> Any:
-        matrix = own_parameters(module).get("weight")
+        matrix = own_parameters(module).get(name)
         if matrix is None:  # something that computes it has taken its place
             return NotImplemented
         shape = (*ids.shape, weight.shape[1])

@@ -158,8 +158,8 @@ def overlapped_first(
     def distributed(module: Any, x: Any) -> Any:
         if _OPEN or platform.fuses_linear:
             layout: Layout = x._layout
-            wanted = Shard(layout.ndim - 1) if rows else moved
-            if layout.ndim and layout.mesh is mesh and layout.placements[0] is wanted:
+            ndim = layout.ndim
+            if ndim and layout.mesh is mesh and layout.placements[0] is Shard(ndim - 1 if rows else moved.dim % ndim):
                 y = multiply(module, x, tuple(layout.shape))
                 if y is not NotImplemented:
                     return y

@@ -123,7 +123,8 @@ class _WeightParallel(ModuleStyle):
         linear = platform.is_plain_linear(module)
         if not (linear or platform.is_plain_embedding(module)) or self._whole(mesh):
             return None
-        weight = getattr(module, platform.kind_of(module).weight)._layout
+        name = platform.kind_of(module).weight
+        weight = getattr(module, name)._layout
         (shard,) = weight.placements
         if 0 in shard_sizes(shard, weight.shape[shard.dim], mesh.size()):
             # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go
@@ -133,7 +134,7 @@ class _WeightParallel(ModuleStyle):
         if desired is not Shard(-1) if self._splits_outputs else desired.is_partial() or type(desired) is PackedShard:
             return None
         if not linear:
-            return embedding_forward(mesh, weight, desired, given is Replicate(), self.use_local_output)
+            return embedding_forward(mesh, name, weight, desired, given is Replicate(), self.use_local_output)
         takes_plain = given is self._default_input
         if self._splits_outputs:
             local = column_forward(mesh, weight, takes_plain, self.use_local_output)

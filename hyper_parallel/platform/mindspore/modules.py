@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel.platform.base import ModuleKind
 from hyper_parallel.platform.mindspore.parameter import make_distributed
@@ -64,6 +64,15 @@ class ModuleVerbs:
 
     def is_plain_linear(self, module: Any) -> bool:
         return type(module) is mint.nn.Linear or (type(module) is nn.Dense and not module.activation_flag)
+
+    def is_plain_embedding(self, module: Any) -> bool:
+        if type(module) is nn.Embedding:
+            return not module.use_one_hot
+        known = type(module) is mint.nn.Embedding and module.padding_idx is None
+        return known and module.max_norm is None and not module.scale_grad_by_freq
+
+    def embedding(self, ids: Any, weight: Any) -> Any:
+        return ops.gather(weight, ids, 0)
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
         return mint.nn.functional.linear(x, weight, bias)

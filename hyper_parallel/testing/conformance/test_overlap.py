@@ -1,0 +1,222 @@
+"""Linear layers that leave their collective to the backend: what core asks for, and what it does with the answer.
+
+The backend's verb is replaced with one that is made of core's own steps, so that every backend runs this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    overlap_collectives,
+    parallelize_module,
+)
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.dtensor.redistribute import plan_redistribution
+from hyper_parallel.core.dtensor.transitions import transitions_of
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import compare, floats
+from hyper_parallel.testing.labs import get_lab
+
+R = Replicate()
+
+
+@contextmanager
+def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
+    """Inside, the platform's verb is ``answer``; gives the list of what it is asked: (collective, dim, chunks)."""
+    platform, asked = mesh.platform, []
+
+    def verb(
+        collective: str, x: Any, weight: Any, group: Any, size: int, dim: int, announce: Any, chunks: int = 1
+    ) -> Any:
+        asked.append((collective, dim, chunks))
+        return answer(collective, x, weight, dim, announce)
+
+    platform.linear_with_collective = verb
+    try:
+        yield asked
+    finally:
+        del platform.linear_with_collective
+
+
+def by_steps(mesh: Any) -> Callable[..., Any]:
+    """The verb, made of core's steps."""
+    platform, transitions = mesh.platform, transitions_of(mesh.platform)
+
+    def answer(collective: str, x: Any, weight: Any, dim: int, announce: Any) -> Any:
+        announce(collective, x)
+        shape = list(x.shape)
+        if collective == "all_gather":
+            shape[dim] *= mesh.size()
+            shards = get_layout(mesh, (Shard(dim),), shape)
+            (step,) = plan_redistribution(shards, shards.with_placements([R]))
+            data = transitions.gather_data(x, step)
+            return platform.linear(transitions.share_partial(x, step, data), weight, None)
+        y = platform.linear(x, weight, None)
+        summands = get_layout(mesh, (Partial(),), tuple(y.shape))
+        target = summands.with_placements([R if collective == "all_reduce" else Shard(dim)])
+        (step,) = plan_redistribution(summands, target)
+        return transitions.run(y, step)
+
+    return answer
+
+
+#: name -> (style, whether the backend answers for it, placement of the input, of the output)
+STYLES: dict[str, tuple[Any, str, Any, Any]] = {
+    "all-reduce": (RowwiseParallel(), "all_reduce", Shard(-1), R),
+    "reduce-scatter": (RowwiseParallel(output_layouts=Shard(0)), "reduce_scatter", Shard(-1), Shard(0)),
+    "all-gather": (ColwiseParallel(input_layouts=Shard(0)), "all_gather", Shard(0), Shard(-1)),
+    "all-gather, from the end": (ColwiseParallel(input_layouts=Shard(-2)), "all_gather", Shard(0), Shard(-1)),
+}
+
+
+@spmd.on_mesh()
+def through_the_verb(mesh: Any, name: str, bias: bool, distributed_input: bool) -> list[tuple]:
+    style, _, takes, gives = STYLES[name]
+    with answering(mesh, by_steps(mesh)) as asked, overlap_collectives(chunks=3, least=0):
+        compare(
+            lambda lab: lab.linear_module(12, 24, bias),
+            style,
+            floats(12, 12),
+            mesh,
+            takes=takes,
+            gives=gives,
+            distributed_input=distributed_input,
+        )
+    return asked
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_the_backend_answers(pool: Any, world_size: int, name: str) -> None:
+    for bias in (False, True):
+        for distributed_input in (False, True):
+            for asked in pool.run(world_size, through_the_verb, name, bias, distributed_input):
+                assert asked == ([(STYLES[name][1], 0, 3)] if world_size > 1 else [])
+
+
+@spmd.on_mesh()
+def distributed_output(mesh: Any, name: str) -> None:
+    lab = get_lab()
+    style, _, takes, gives = STYLES[name]
+    single, sharded = (lab.load(lab.linear_module(12, 24), np.random.default_rng(5)) for _ in range(2))
+    kind = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
+    parallelize_module(sharded, mesh, type(style)(**kind, use_local_output=False))
+    x = floats(12, 12)
+    mine = lab.tensor(x[get_layout(mesh, (takes,), x.shape).local_index()])
+    with answering(mesh, by_steps(mesh)) as asked, overlap_collectives(chunks=2, least=0):
+        y = lab.call(sharded, mine)
+    assert len(asked) == (mesh.size() > 1)
+    assert isinstance(y, DTensor) and y.placements == get_layout(mesh, (gives,), tuple(y.shape)).placements
+    same(lab.numpy(y), lab.numpy(lab.call(single, lab.tensor(x))), "output")
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_distributed_output(pool: Any, name: str) -> None:
+    pool.run(2, distributed_output, name)
+
+
+@spmd.on_mesh()
+def left_alone(mesh: Any) -> None:
+    """What the backend is not asked for, and what it says no to, runs as ever."""
+    lab = get_lab()
+
+    def counts(style: Any, sizes: tuple[int, int], x: Any, least: int = 0) -> tuple[dict[str, int], list[tuple]]:
+        module = lab.load(lab.linear_module(*sizes), np.random.default_rng(5))
+        parallelize_module(module, mesh, style)
+        no = answering(mesh, lambda *args: None)
+        with no as asked, overlap_collectives(chunks=2, least=least), CommDebugMode() as comm:
+            lab.call(module, x)
+        return comm.get_comm_counts(), asked
+
+    row, part = RowwiseParallel(), lab.tensor(floats(4, 6))
+    assert counts(row, (12, 8), part) == ({"all_reduce": 1}, [("all_reduce", 0, 2)])
+    assert counts(row, (12, 8), part, least=33) == ({"all_reduce": 1}, [("all_reduce", 0, 1)])
+    scattered = RowwiseParallel(output_layouts=Shard(0))
+    assert counts(scattered, (12, 8), lab.tensor(floats(4, 6))) == ({"reduce_scatter": 1}, [("reduce_scatter", 0, 2)])
+    # Rows that do not divide, features as the dimension that moves, parts of the weight that differ.
+    assert counts(scattered, (12, 8), lab.tensor(floats(3, 6))) == ({"reduce_scatter": 1}, [])
+    by_features = ColwiseParallel(input_layouts=Shard(-1))
+    assert counts(by_features, (12, 8), lab.tensor(floats(4, 6))) == ({"all_gather": 1}, [])
+    gathered = ColwiseParallel(input_layouts=Shard(0))
+    assert counts(gathered, (12, 7), lab.tensor(floats(4, 12))) == ({"all_gather": 1}, [])
+    assert counts(gathered, (12, 8), lab.tensor(floats(4, 12))) == ({"all_gather": 1}, [("all_gather", 0, 2)])
+    # Another placement than the one that moves.
+    whole = DTensor.from_local(lab.tensor(floats(4, 12)), mesh, [R])
+    assert counts(gathered, (12, 8), whole) == ({}, [])
+    # Without the switch nobody asks, unless the backend has a native operation and is told to use it.
+    module = parallelize_module(lab.load(lab.linear_module(12, 8), np.random.default_rng(5)), mesh, row)
+    with answering(mesh, lambda *args: None) as asked:
+        lab.call(module, part)
+        assert not asked
+        mesh.platform.fuses_linear = True
+        try:
+            lab.call(module, part)
+        finally:
+            del mesh.platform.fuses_linear
+        assert asked == [("all_reduce", 0, 1)]
+
+
+def test_left_alone(pool: Any) -> None:
+    pool.run(2, left_alone)
+
+
+@spmd.on_mesh()
+def failing(mesh: Any) -> None:
+    lab = get_lab()
+    module = parallelize_module(lab.linear_module(12, 8), mesh, RowwiseParallel())
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("out of order")
+
+    with answering(mesh, fail), overlap_collectives(least=0), pytest.raises(RuntimeError, match="out of order"):
+        lab.call(module, lab.tensor(floats(4, 6)))
+
+
+def test_failing(pool: Any) -> None:
+    pool.run(2, failing)
+
+
+@spmd.on_mesh()
+def parameters_elsewhere(mesh: Any) -> None:
+    """A parameter that something else has taken the place of, as parametrizations do."""
+    lab = get_lab()
+    plan = {
+        "linear_module": (lambda: lab.linear_module(12, 8), [ColwiseParallel(), RowwiseParallel(input_layouts=R)]),
+        "embedding_module": (lambda: lab.embedding_module(12, 8), [ColwiseParallel()]),
+    }
+    for kind, (make, styles) in plan.items():
+        x = lab.tensor(floats(4, 12) if kind == "linear_module" else np.arange(4, dtype=np.int64))
+        for style in styles:
+            module = parallelize_module(lab.load(make(), np.random.default_rng(5)), mesh, style)
+            wanted = lab.numpy(lab.call(module, x))
+            name = mesh.platform.kind_of(module).weight
+            parameter = dict(mesh.platform.named_parameters(module))[name]
+            del mesh.platform.own_parameters(module)[name]
+            object.__setattr__(module, name, parameter)
+            for least in (0, 1 << 30):
+                with answering(mesh, lambda *args: None), overlap_collectives(least=least):
+                    same(lab.numpy(lab.call(module, x)), wanted, kind)
+
+
+def test_parameters_elsewhere(pool: Any) -> None:
+    pool.run(2, parameters_elsewhere)
+
+
+@pytest.mark.parametrize("wrong", [{"chunks": 1}, {"least": -1}])
+def test_wrong_arguments(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))), overlap_collectives(**wrong):
+        pass
