@@ -264,8 +264,7 @@ def clipping(mesh: Any) -> None:
                 close(norms[1], norms[0], where, 1e-12)
                 for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
                     close(q.grad, p.grad, where, 1e-12)
-                if foreach is not False:
-                    assert counts[1] == {"all_reduce": 1}, where
+                assert counts[1] == {"all_reduce": 1}, where
         with CommDebugMode() as comm:
             norms = [nn.utils.get_total_norm([p.grad for p in model.parameters()]) for model in models]
         close(norms[1], norms[0], what, 1e-12)

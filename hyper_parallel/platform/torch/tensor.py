@@ -171,4 +171,5 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any], base: typ
     _State.dispatch = core_dispatch
     handlers.hook_autograd_functions()
     handlers.hook_optimizers(_State.tensor_class)
+    handlers.hook_clipping(_State.tensor_class)
     return _State.tensor_class

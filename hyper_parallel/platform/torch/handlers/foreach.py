@@ -6,7 +6,7 @@ first list, which is the one that is written, says how.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 
 __all__: list[str] = []
@@ -38,7 +39,7 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run on the local tensors; results are laid out like the first list."""
     first = next(a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
     layouts = [layout_of(x) for x in first]
-    args = tuple(_reduced(a) if is_dtensor(a) else a for a in args)
+    args = tuple(reduced(a) if is_dtensor(a) else a for a in args)
     if not all(_fits(a, layouts) for a in (*args, *kwargs.values())):
         return one_by_one(func, args, kwargs)
     with no_dispatch():
@@ -107,16 +108,16 @@ def copy_each(func: Any, args: tuple, kwargs: dict) -> Any:
 @handles(torch._foreach_norm)
 def norm_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     """Global norms, with one all-reduce for all tensors that are sharded over the same mesh dimensions."""
-    tensors = [_reduced(x) for x in args[0]]
+    tensors = [reduced(x) for x in args[0]]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     with no_dispatch():
         # An empty shard adds nothing; torch has no maximum of it.
-        locals_ = [x if x.numel() else x.new_zeros(1) for x in tensors]
+        locals_ = [x if x.numel() else x.new_full((1,), neutral(order)) for x in tensors]
         norms = list(func(locals_, order, dtype=dtype))
         for indices, mesh, mesh_dims in _by_sharding(tensors):
             stacked = torch.stack([norms[i] for i in indices])
-            for i, norm in zip(indices, _combine(stacked, mesh, mesh_dims, order).unbind(), strict=True):
+            for i, norm in zip(indices, combined(stacked, mesh, mesh_dims, order).unbind(), strict=True):
                 norms[i] = norm
     return [n if layout_of(x) is None else wrap(n.view_as(n), _scalar(x)) for n, x in zip(norms, tensors, strict=True)]
 
@@ -124,7 +125,7 @@ def norm_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
 @handles(getattr(torch, "_foreach_powsum", None))
 def power_sum_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     """Global sums of powers: the norms without the root."""
-    tensors = [_reduced(x) for x in args[0]]
+    tensors = [reduced(x) for x in args[0]]
     with no_dispatch():
         sums = list(func(tensors, *args[1:], **kwargs))
         for indices, mesh, mesh_dims in _by_sharding(tensors):
@@ -134,24 +135,6 @@ def power_sum_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
             for i, value in zip(indices, stacked.unbind(), strict=True):
                 sums[i] = value
     return [s if layout_of(x) is None else wrap(s.view_as(s), _scalar(x)) for s, x in zip(sums, tensors, strict=True)]
-
-
-def _reduced(x: Any) -> Any:
-    layout = layout_of(x)
-    if layout is None or layout.cotangent is layout:
-        return x
-    return x.redistribute(placements=list(layout.cotangent.placements))
-
-
-def _combine(norms: Any, mesh: Any, mesh_dims: Iterable[int], order: float) -> Any:
-    if abs(order) == float("inf"):
-        for mesh_dim in mesh_dims:
-            norms = collectives.all_reduce(norms, mesh, mesh_dim, "max" if order > 0 else "min")
-        return norms
-    powers = norms if order in (0, 1) else norms.pow(order)
-    for mesh_dim in mesh_dims:
-        powers = collectives.all_reduce(powers, mesh, mesh_dim, "sum")
-    return powers if order in (0, 1) else powers.pow(1.0 / order)
 
 
 def _by_sharding(tensors: Sequence[Any]) -> list[tuple[list[int], Any, tuple[int, ...]]]:

@@ -101,8 +101,17 @@ def _collecting(init_group: Any, looks_up: bool) -> Any:
 class _LocalStep:
     """A step of one optimizer on local tensors. It outlives the step, for what need not be found out again."""
 
-    __slots__ = ("columns", "complete", "counted", "distributed", "layouts", "plain_class", "running", "swapped")
-    __slots__ += ("tensor_class",)
+    __slots__ = (
+        "columns",
+        "complete",
+        "counted",
+        "distributed",
+        "layouts",
+        "plain_class",
+        "running",
+        "swapped",
+        "tensor_class",
+    )
 
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class

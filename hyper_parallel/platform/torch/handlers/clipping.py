@@ -1,0 +1,283 @@
+"""Gradient clipping: the functions of `torch.nn.utils` work on local gradients, with one all-reduce for the norm.
+
+They are wrapped once, when the DTensor class is made. Torch's own code computes the norm of the gradients that this
+rank counts, and scales local gradients; what the ranks counted is added up in between. A tensor that is the same on
+several ranks is counted by the first of them.
+
+A program that imported ``clip_grad_norm_`` before that has torch's own function, which calls the wrapped ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.core.dtensor.device_mesh import CACHES
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
+from hyper_parallel.platform.torch.tensor import layout_of, replicated
+
+__all__ = ["hook_clipping"]
+
+T: Any = torch.Tensor
+
+
+def hook_clipping(tensor_class: Any) -> None:
+    """Wrap the functions where they are defined, and so call each other, and in `torch.nn.utils`."""
+    module: Any = nn.utils.clip_grad
+    functions = {name: getattr(module, name) for name in _WRAPPERS}
+    for name, original in functions.items():
+        wrapped = functools.wraps(original)(_WRAPPERS[name](functions, tensor_class))
+        for holder in (module, nn.utils):
+            for public in [n for n, value in vars(holder).items() if value is original]:
+                setattr(holder, public, wrapped)
+
+
+# ---------------------------------------------------------------------------------------------------- the functions
+
+
+def _clip_grad_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
+    original, total_norm = functions["clip_grad_norm_"], functions["_get_total_norm"]
+    clip_with_norm = functions["_clip_grads_with_norm_"]
+
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        parameters = _listed(parameters)
+        if tensor_class not in map(type, parameters):
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        max_norm = float(max_norm)
+        with torch.no_grad(), no_dispatch():
+            gradients, layouts = _gradients(parameters, tensor_class)
+            if not any(layouts):
+                return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            with _plain(gradients, tensor_class):
+                total, mesh = _global_norm(total_norm, gradients, layouts, norm_type, error_if_nonfinite, foreach)
+                clip_with_norm(parameters, max_norm, total, foreach)
+        return replicated(total, mesh)
+
+    return clip_grad_norm_
+
+
+def _get_total_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
+    original = functions["_get_total_norm"]
+
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Any:
+        tensors = _listed(tensors)
+        if tensor_class not in map(type, tensors):
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
+        with torch.no_grad():
+            tensors = [reduced(x) for x in tensors]
+            layouts = [layout_of(x) for x in tensors]
+            with no_dispatch(), _plain(tensors, tensor_class):
+                total, mesh = _global_norm(original, tensors, layouts, norm_type, error_if_nonfinite, foreach)
+        return replicated(total, mesh)
+
+    return get_total_norm
+
+
+def _clip_grads_with_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
+    original = functions["_clip_grads_with_norm_"]
+
+    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
+        parameters = _listed(parameters)
+        if tensor_class not in map(type, parameters):
+            return original(parameters, max_norm, total_norm, foreach)
+        max_norm = float(max_norm)
+        with torch.no_grad():
+            norm = reduced(total_norm)
+            with no_dispatch(), _plain(_gradients(parameters, tensor_class)[0], tensor_class):
+                norm = norm.detach() if type(norm) is tensor_class else norm
+                return original(parameters, max_norm, norm, foreach)
+
+    return clip_grads_with_norm_
+
+
+def _clip_grad_value(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
+    original = functions["clip_grad_value_"]
+
+    def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+        parameters = _listed(parameters)
+        if tensor_class not in map(type, parameters):
+            return original(parameters, clip_value, foreach)
+        clip_value = float(clip_value)
+        with no_dispatch(), _plain(_gradients(parameters, tensor_class)[0], tensor_class):
+            return original(parameters, clip_value, foreach)
+
+    return clip_grad_value_
+
+
+_WRAPPERS: dict[str, Callable[[dict[str, Callable[..., Any]], Any], Callable[..., Any]]] = {
+    "_get_total_norm": _get_total_norm,
+    "_clip_grads_with_norm_": _clip_grads_with_norm,
+    "clip_grad_norm_": _clip_grad_norm,
+    "clip_grad_value_": _clip_grad_value,
+}
+
+
+def _listed(tensors: Any) -> Any:
+    """A list that can be gone through twice. An empty generator stays what it is: torch warns of one."""
+    if isinstance(tensors, T):
+        return [tensors]
+    values = list(tensors)
+    return tensors if isinstance(tensors, GeneratorType) and not values else values
+
+
+def _gradients(parameters: list[Any], tensor_class: Any) -> tuple[list[Any], list[Any]]:
+    """The gradients there are and their layouts, None for plain ones. Interception is off."""
+    gradients, layouts = [], []
+    for p in parameters:
+        gradient = p.grad
+        if gradient is None:
+            continue
+        gradients.append(gradient)
+        if type(gradient) is tensor_class:
+            layouts.append(gradient._layout)
+        else:
+            # Backward leaves it with the right layout, and it is tagged when somebody looks at it.
+            layouts.append(p._layout.cotangent if type(p) is tensor_class else None)
+    return gradients, layouts
+
+
+@contextmanager
+def _plain(tensors: list[Any], tensor_class: Any) -> Iterator[None]:
+    """Let distributed tensors be plain ones: kernels over lists then take half of the time. Interception is off."""
+    plain_class = tensor_class.__bases__[-1]
+    distributed = [x for x in tensors if type(x) is tensor_class]
+    try:
+        for x in distributed:
+            x.__class__ = plain_class
+        yield
+    finally:
+        for x in distributed:
+            x.__class__ = tensor_class
+
+
+# ---------------------------------------------------------------------------------------------------- the norm
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank counts of the tensors on one mesh.
+
+    Attributes:
+        mesh: the mesh.
+        mesh_dims: those that some of the tensors are sharded by, along which is summed.
+        members: indices of all the tensors.
+        counted: those that this rank counts.
+        first: index of one that is distributed.
+    """
+
+    mesh: Any
+    mesh_dims: tuple[int, ...]
+    members: list[int]
+    counted: list[int]
+    first: int
+
+
+_SHARES: dict[tuple, list[_Share]] = {}
+_MAX_SHARES = 1 << 8
+CACHES.append(_SHARES.clear)
+
+
+def _global_norm(
+    total_norm: Callable[..., torch.Tensor],
+    tensors: list[Any],
+    layouts: list[Any],
+    order: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> tuple[torch.Tensor, Any]:
+    """The norm, a plain tensor, and the first mesh. ``tensors`` are plain, ``total_norm`` is torch's function."""
+    order, key = float(order), tuple(layouts)
+    shares = _SHARES.get(key)
+    if shares is None:
+        if len(_SHARES) >= _MAX_SHARES:
+            _SHARES.clear()
+        shares = _SHARES[key] = _shares(layouts)
+    # Ranks that count nothing, or tensors of one dtype only, must agree with the others.
+    dtype = functools.reduce(torch.promote_types, {_real(x.dtype) for x in tensors})
+    norms = [_norm_of_share(share, total_norm, tensors, order, foreach, dtype) for share in shares]
+    if len(norms) == 1:
+        total = norms[0]
+    else:
+        together = torch.stack([norm.to(tensors[0].device) for norm in norms])
+        total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
+    total = total.to(tensors[0].device)
+    if error_if_nonfinite:
+        # Of one number; all ranks have the same one.
+        total_norm([total], order, True, foreach)
+    return total, shares[0].mesh
+
+
+def _norm_of_share(
+    share: _Share,
+    total_norm: Callable[..., torch.Tensor],
+    tensors: list[Any],
+    order: float,
+    foreach: bool | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The global norm of the tensors of a share."""
+    one = tensors[share.first]
+    if order == 0:
+        # The number of tensors that are not zero: all ranks must know of each.
+        counted = set(share.counted)
+        rows = [[tensors[i] if i in counted else one.new_zeros(1)] for i in share.members]
+        numbers = torch.stack([total_norm(row, order, False, foreach).to(one.device, dtype) for row in rows])
+        return torch.linalg.vector_norm(combined(numbers, share.mesh, share.mesh_dims, order), order)
+    mine = [tensors[i] for i in share.counted] or [one.new_full((1,), neutral(order))]
+    norm = total_norm(mine, order, False, foreach)
+    return combined(norm.to(one.device, dtype), share.mesh, share.mesh_dims, order) if share.mesh_dims else norm
+
+
+def _shares(layouts: Sequence[Any]) -> list[_Share]:
+    """One a mesh, in the order of the tensors. Plain tensors, the same on all ranks, go with the first mesh."""
+    meshes = list({layout.mesh: None for layout in layouts if layout is not None})
+    shares = []
+    for mesh in meshes:
+        members = [
+            i for i, layout in enumerate(layouts) if (layout.mesh is mesh if layout is not None else mesh is meshes[0])
+        ]
+        first = next(i for i in members if layouts[i] is not None)
+        sharding = {i: _sharding(layouts[i]) for i in members}
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            shares.append(_Share(mesh, (), members, [], first))
+            continue
+        mesh_dims = tuple(sorted(set().union(*sharding.values())))
+        counted = [
+            i
+            for i in members
+            if all(d in sharding[i] or not coordinate[d] for d in mesh_dims) and not _lacks_elements(layouts[i])
+        ]
+        shares.append(_Share(mesh, mesh_dims, members, counted, first))
+    return shares
+
+
+def _sharding(layout: Any) -> set[int]:
+    return set() if layout is None else {d for d, p in enumerate(layout.placements) if isinstance(p, Shard)}
+
+
+def _lacks_elements(layout: Any) -> bool:
+    """Whether this rank has nothing of a tensor that has something: some norms of nothing are errors."""
+    return layout is not None and math.prod(layout.local_shape) == 0 != math.prod(layout.shape)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
