@@ -44,11 +44,14 @@ class NativeOp:
             For element-wise operations ``statics`` may be any object: it is handed to `call` and never looked at.
         call: ``call(func, operands, statics) -> result`` runs the native operation on local tensors. The result is
             a tensor or a tuple or list of tensors.
+        binds_by_function: whether `bind` may look at ``func``. False where it does not, as it must be where a
+            framework makes a new function object for each call: calls are remembered under the function otherwise.
     """
 
     name: str
     bind: Callable[[Any, tuple, dict], tuple[tuple, Any]]
     call: Callable[[Any, tuple, Any], Any]
+    binds_by_function: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
 
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor
+from hyper_parallel.core.dtensor.dispatch import _CALLS
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.calls import CALLS, INPLACE_CALLS, evaluate, operands
 
@@ -23,13 +25,20 @@ def placed(mesh: Any, dim: int | None) -> Any:
     return distribute
 
 
-def problem_of(call: str, names: dict[str, Any], plain: dict[str, Any]) -> str | None:
-    """What is wrong with a call on DTensors, or None."""
+def problem_of(
+    call: str, names: dict[str, Any], plain: dict[str, Any], earlier: dict[str, Any] | None = None
+) -> str | None:
+    """What is wrong with a call on DTensors, or None; ``earlier``: what it was called with before, to be remembered."""
     try:
         wanted = evaluate(call, plain)
+        if earlier is not None:
+            evaluate(call, earlier)
+        remembered = len(_CALLS)
         got = evaluate(call, names)
     except Exception as error:
         return f"{type(error).__name__}: {error}".split("\n")[0]
+    if earlier is not None and len(_CALLS) > remembered:
+        return "is remembered a second time"
     for y, t in zip(got, wanted, strict=True):
         if not isinstance(y, DTensor):
             return f"gives a {type(y).__name__}"
@@ -51,10 +60,44 @@ def problems(mesh: Any, dim: int | None, calls: list[str]) -> list[str]:
     return found
 
 
+@on_mesh()
+def problems_when_repeated(mesh: Any, dim: int, calls: list[str]) -> list[str]:
+    """Dispatch looks less closely at a call that it knows; MindSpore has a new function object for each."""
+    found, place = [], placed(mesh, dim)
+
+    def place_half(t: Tensor) -> Any:
+        return place(t if t.dtype in (ms.bool_, ms.int32, ms.int64) else t * 0.5)
+
+    for call in calls:
+        earlier = operands(place_half)
+        problem = problem_of(call, operands(place), operands(), earlier)
+        if problem is not None:
+            found.append(f"{call}: {problem}")
+    return found
+
+
 @pytest.mark.parametrize(("world", "dim"), [(1, None), (2, 0), (2, 1), (3, 0)])
 def test_calls(pool: Any, world: int, dim: int | None) -> None:
     """Over three ranks, dims of size 4 leave one of them without elements."""
     assert pool.run(world, problems, dim, CALLS, timeout=300) == [[]] * world
+
+
+def test_repeated_calls(pool: Any) -> None:
+    assert pool.run(2, problems_when_repeated, 0, CALLS, timeout=300) == [[]] * 2
+
+
+@on_mesh()
+def numbers(mesh: Any) -> list[bool]:
+    """Of a number, a remembered call knows the type at most."""
+    x = distribute_tensor(Tensor(np.ones((4, 2), np.float32)), mesh, [Shard(0)])
+    found = [x * 2.0, x * 3.0, x + 2.5, x + 4.5, x - 1, x - 2, x.reshape(2, 4), x.reshape(8, 1), x.chunk(2, 0)[1]]
+    wanted = [2, 3, 3.5, 5.5, 0, -1, np.ones((2, 4)), np.ones((8, 1)), np.ones((2, 2))]
+    pairs = zip(found, wanted, strict=True)
+    return [bool(np.array_equal(y.full_tensor().asnumpy(), w + np.zeros(y.shape))) for y, w in pairs]
+
+
+def test_numbers_in_repeated_calls(pool: Any) -> None:
+    assert pool.run(2, numbers) == [[True] * 9] * 2
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -18,6 +19,7 @@ from hyper_parallel import (
     RowwiseParallel,
     Shard,
     distribute_tensor,
+    get_platform,
     parallelize_module,
 )
 from hyper_parallel.debug import CommDebugMode
@@ -174,6 +176,21 @@ def nested(mesh: Any) -> list[bool]:
 
 def test_nested_and_second_order(pool: Any) -> None:
     assert pool.run(2, nested) == [[True, True]] * 2
+
+
+def test_second_order_through_other_objects() -> None:
+    """A tensor object of its own for data that is not contiguous, made of what an operation gave."""
+    platform = get_platform()
+    x = Tensor(X)
+
+    def loss(through: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda x: (through(mint.sin(x).transpose(0, 1)) ** 3).sum()
+
+    def squared_gradient(through: Callable[[Any], Any]) -> np.ndarray:
+        return ms.grad(lambda x: (ms.grad(loss(through))(x) ** 2).sum())(x).asnumpy()
+
+    assert close(squared_gradient(platform.alias), squared_gradient(lambda y: y))
+    assert close(ms.grad(loss(platform.detach))(x).asnumpy(), np.zeros_like(X))
 
 
 @on_mesh()

@@ -181,14 +181,15 @@ class _Plan:
 def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a native operation of which some argument is a DTensor. Called by the platform's interception."""
     call: tuple | None = None
-    if not kwargs:
+    if not kwargs and op is not None:
+        which = func if op.binds_by_function else None
         if len(args) == 1 and type(args[0]) in DTENSOR_CLASSES:
-            call = (op, func, args[0]._layout)
+            call = (op, which, args[0]._layout)
         else:
             classes = DTENSOR_CLASSES
             call = (
                 op,
-                func,
+                which,
                 *[x if type(x) is int else x._layout if type(x) in classes else _argument_key(x) for x in args],
             )
         known = _CALLS.get(call)

@@ -197,8 +197,8 @@ class DTensor:
 def bind_platform(platform: Platform) -> Platform:
     """Make sure that the platform has its DTensor class; returns the platform."""
     if platform not in _BOUND:
-        _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
-        DTENSOR_CLASSES.add(_BOUND[platform])
+        cls = _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
+        DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
     return platform
 
 

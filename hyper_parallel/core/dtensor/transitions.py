@@ -119,6 +119,7 @@ class Transitions:
         self._share_both = platform.autograd_pair(self._share_both_forward, self._either_cotangent)
         self._slice = make(self._slice_forward, self._gather_cotangent)
         self._all_reduce = make(self._all_reduce_forward, self._unchanged_cotangent)
+        self._overwrite = make(self._overwrite_forward, self._unchanged_cotangent)
         self._select = make(self._select_forward, self._selected_cotangent)
         self._multiply = make(self._multiply_forward, self._multiplied_cotangent)
         self._reduce_scatter = make(self._reduce_scatter_forward, self._gather_scattered_cotangent)
@@ -207,14 +208,17 @@ class Transitions:
 
     def sum_new(self, mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
         """`run` from ``Partial()`` to ``Replicate()`` as ``reduce(y)``, for a ``y`` that nobody else holds and whose
-        operation does not need its value in backward: it is overwritten, and there is no node in the graph."""
+        operation does not need its value in backward: it is overwritten, and where the platform has hooks there is no
+        node in the graph."""
         platform, step = self.platform, summation(mesh, mesh_dim)
         requires_grad, detach, all_reduce = platform.requires_grad, platform.detach, self._all_reduce
         overwrite, supports = collectives.bind_all_reduce(mesh, mesh_dim), platform.supports
         hook = platform.cotangent_hook(lambda g: self._for_summands(g, step) if requires_grad(g) else None)
+        if hook is None:
+            return lambda y: self._overwrite(y, step, overwrite)
 
         def reduce(y: Any) -> Any:
-            if hook is None or not supports("all_reduce", "sum", y):
+            if not supports("all_reduce", "sum", y):
                 return all_reduce(y, step)
             if requires_grad(y):
                 overwrite(detach(y))
@@ -266,6 +270,10 @@ class Transitions:
         return collectives.all_reduce(
             self.platform.clone(self.platform.detach(x)), step.mesh, step.mesh_dim, step.source.reduce_op
         )
+
+    def _overwrite_forward(self, ctx: Any, x: Any, step: Step, all_reduce: Callable[[Any], Any]) -> Any:
+        ctx.step, ctx.scale = step, None
+        return all_reduce(self.platform.detach(x))
 
     def _unchanged_cotangent(self, ctx: Any, g: Any) -> Any:
         g = self._for_summands(g, ctx.step)

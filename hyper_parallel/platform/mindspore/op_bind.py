@@ -104,7 +104,9 @@ def row(
     name: str, bind: Callable[[tuple, dict], tuple[tuple, tuple]], call: Callable[[Any, tuple, Any], Any] | None = None
 ) -> NativeOp:
     """A row whose ``bind`` does not look at the function. Without ``call``: operands, then statics, by position."""
-    return NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), guarded(name, call or _call_by_position))
+    return NativeOp(
+        name, lambda func, args, kwargs: bind(args, kwargs), guarded(name, call or _call_by_position), False
+    )
 
 
 def rows(names: str, native: NativeOp) -> dict[str, NativeOp]:
@@ -129,8 +131,7 @@ class _Template:
 
 
 def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
-    template = statics[-1]
-    if template is None:
+    if statics is None or (template := statics[-1]) is None:
         return func(*operands)
     args = list(template.args)
     kwargs = dict(template.kwargs)
@@ -160,10 +161,10 @@ def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict
         mode: for ``div``: gives the rounding mode.
     """
 
-    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple | None]:
         head = () if mode is None else (mode(args, kwargs),)
         if not kwargs and (len(args) == count or (count is None and all(isinstance(a, Tensor) for a in args))):
-            return args, (*head, None)
+            return args, (*head, None) if head else None
         if count is None:
             places: tuple = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
             places += tuple(k for k, a in kwargs.items() if isinstance(a, Tensor))
@@ -174,7 +175,7 @@ def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict
         operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
         return operands, (*head, _Template(args, kwargs, places))
 
-    return NativeOp(name, bind, guarded(name, _call_inplace if name.endswith("_") else _call_elementwise))
+    return NativeOp(name, bind, guarded(name, _call_inplace if name.endswith("_") else _call_elementwise), False)
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

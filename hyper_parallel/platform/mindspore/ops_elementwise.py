@@ -96,7 +96,7 @@ OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.update(
     rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 )
-OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, _clone)
+OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, _clone, False)
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
 OPS.update(rows("ZerosLike ZerosLikeExt", row("like", _bind_like, _like(0))))
 OPS.update(rows("OnesLike OnesLikeExt", row("like", _bind_like, _like(1))))

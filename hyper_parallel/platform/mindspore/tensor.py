@@ -46,13 +46,18 @@ class NoDispatch:
     __slots__ = ("_guard",)
 
     def __enter__(self) -> None:
-        self._guard = NoFallbackGuard()
-        self._guard.__enter__()
-        _STATE.depth += 1
+        state = _STATE
+        if state.depth:  # the outermost guard of the thread is enough
+            self._guard = None
+        else:
+            self._guard = NoFallbackGuard()
+            self._guard.__enter__()
+        state.depth += 1
 
     def __exit__(self, *exc: Any) -> None:
         _STATE.depth -= 1
-        self._guard.__exit__(*exc)
+        if self._guard is not None:
+            self._guard.__exit__(*exc)
 
 
 def is_dispatching() -> bool:
