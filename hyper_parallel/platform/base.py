@@ -90,8 +90,8 @@ class Platform(ABC):
     #: Classes of linear and embedding layers, with where they keep their parameters; subclasses count too.
     linear_kinds: ClassVar[dict[type, ModuleKind]]
     embedding_kinds: ClassVar[dict[type, ModuleKind]]
-    #: class -> how many of the last dimensions its modules normalise.
-    norm_kinds: ClassVar[dict[type, Callable[[Module], int]]] = {}
+    #: class -> how many of the last dimensions one of its modules normalises, None where that is not known.
+    norm_kinds: ClassVar[dict[type, Callable[[Module], int | None]]] = {}
 
     @classmethod
     @abstractmethod

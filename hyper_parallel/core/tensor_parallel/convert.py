@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
@@ -28,8 +29,7 @@ __all__ = [
 
 _WHOLE = (Replicate(),)
 #: (layout, placement wanted) -> layout, of what was redistributed before.
-_TARGETS: dict[tuple[Layout, Placement], Layout] = {}
-_MAX_TARGETS = 1 << 14
+_TARGETS: dict[tuple[Layout, Placement | None], Layout] = Bounded(1 << 14)
 CACHES.append(_TARGETS.clear)
 
 
@@ -82,10 +82,8 @@ def place(
 def replace(x: DTensor, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
     """`place` of a DTensor whose layout came before; else None."""
     layout = x._layout
-    if desired is None or layout.mesh is not mesh:
-        return None
     target = _TARGETS.get((layout, desired))
-    if target is None:
+    if target is None or target.mesh is not mesh:
         return None
     if target is layout:
         return x
@@ -96,8 +94,6 @@ def replace(x: DTensor, mesh: DeviceMesh, desired: Placement | None) -> DTensor 
 def _redistribute(x: Any, desired: Placement, what: str) -> Any:
     try:
         placed = x.redistribute(placements=(desired,))
-        if len(_TARGETS) >= _MAX_TARGETS:
-            _TARGETS.clear()
         _TARGETS[x._layout, desired] = placed._layout
         return placed
     except ValueError:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.dtensor.bounded import Table
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
@@ -26,7 +27,6 @@ from hyper_parallel.core.dtensor.transitions import summation, transitions_of
 __all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
 
 _FIRST = (0,)
-_MAX_SHAPES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,6 @@ class LocalForward:
 
     plain: Callable[[Any, Any], Any] | None
     distributed: Callable[[Any, Any], Any]
-
-
-class _Table(dict):
-    """What ``make`` gives for a global shape or a layout, made when it is first asked for."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> Any:
-        if len(self) >= _MAX_SHAPES:
-            self.clear()
-        value = self[key] = self._make(key)
-        return value
-
-    def __deepcopy__(self, memo: dict) -> _Table:
-        return self
 
 
 def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_local_output: bool) -> LocalForward:
@@ -83,8 +66,8 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         placement = shard.with_dim(len(shape) - 1)  # type: ignore[attr-defined]
         return get_layout(mesh, (placement,), (*shape[:-1], features))
 
-    by_shape = _Table(output_of)
-    by_layout = _Table(lambda x: output_of(tuple(x.shape)) if x.ndim and _is_placed(x, mesh, Replicate()) else None)
+    by_shape = Table(output_of)
+    by_layout = Table(lambda x: output_of(tuple(x.shape)) if x.ndim and _is_placed(x, mesh, Replicate()) else None)
 
     def plain(module: Any, x: Any) -> Any:
         own = own_parameters(module)
@@ -95,8 +78,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         with no_dispatch():
             rows = view(x, weight)
             y = linear(rows, weight, bias)
-            if rows.ndim != x.ndim:
-                y = y.reshape((*x.shape[:-1], y.shape[-1]))
+            y = y if rows.ndim == x.ndim else y.reshape((*x.shape[:-1], y.shape[-1]))
             return y if use_local_output else wrap(y, by_shape[x.shape])
 
     def distributed(module: Any, x: Any) -> Any:
@@ -114,8 +96,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
             else:
                 rows = partial_grad_view(x, _FIRST)
             y = linear(rows, weight, bias)
-            if rows.ndim != x.ndim:
-                y = y.reshape((*output.shape[:-1], y.shape[-1]))
+            y = y if rows.ndim == x.ndim else y.reshape((*output.shape[:-1], y.shape[-1]))
             return y if use_local_output else wrap(y, output)
 
     return LocalForward(plain if takes_plain else None, distributed)
@@ -154,7 +135,7 @@ def row_forward(
     def output_of_layout(x: Layout) -> tuple[Any, Layout] | None:
         return output_of(tuple(x.shape)) if _is_placed(x, mesh, shard.with_dim(x.ndim - 1)) else None  # type: ignore[attr-defined]
 
-    by_shape, by_layout = _Table(output_of), _Table(output_of_layout)
+    by_shape, by_layout = Table(output_of), Table(output_of_layout)
 
     def forward(module: Any, x: Any, output: tuple[Any, Layout]) -> Any:
         own = own_parameters(module)
@@ -165,8 +146,7 @@ def row_forward(
         with no_dispatch():
             if whole:
                 y = all_reduce(linear(x, weight, None))
-                if bias is not None:
-                    y = _add(y, bias, platform)
+                y = y if bias is None else _add(y, bias, platform)
             else:
                 # In one of the summands, of which every rank gets the whole gradient back.
                 y = run(linear(x, weight, None if bias is None else run(bias, of_one_rank)), output[0])
@@ -213,8 +193,8 @@ def norm_forward(
         whole = (*shape[: shard.dim], shape[shard.dim] * mesh.size(), *shape[shard.dim + 1 :])
         return get_layout(mesh, (shard,), whole)
 
-    by_shape = _Table(layout_of_shards)
-    by_layout = _Table(lambda x: x if (p := shard_of(x.ndim)) is not None and _is_placed(x, mesh, p) else None)
+    by_shape = Table(layout_of_shards)
+    by_layout = Table(lambda x: x if (p := shard_of(x.ndim)) is not None and _is_placed(x, mesh, p) else None)
 
     def run(module: Any, x: Any, layout: Layout | None) -> Any:
         if layout is None:

@@ -110,12 +110,10 @@ class _WeightParallel(ModuleStyle):
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         desired: Placement | None = self.output_layouts[0]
         if self._splits_outputs and desired is Shard(-1):
-            if self._whole(mesh):
-                desired = None
-                if self.use_local_output:
-                    return local_heads(output, self.heads, mesh)
-            elif self.packed is not None or isinstance(self.heads, tuple):
-                desired = None
+            whole = self._whole(mesh)
+            if whole and self.use_local_output:
+                return local_heads(output, self.heads, mesh)
+            desired = None if whole or self.packed is not None or isinstance(self.heads, tuple) else desired
         return leave(output, mesh, desired, self.use_local_output, f"the output of {title(module)}")
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:

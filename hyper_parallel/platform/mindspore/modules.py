@@ -28,8 +28,9 @@ class ModuleVerbs:
         nn.EmbeddingLookup: ModuleKind("embedding_table", None),
         mint.nn.Embedding: ModuleKind(bias=None),
     }
-    norm_kinds: ClassVar[dict[type, Callable[[Any], int]]] = {
-        mint.nn.LayerNorm: lambda module: len(module.normalized_shape)
+    norm_kinds: ClassVar[dict[type, Callable[[Any], int | None]]] = {
+        mint.nn.LayerNorm: lambda module: len(module.normalized_shape),
+        nn.LayerNorm: lambda module: -module.begin_norm_axis if module.begin_norm_axis < 0 else None,
     }
 
     def is_tensor(self, x: Any) -> bool:

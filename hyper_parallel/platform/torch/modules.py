@@ -23,7 +23,7 @@ class ModuleVerbs(Platform):
 
     linear_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Linear: ModuleKind()}
     embedding_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Embedding: ModuleKind(bias=None)}
-    norm_kinds: ClassVar[dict[type, Callable[[Any], int]]] = {
+    norm_kinds: ClassVar[dict[type, Callable[[Any], int | None]]] = {
         nn.LayerNorm: lambda module: len(module.normalized_shape),
         nn.RMSNorm: lambda module: len(module.normalized_shape),
     }
