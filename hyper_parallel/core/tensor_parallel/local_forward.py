@@ -8,7 +8,7 @@ a distributed one that is placed as the style wants it. What either would look u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,9 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         try:
             weight, bias = own["weight"], own["bias"]
         except KeyError:
-            return NotImplemented
+            weight, bias = _weight_alone(module, own), None
+            if weight is None:
+                return NotImplemented
         with no_dispatch():
             rows = view(x, weight)
             y = linear(rows, weight, bias)
@@ -89,7 +91,9 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         try:
             weight, bias = own["weight"], own["bias"]
         except KeyError:
-            return NotImplemented
+            weight, bias = _weight_alone(module, own), None
+            if weight is None:
+                return NotImplemented
         with no_dispatch():
             if x._gathered is None:
                 rows = view(x if x._origin is None else x._origin, weight)
@@ -142,7 +146,9 @@ def row_forward(
         try:
             weight, bias = own["weight"], own["bias"]
         except KeyError:
-            return NotImplemented
+            weight, bias = _weight_alone(module, own), None
+            if weight is None:
+                return NotImplemented
         with no_dispatch():
             if whole:
                 y = all_reduce(linear(x, weight, None))
@@ -221,6 +227,11 @@ def _add(y: Any, bias: Any, platform: Any) -> Any:
     # Automatic mixed precision computes in another dtype than that of the parameters.
     # Not the operator: Python would ask the class of the distributed bias first.
     return y.add(bias if bias.dtype == y.dtype else platform.to_dtype(bias, y.dtype))
+
+
+def _weight_alone(module: Any, own: Mapping[str, Any]) -> Any:
+    """The weight of a layer that keeps no bias; None where something else computes one or the other."""
+    return own.get("weight") if module.__dict__.get("bias", module) is None else None
 
 
 def _is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
