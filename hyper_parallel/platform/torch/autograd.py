@@ -124,9 +124,10 @@ class AutogradVerbs(Platform):
             if not parameter.is_leaf or parameter._post_accumulate_grad_hooks:
                 return False
             with torch.enable_grad():
-                accumulation = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                view: Any = parameter.view_as(parameter)
+                accumulation = view.grad_fn.next_functions[0][0]
         try:
-            return torch._C._will_engine_execute_node(accumulation)  # type: ignore[arg-type]
+            return torch._C._will_engine_execute_node(accumulation)
         except RuntimeError:
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 

@@ -71,7 +71,7 @@ def run(
     collective: str, x: torch.Tensor, weight: torch.Tensor, group: Any, size: int, dim: int, announce: Announce
 ) -> torch.Tensor:
     """See `Platform.linear_with_collective`."""
-    function = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}[collective]
+    function: Any = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}[collective]
     rows = x.reshape(-1, x.shape[-1])
     y = function.apply(rows, weight, group, size, announce)
     return y.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 : -1], y.shape[-1])
@@ -82,8 +82,8 @@ def communicator(group: Any) -> str:
     name = _names.get(group)
     if name is None:
         # The rank is only used for its device.
-        backend = group._get_backend(torch.device("npu"))
-        name = _names[group] = backend.get_hccl_comm_name(torch.npu.current_device())  # type: ignore[attr-defined]
+        backend, npu = group._get_backend(torch.device("npu")), getattr(torch, "npu")  # noqa: B009 - torch_npu adds it
+        name = _names[group] = backend.get_hccl_comm_name(npu.current_device())
     return name
 
 

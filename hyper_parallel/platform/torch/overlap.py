@@ -55,7 +55,7 @@ def run(
     announce: Announce,
 ) -> torch.Tensor:
     """See `Platform.linear_with_collective`; ``group`` is a ``ProcessGroup``."""
-    function = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}[collective]
+    function: Any = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}[collective]
     return function.apply(x, weight, _Chunked(group, size, dim, chunks, announce))
 
 
