@@ -229,6 +229,22 @@ def state_is_let_go(mesh: Any) -> None:
 
 
 @on_mesh()
+def gradients_are_cleared(mesh: Any) -> None:
+    for mode in MODES:
+        for plain in (0, 1):
+            own = pairs(mesh, plain)
+            optimizer = torch.optim.AdamW([twin for _, twin in own], **mode)
+            set_gradients(own, mesh, 0, skip=1)
+            held = own[0][1].grad
+            optimizer.zero_grad(set_to_none=False)
+            assert own[1][1].grad is None and own[0][1].grad is held and isinstance(held, DTensor)
+            for _, twin in (own[0], own[2]):
+                close(twin.grad, torch.zeros(twin.shape))
+            optimizer.zero_grad()
+            assert all(twin.grad is None for _, twin in own)
+
+
+@on_mesh()
 def parameters_that_are_partial_sums(mesh: Any) -> None:
     """They step operation by operation, beside others too."""
     partial = DTensor.from_local(randn(5, 3), mesh, [Partial()]).detach().requires_grad_()
@@ -253,6 +269,7 @@ JOBS = [
     gradients_of_another_layout,
     optimizers_of_the_user,
     state_is_let_go,
+    gradients_are_cleared,
     parameters_that_are_partial_sums,
 ]
 

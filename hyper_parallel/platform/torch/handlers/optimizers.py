@@ -28,9 +28,8 @@ __all__ = ["hook_optimizers"]
 T: Any = torch.Tensor
 
 _ELEMENTWISE = words("SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
-#: Whose ``_init_group``, once there is state, does nothing but look it up. (That of SGD is such a one too, but its step
-#: puts what was looked up into the state.)
-_LOOKS_UP = words("Adam AdamW Adagrad")
+#: Whose step puts what ``_init_group`` has looked up into the state again, so that it must be that very tensor.
+_STORES = words("SGD")
 #: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
 _ATTRIBUTE = "_hyper_parallel_step"
 
@@ -45,7 +44,9 @@ def hook_optimizers(tensor_class: type) -> None:
         if "step" in vars(cls):
             cls.step = _wrapped(cls.step, tensor_class)
         if "_init_group" in vars(cls):
-            cls._init_group = _collecting(cls._init_group, name in _LOOKS_UP)
+            cls._init_group = _collecting(cls._init_group, name not in _STORES)
+    base: Any = torch.optim.Optimizer
+    base.zero_grad = _clearing(base.zero_grad, tensor_class)
 
 
 def _wrapped(step: Any, tensor_class: type) -> Any:
@@ -84,15 +85,38 @@ def _wrapped(step: Any, tensor_class: type) -> Any:
     return hooked
 
 
-def _collecting(init_group: Any, looks_up: bool) -> Any:
-    """``_init_group``, which fills lists with the tensors that an optimizer has for the parameters of a group."""
+def _clearing(zero_grad: Any, tensor_class: type) -> Any:
+    """``zero_grad`` of all optimizers: what it does is done to local gradients."""
+    local_classes = {tensor_class, tensor_class.__bases__[-1], torch.nn.Parameter}
+
+    @functools.wraps(zero_grad)
+    def zero_local_gradients(self: Any, set_to_none: bool = True) -> None:
+        kinds = {type(p) for group in self.param_groups for p in group["params"]}
+        if tensor_class in kinds and kinds <= local_classes:
+            with no_dispatch():
+                zero_grad(self, set_to_none)
+        else:
+            zero_grad(self, set_to_none)
+
+    return zero_local_gradients
+
+
+def _collecting(init_group: Any, aliases: bool) -> Any:
+    """``_init_group``, which fills lists with the tensors that an optimizer has for the parameters of a group.
+
+    Args:
+        init_group: torch's. In all listed classes it does nothing but look state up, once there is some.
+        aliases: whether other tensors with the same data do.
+    """
 
     @functools.wraps(init_group)
     def init_group_of_locals(self: Any, group: Any, *lists: Any, **kwargs: Any) -> Any:
         local = self.__dict__.get(_ATTRIBUTE)
         if local is None or not local.running or kwargs or len(lists) < 2 or any(lists):
             return init_group(self, group, *lists, **kwargs)
-        return local.collect(init_group, looks_up, self, group, lists)
+        # An override by the user may do more with it.
+        is_known = type(self)._init_group is init_group_of_locals
+        return local.collect(init_group, is_known, aliases, self, group, lists)
 
     init_group_of_locals.collects = True  # type: ignore[attr-defined]
     return init_group_of_locals
@@ -170,19 +194,25 @@ class _LocalStep:
             _tag_state(optimizer.state, distributed, self.plain_class)
             self.counted = counted
 
-    def collect(self, init_group: Any, looks_up: bool, optimizer: Any, group: dict[str, Any], lists: tuple) -> Any:
+    def collect(
+        self, init_group: Any, is_known: bool, aliases: bool, optimizer: Any, group: dict[str, Any], lists: tuple
+    ) -> Any:
         """Fill the lists, of which the first two are parameters and their gradients, with plain tensors."""
         # A learning rate that is a tensor is checked there.
-        looks_up = looks_up and self.complete and not isinstance(group["lr"], T)
-        options = (init_group, bool(group.get("amsgrad")))
-        known = self.columns.get(options) if looks_up else None
-        if known is not None and self._fill(known[1], optimizer.state, group, lists):
-            self._make_gradients_plain(lists)
-            return known[0]
-        result = init_group(optimizer, group, *lists)
-        if looks_up:
-            self._remember(options, result, optimizer.state, lists)
+        is_known = is_known and self.complete and not isinstance(group["lr"], T)
+        # What decides on the lists, in any of the optimizers.
+        find = group.get
+        options = (init_group, bool(find("amsgrad")), bool(find("momentum")), bool(find("centered")))
+        known = self.columns.get(options) if is_known else None
+        if known is not None and self._fill(known[1], aliases, optimizer.state, group, lists):
+            result = known[0]
+        else:
+            aliases, result = False, init_group(optimizer, group, *lists)
+            if is_known:
+                self._remember(options, result, optimizer.state, lists)
         self._make_gradients_plain(lists)
+        if aliases:
+            return result
         tensor_class = self.tensor_class
         for column in lists[2:]:
             tensors = [x for x in column if type(x) is tensor_class]
@@ -232,7 +262,7 @@ class _LocalStep:
                 return
         self.columns[key] = (result, list(zip(names, distributed, strict=True)))
 
-    def _fill(self, columns: list, state: Any, group: dict[str, Any], lists: tuple) -> bool:
+    def _fill(self, columns: list, aliases: bool, state: Any, group: dict[str, Any], lists: tuple) -> bool:
         """Fill the lists if all parameters have gradients and state and none is complex."""
         parameters = group["params"]
         gradients = [p.grad for p in parameters]
@@ -242,19 +272,19 @@ class _LocalStep:
         if len(state) == len(parameters) and all(map(is_, state, parameters)):
             states = list(state.values())
         else:
-            states = [state.get(p) for p in parameters]
+            states = [state.get(p) for p in parameters] if state else []
         try:
-            found = [self._column(states, *column) for column in columns]
+            found = [self._column(states, name, aliases and distributed) for name, distributed in columns]
         except (KeyError, TypeError):
             return False
         for target, values in zip(lists, (parameters, gradients, *found), strict=True):
             target.extend(values)
         return True
 
-    def _column(self, states: list[dict[str, Any]], name: str | None, distributed: bool) -> list[Any]:
+    def _column(self, states: list[dict[str, Any]], name: str | None, aliases: bool) -> list[Any]:
         if name is None:
             return []
-        if not distributed:
+        if not aliases:
             return [own[name] for own in states]
         try:
             return [own[name]._plain for own in states]
