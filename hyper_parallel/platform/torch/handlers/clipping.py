@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.core.dtensor.bounded import Table
 from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
@@ -190,11 +191,6 @@ class _Share:
     first: int
 
 
-_SHARES: dict[tuple, list[_Share]] = {}
-_MAX_SHARES = 1 << 8
-CACHES.append(_SHARES.clear)
-
-
 def _global_norm(
     total_norm: Callable[..., torch.Tensor],
     tensors: list[Any],
@@ -204,12 +200,7 @@ def _global_norm(
     foreach: bool | None,
 ) -> tuple[torch.Tensor, Any]:
     """The norm, a plain tensor, and the first mesh. ``tensors`` are plain, ``total_norm`` is torch's function."""
-    order, key = float(order), tuple(layouts)
-    shares = _SHARES.get(key)
-    if shares is None:
-        if len(_SHARES) >= _MAX_SHARES:
-            _SHARES.clear()
-        shares = _SHARES[key] = _shares(layouts)
+    order, shares = float(order), _SHARES[tuple(layouts)]
     # Ranks that count nothing, or tensors of one dtype only, must agree with the others.
     dtype = functools.reduce(torch.promote_types, {_real(x.dtype) for x in tensors})
     norms = [_norm_of_share(share, total_norm, tensors, order, foreach, dtype) for share in shares]
@@ -268,6 +259,11 @@ def _shares(layouts: Sequence[Any]) -> list[_Share]:
         ]
         shares.append(_Share(mesh, mesh_dims, members, counted, first))
     return shares
+
+
+#: layouts of all tensors -> `_shares` of them.
+_SHARES = Table(_shares, 1 << 8)
+CACHES.append(_SHARES.clear)
 
 
 def _sharding(layout: Any) -> set[int]:
