@@ -174,6 +174,15 @@ class Own(torch.optim.AdamW):
         return result
 
 
+class Alone(torch.optim.SGD):
+    """One that does not ask torch's class for its lists."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
+        params += group["params"]
+        grads += [p.grad for p in params]
+        return False
+
+
 @on_mesh()
 def optimizers_of_the_user(mesh: Any) -> None:
     for mode in MODES:
@@ -187,16 +196,15 @@ def optimizers_of_the_user(mesh: Any) -> None:
                 close(twin, p, str(mode), 1e-6)
                 close(two.state[twin]["first"], one.state[p]["first"])
             assert_distributed(own, two)
-        # Where the lists are not those of torch's class, layouts are looked at before.
-        twin = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
-        twin.grad = shard(randn(5, 3, seed=1), mesh, Shard(0))
-        twin.data = shard(randn(5, 3), mesh, Replicate())
-        p = nn.Parameter(randn(5, 3))
-        p.grad = randn(5, 3, seed=1)
+    # Where the lists are not those of torch's class, layouts are looked at before.
+    p, twin = nn.Parameter(randn(5, 3)), shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
+    p.grad = randn(5, 3, seed=1)
+    twin.grad = shard(p.grad, mesh, Shard(0))
+    for layout in (Shard(0), Replicate()):
+        twin.data = shard(p.detach(), mesh, layout)
         for x in (p, twin):
-            optimizer = Own([x], lr=0.1, foreach=False)
-            optimizer.step()
-        close(twin, p, str(mode), 1e-6)
+            Alone([x], lr=0.1, foreach=False).step()
+        close(twin, p, str(layout), 1e-6)
 
 
 @on_mesh()
