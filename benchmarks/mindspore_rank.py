@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,15 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Version:
-    """A model, its inputs, what its output is multiplied with to give the loss, and how gradients are completed."""
+    """A model, its inputs, what its output is multiplied with to give the loss, how gradients are completed, and in
+    which context they are computed."""
 
     name: str
     model: nn.Cell
     inputs: tuple[Any, ...]
     cotangent: Tensor
     finish: Callable[[tuple], tuple] | None = None
+    block: Callable[[], AbstractContextManager] = nullcontext
 
     def __post_init__(self) -> None:
         differentiate = value_and_grad if "hyper" in self.name else ms.value_and_grad
@@ -65,7 +67,8 @@ class Version:
 
     def forward_and_backward(self) -> tuple[Any, tuple]:
         """Gradients of the first input and of the parameters."""
-        _, (of_input, of_parameters) = self._gradients(*self.inputs)
+        with self.block():
+            _, (of_input, of_parameters) = self._gradients(*self.inputs)
         if self.finish is not None:
             of_parameters = self.finish(of_parameters)
         return of_input, of_parameters
@@ -121,7 +124,8 @@ def _llama_versions(sizes: LlamaSizes, sequence_parallel: bool, rank: int, ranks
             if not sequence_parallel:
                 for norm in (model.attention_norm, model.ffn_norm):
                     hyper_parallel.distribute_module(norm, mesh)
-        versions.append(Version(name, model, (part(x), *given), part(cotangent)))
+        block = hyper_parallel.coalesce_gradients if sequence_parallel else nullcontext
+        versions.append(Version(name, model, (part(x), *given), part(cotangent), block=block))
     return versions
 
 

@@ -18,6 +18,8 @@ from hyper_parallel import (
     Replicate,
     RowwiseParallel,
     Shard,
+    coalesce_gradients,
+    distribute_module,
     distribute_tensor,
     get_platform,
     parallelize_module,
@@ -253,3 +255,81 @@ def _all_kinds(x: Any, w: Any, v: Any) -> Any:
 
 def test_empty_parts(pool: Any) -> None:
     assert pool.run(4, empty_parts) == [[True] * 3] * 4
+
+
+# ------------------------------------------------------------------ gradients that are all-reduced together
+class Affine(nn.Cell):
+    """Two parameters, replicated where their input is sharded."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        values = np.random.default_rng(seed).standard_normal((2, 8)).astype(np.float32)
+        self.scale, self.shift = (ms.Parameter(Tensor(v), name=n) for v, n in zip(values, "ab", strict=True))
+
+    def construct(self, x: Any) -> Any:
+        return mint.tanh(x * self.scale) + self.shift
+
+
+def affine_net(mesh: Any = None) -> nn.Cell:
+    net = nn.SequentialCell(Affine(1), Affine(2), Affine(3))
+    return net if mesh is None else distribute_module(net, mesh)
+
+
+def affine_loss(net: nn.Cell, kind: str, seen: list[np.ndarray]) -> Callable[[Any], Any]:
+    """``kind``: what else there is to the gradients."""
+    parameters = net.trainable_params()
+
+    def plain(x: Any) -> Any:
+        return (net(x) ** 2).sum()
+
+    def also_whole(x: Any) -> Any:
+        """A gradient that is not partial adds to one that is."""
+        return plain(x) + (parameters[0] ** 2).sum() + (parameters[3] * parameters[0]).sum()
+
+    def inner(x: Any, gradient: Any) -> Any:
+        """A gradient within, which the function reads."""
+        found = gradient(plain, None, parameters)(x)
+        seen.append(np.stack([whole(g) for g in found]))
+        return plain(x) * float(seen[-1][0].sum())
+
+    return {
+        "nothing": plain,
+        "whole": also_whole,
+        "inner": lambda x: inner(x, ms.grad),
+        "inner, ours": lambda x: inner(x, grad),
+    }[kind]
+
+
+@on_mesh()
+def delayed(mesh: Any, kind: str, frozen: int) -> tuple:
+    """Whether gradients are right, and how many all-reduces backward has, ours and MindSpore's own."""
+    found, counts = [], []
+    for where, differentiate in ((None, ms.value_and_grad), (mesh, value_and_grad), (mesh, ms.value_and_grad)):
+        net, seen = affine_net(where), []
+        x = Tensor(X) if where is None else distribute_tensor(Tensor(X), mesh, [Shard(0)])
+        weights = net.trainable_params()[frozen:]
+        loss = affine_loss(net, kind, seen)
+        with CommDebugMode() as comm:
+            loss(x)
+        forward, _ = comm.get_comm_counts().get("all_reduce", 0), seen.clear()
+        with CommDebugMode() as comm, coalesce_gradients():
+            _, (of_x, gradients) = differentiate(loss, 0, [*weights, weights[0]])(x)
+        counts.append(comm.get_comm_counts().get("all_reduce", 0) - forward)
+        of_x = of_x if isinstance(of_x, DTensor) or where is None else DTensor.from_local(of_x, mesh, [Shard(0)])
+        found.append([whole(of_x), *(whole(g) for g in gradients), *seen])
+    right = all(close(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+    return right, *counts[1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "ours", "plain"),
+    [
+        ("nothing", 0, 1, 6),
+        ("nothing", 2, 1, 4),
+        ("whole", 0, 1, 6),
+        ("inner", 0, 1, 6),
+        ("inner, ours", 0, 1, 6),
+    ],
+)
+def test_one_all_reduce_for_the_gradients_of_all(pool: Any, kind: str, frozen: int, ours: int, plain: int) -> None:
+    assert pool.run(2, delayed, kind, frozen) == [(True, ours, plain)] * 2

@@ -24,8 +24,8 @@ class coalesce_gradients:
     So whatever reads them - clipping, the optimizer, an exchange over a data-parallel mesh dimension - goes after the
     block, and nothing that reads them by hooks on the accumulation of gradients may be in use, such as
     ``DistributedDataParallel``. Parameters with ``register_post_accumulate_grad_hook``, and gradients that
-    ``torch.autograd.grad`` returns, are all-reduced at once as ever. MindSpore returns gradients instead of
-    accumulating them; the block changes nothing there.
+    ``torch.autograd.grad`` returns, are all-reduced at once as ever. On MindSpore, which returns gradients, what
+    `hyper_parallel.platform.mindspore.grad` returns inside the block is all-reduced together, and complete.
 
     Example:
         >>> from hyper_parallel import coalesce_gradients

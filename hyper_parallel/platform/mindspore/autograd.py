@@ -13,9 +13,10 @@ from mindspore._c_expression import FunctionBase, TensorPy
 from mindspore.common._grad_function import _Function
 from mindspore.common.api import _no_grad, _pynative_executor
 
+from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
-__all__ = ["AutogradVerbs"]
+__all__ = ["AutogradVerbs", "DelayedGradients"]
 
 
 class _Recording:
@@ -27,6 +28,9 @@ class _Recording:
     """
 
     holders: ClassVar[list[weakref.ref]] = []
+    #: How many forwards are being recorded, one within the other, and how many backwards run.
+    forwards = 0
+    backwards = 0
 
     @classmethod
     def forget(cls) -> None:
@@ -39,14 +43,25 @@ class _Recording:
 
 
 def _follow_recordings() -> None:
-    for name in ("new_graph", "end_graph"):
+    def follow(name: str, forwards: int, backwards: int) -> None:
         plain = getattr(_pynative_executor, name)
 
-        def followed(*args: Any, _plain: Callable = plain, **kwargs: Any) -> Any:
-            _Recording.forget()
-            return _plain(*args, **kwargs)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            _Recording.forwards += forwards
+            if not backwards:
+                _Recording.forget()
+                return plain(*args, **kwargs)
+            _Recording.backwards += 1
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                _Recording.backwards -= 1
 
         setattr(_pynative_executor, name, functools.wraps(plain)(followed))
+
+    follow("new_graph", 1, 0)
+    follow("end_graph", -1, 0)
+    follow("grad", 0, 1)
 
 
 _follow_recordings()
@@ -70,6 +85,67 @@ class _Identity(_Function):
 
 _identity = _Identity.apply
 _bare_apply = FunctionBase.__dict__["apply"]
+
+
+class DelayedGradients:
+    """Inside `coalesce_gradients`: the gradients of parameters that one outermost backward leaves to be all-reduced, in
+    one collective, after it.
+
+    To be used as a context around `mindspore.grad` or `mindspore.value_and_grad`; `complete` adds them to the result.
+
+    Args:
+        weights: what gradients are asked of.
+    """
+
+    #: The contexts that are open, the innermost last.
+    _open: ClassVar[list[DelayedGradients]] = []
+
+    def __init__(self, weights: Any) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._block: coalesce_gradients | None = None
+        # What is recorded for a gradient of the gradient must contain the collective.
+        if BLOCKS and not _is_recording():
+            self._waits = frozenset(map(id, weights if isinstance(weights, (tuple, list)) else (weights,)))
+            self._block = coalesce_gradients()
+
+    def __enter__(self) -> DelayedGradients:
+        if self._block is not None:
+            self._outside = (_Recording.forwards, _Recording.backwards + 1)
+            self._open.append(self)
+            self._block.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._block is not None:
+            try:
+                self._block.__exit__(*exc_info)
+            finally:
+                self._open.remove(self)
+
+    @classmethod
+    def take(cls, parameter: Any) -> bool:
+        """Whether the backward that is running is that of the innermost context, and it waits for ``parameter``. Not
+        of one that the function to be differentiated runs itself: it would read a gradient that is not complete."""
+        if not cls._open or _is_recording():
+            return False
+        here = cls._open[-1]
+        return id(parameter) in here._waits and here._outside == (_Recording.forwards, _Recording.backwards)
+
+    @classmethod
+    def add(cls, parameter: Any, gradient: Tensor) -> None:
+        """Keep ``gradient`` for `complete`."""
+        sums, key = cls._open[-1]._sums, id(parameter)
+        sums[key] = sums[key] + gradient if key in sums else gradient
+
+    def complete(self, gradients: Any, sources: Any) -> Any:
+        """``gradients`` of ``sources``, nested in the same way, with what was all-reduced."""
+        if not self._sums:
+            return gradients
+        if isinstance(gradients, (tuple, list)):
+            sources = sources if isinstance(sources, (tuple, list)) else (sources,)
+            return type(gradients)([self.complete(g, s) for g, s in zip(gradients, sources, strict=True)])
+        more = self._sums.get(id(sources))
+        return gradients if more is None else gradients + more
 
 
 class AutogradVerbs:
@@ -107,6 +183,12 @@ class AutogradVerbs:
             return found
 
         return view_of
+
+    def can_delay_gradient(self, parameter: Any) -> bool:
+        return DelayedGradients.take(parameter)
+
+    def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
+        DelayedGradients.add(parameter, cotangent)
 
     def detach(self, x: Any) -> Any:
         return _data(x)

@@ -13,6 +13,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
+from hyper_parallel.platform.mindspore.autograd import DelayedGradients
+
 __all__ = ["grad", "value_and_grad", "wrap_gradients"]
 
 
@@ -41,8 +43,9 @@ def value_and_grad(
     plain = ms.value_and_grad(fn, grad_position, weights, has_aux)
 
     def call(*args: Any, **kwargs: Any) -> tuple:
-        value, gradients = plain(*args, **kwargs)
-        return value, wrap_gradients(gradients, _sources(args, grad_position, weights))
+        with DelayedGradients(weights) as delayed:
+            value, gradients = plain(*args, **kwargs)
+        return value, _finished(gradients, _sources(args, grad_position, weights), delayed)
 
     return call
 
@@ -57,13 +60,18 @@ def grad(
     plain = ms.grad(fn, grad_position, weights, has_aux)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = plain(*args, **kwargs)
+        with DelayedGradients(weights) as delayed:
+            result = plain(*args, **kwargs)
         sources = _sources(args, grad_position, weights)
         if has_aux:
-            return wrap_gradients(result[0], sources), result[1]
-        return wrap_gradients(result, sources)
+            return _finished(result[0], sources, delayed), result[1]
+        return _finished(result, sources, delayed)
 
     return call
+
+
+def _finished(gradients: Any, sources: Any, delayed: DelayedGradients) -> Any:
+    return wrap_gradients(delayed.complete(gradients, sources), sources)
 
 
 def wrap_gradients(gradients: Any, sources: Any) -> Any:
