@@ -88,17 +88,24 @@ def changing_circumstances(mesh: Any) -> None:
                 optimizer.param_groups[0]["lr"] = 0.03
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             step(5)
+            # State of this rank only becomes distributed again.
+            for state in two.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if isinstance(state[name], DTensor):
+                        state[name] = state[name].to_local().clone()
+            two.state = copy.copy(two.state)
+            step(6)
             for optimizer in (one, two):
                 for state in optimizer.state.values():
                     state["exp_avg"] = state["exp_avg"].clone()
                     state["exp_avg_sq"].data = state["exp_avg_sq"].double().float() * 2
-            step(6)
             step(7)
+            step(8)
             more = pairs(mesh)
             for i, optimizer in enumerate((one, two)):
                 optimizer.add_param_group({"params": [pair[i] for pair in more], "amsgrad": True})
             own += more
-            step(8)
+            step(9)
 
 
 @on_mesh()

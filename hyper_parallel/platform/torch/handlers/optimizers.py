@@ -130,6 +130,7 @@ class _LocalStep:
         "complete",
         "counted",
         "distributed",
+        "found",
         "layouts",
         "plain_class",
         "running",
@@ -146,6 +147,8 @@ class _LocalStep:
         self.distributed: list[Any] = []
         #: Whether all parameters are distributed.
         self.complete = False
+        #: For how many groups of parameters all state was there, and distributed.
+        self.found = 0
         #: Layouts of the distributed parameters, none of them a partial sum.
         self.layouts: list[Any] = []
         #: DTensors that are plain at present.
@@ -176,7 +179,7 @@ class _LocalStep:
 
     def begin(self, distributed: list[Any], count: int) -> None:
         """Make the distributed ones of ``count`` parameters plain."""
-        self.complete = len(distributed) == count
+        self.complete, self.found = len(distributed) == count, 0
         self.distributed, self.running = distributed, True
         self._make_plain(distributed)
 
@@ -188,6 +191,8 @@ class _LocalStep:
                 x.__class__ = tensor_class
         self.swapped = []
         distributed, self.distributed = self.distributed, []
+        if self.found == len(optimizer.param_groups):
+            return
         # A step writes its state in place: some is new where its number has changed, or where another one was loaded.
         counted = (id(optimizer.state), _count(optimizer.state))
         if counted != self.counted or counted[1] < 0:
@@ -206,6 +211,7 @@ class _LocalStep:
         known = self.columns.get(options) if is_known else None
         if known is not None and self._fill(known[1], aliases, optimizer.state, group, lists):
             result = known[0]
+            self.found += aliases
         else:
             aliases, result = False, init_group(optimizer, group, *lists)
             if is_known:
@@ -293,11 +299,11 @@ class _LocalStep:
 
     def _plain(self, x: Any) -> Any:
         """The plain tensor with the same data, kept on the distributed one."""
-        if type(x) is self.tensor_class:
-            # It shares the data and the version, and holds nothing of the distributed tensor, which so holds it safely.
-            x._plain = x.detach()
-            return x._plain
-        return x
+        if type(x) is not self.tensor_class:
+            raise KeyError("state that is to be distributed first")
+        # It shares the data and the version, and holds nothing of the distributed tensor, which so holds it safely.
+        x._plain = x.detach()
+        return x._plain
 
 
 def _name_of(column: list[Any], states: list[dict[str, Any]]) -> str | None:
