@@ -194,7 +194,9 @@ def test_training_step(mode: FakeCudaMode) -> None:
     optimizer.step()
     for p in model.parameters():
         for moment in (optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]):
-            assert (moment.device, moment.dtype, moment.shape) == (CUDA, torch.bfloat16, p.to_local().shape)
+            assert isinstance(moment, DTensor) and moment._layout is p._layout
+            assert (moment.device, moment.dtype, moment.shape) == (CUDA, torch.bfloat16, p.shape)
+            assert moment.to_local().shape == p.to_local().shape
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
 
