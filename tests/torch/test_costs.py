@@ -29,7 +29,7 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
         Cost(0, 0, 12, 0, "1 all_reduce (256 B)"),
     ),
     "MLP, DTensors between modules": (
-        Cost(4, 1, 63, 12, "1 all_reduce (256 B)"),
+        Cost(4, 1, 64, 12, "1 all_reduce (256 B)"),
         Cost(0, 1, 23, 0, "1 all_reduce (256 B)"),
     ),
     "Llama block": (
@@ -37,7 +37,7 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
         Cost(0, 0, 24, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, DTensors between modules": (
-        Cost(41, 31, 370, 77, "2 all_reduce (2048 B)"),
+        Cost(41, 31, 371, 77, "2 all_reduce (2048 B)"),
         Cost(0, 1, 35, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
@@ -45,7 +45,7 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
         Cost(0, 0, 105, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
-        Cost(43, 29, 434, 86, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(43, 29, 435, 86, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
         Cost(0, 1, 116, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }
