@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,8 @@ def read(folder: Path) -> list[Result]:
 def wall_times(
     steps: dict[str, Step], rounds: int, meet: Callable[[], object], slowest: Callable[[list], list]
 ) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank: of each step, one call a round. Steps take turns, everywhere in the same order.
+    """Milliseconds of the slowest rank: of each step, one call a round. Steps take turns, in an order that is drawn anew
+    each round, the same on all ranks: what comes first in a round can take longer than what follows.
 
     Args:
         steps: what is timed.
@@ -85,10 +87,11 @@ def wall_times(
         slowest: from this rank's numbers to the largest of all ranks, element by element.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
+    order = random.Random(0)
     with frozen():
         for _ in range(rounds + 1):
             with no_collection():
-                for name, step in steps.items():
+                for name, step in order.sample(list(steps.items()), len(steps)):
                     meet()
                     start = time.perf_counter()
                     step.run()
