@@ -77,8 +77,8 @@ def read(folder: Path) -> list[Result]:
 def wall_times(
     steps: dict[str, Step], rounds: int, meet: Callable[[], object], slowest: Callable[[list], list]
 ) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank: of each step, one call a round. Steps take turns, in an order that is drawn anew
-    each round, the same on all ranks: what comes first in a round can take longer than what follows.
+    """Milliseconds of the slowest rank: of each step, one call a round. Steps take turns, in an order drawn anew for
+    each round, the same on all ranks: what comes first can take longer than what follows.
 
     Args:
         steps: what is timed.
