@@ -75,8 +75,8 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
             weight, bias = own["weight"], own["bias"]
         except KeyError:
             weight, bias = _weight_alone(module, own), None
-            if weight is None:
-                return NotImplemented
+        if weight is None:
+            return NotImplemented
         with no_dispatch():
             rows = view(x, weight)
             y = linear(rows, weight, bias)
@@ -92,8 +92,8 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
             weight, bias = own["weight"], own["bias"]
         except KeyError:
             weight, bias = _weight_alone(module, own), None
-            if weight is None:
-                return NotImplemented
+        if weight is None:
+            return NotImplemented
         with no_dispatch():
             if x._gathered is None:
                 rows = view(x if x._origin is None else x._origin, weight)
@@ -147,8 +147,8 @@ def row_forward(
             weight, bias = own["weight"], own["bias"]
         except KeyError:
             weight, bias = _weight_alone(module, own), None
-            if weight is None:
-                return NotImplemented
+        if weight is None:
+            return NotImplemented
         with no_dispatch():
             if whole:
                 y = all_reduce(linear(x, weight, None))

@@ -15,9 +15,12 @@ from hyper_parallel import (
     DTensor,
     Replicate,
     RowwiseParallel,
+    SequenceParallel,
+    Shard,
     get_platform,
     parallelize_module,
 )
+from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
@@ -106,3 +109,22 @@ def mixed_calls(mesh: Any) -> None:
 def test_plain_and_distributed_inputs(pool: Any, world_size: int) -> None:
     """One module takes both."""
     pool.run(world_size, mixed_calls)
+
+
+@spmd.on_mesh()
+def norm_along_the_shards(mesh: Any) -> None:
+    """A norm over the very dimension that is sharded cannot run on shards: it is dispatched."""
+    lab = get_lab()
+    single, sharded = (lab.load(lab.norm_module(12), np.random.default_rng(5)) for _ in range(2))
+    parallelize_module(sharded, mesh, SequenceParallel(sequence_dim=-1))
+    array = floats(3, 12)
+    wanted = lab.numpy(lab.call(single, lab.tensor(array)))
+    part = array[get_layout(mesh, (Shard(1),), array.shape).local_index()]
+    for x in (lab.tensor(part), DTensor.from_local(lab.tensor(part), mesh, [Shard(1)])):
+        same(lab.numpy(lab.call(sharded, x).full_tensor()), wanted, "output")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_norm_along_the_shards(pool: Any, world_size: int) -> None:
+    """Values, plain and distributed."""
+    pool.run(world_size, norm_along_the_shards)
