@@ -192,6 +192,8 @@ class _LocalStep:
         self.swapped = []
         distributed, self.distributed = self.distributed, []
         if self.found == len(optimizer.param_groups):
+            # What was counted before may be gone, and another dict lie where it lay.
+            self.counted = (0, -1)
             return
         # A step writes its state in place: some is new where its number has changed, or where another one was loaded.
         counted = (id(optimizer.state), _count(optimizer.state))
