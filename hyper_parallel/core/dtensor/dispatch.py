@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.gathered import run_gathered
@@ -36,10 +37,10 @@ _LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _REPEATABLE = _ELEMENTWISE | {"reshape", "permute", "squeeze", "unsqueeze", "matmul", "chunk", "split", "expand"}
 _VALUES = frozenset({int, bool, str, type(None)})
 _OTHER: Any = object()
-_PLANS: dict[tuple, _Plan] = {}
-#: (operation, native function, layouts and values of its arguments) -> plan, static arguments, number of operands.
-_CALLS: dict[tuple, tuple[_Plan, Any, int]] = {}
 _MAX_PLANS = 1 << 16
+_PLANS: dict[tuple, _Plan] = Bounded(_MAX_PLANS)
+#: (operation, native function, layouts and values of its arguments) -> plan, static arguments, number of operands.
+_CALLS: dict[tuple, tuple[_Plan, Any, int]] = Bounded(_MAX_PLANS)
 CACHES += [_PLANS.clear, _CALLS.clear]
 
 
@@ -214,8 +215,6 @@ def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
         plan = None if op.name == "replicate" else _make_plan(op, func, operands, layouts, statics)
         if plan is None:
             return run_gathered(func, args, kwargs, op.name)
-        if len(_PLANS) >= _MAX_PLANS:
-            _PLANS.clear()
         _PLANS[key] = plan
     if call is not None and plan.simple and op.name in _REPEATABLE:
         _remember(call, op, args, operands, plan, statics)
@@ -245,8 +244,6 @@ def _remember(call: tuple, op: NativeOp, args: tuple, operands: tuple, plan: _Pl
             return
     elif float in call:
         return
-    if len(_CALLS) >= _MAX_PLANS:
-        _CALLS.clear()
     _CALLS[call] = (plan, plan.statics if plan.statics is not None else statics, count)
 
 

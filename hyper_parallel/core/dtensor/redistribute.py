@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
@@ -26,7 +27,7 @@ __all__ = [
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-_PLANS: dict[tuple[Layout, Layout], tuple[Step, ...]] = {}
+_PLANS: dict[tuple[Layout, Layout], tuple[Step, ...]] = Bounded(1 << 14)
 CACHES.append(_PLANS.clear)
 
 
@@ -163,8 +164,6 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
         steps = tuple(
             Step.between(before, after, _changed(before, after)) for before, after in itertools.pairwise(layouts)
         )
-        if len(_PLANS) > 1 << 14:
-            _PLANS.clear()
         _PLANS[key] = steps
     return steps
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
@@ -19,8 +20,7 @@ __all__ = ["DTensor", "bind_platform", "dtensor_class"]
 
 _BOUND: dict[Platform, type] = {}
 #: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
-_TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = {}
-_MAX_TARGETS = 1 << 14
+_TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Bounded(1 << 14)
 CACHES.append(_TARGETS.clear)
 
 
@@ -161,8 +161,6 @@ class DTensor:
         target = _TARGETS.get(key) if type(key[1]) is tuple else None
         if target is None:
             target = _target_layout(layout, placements)
-            if len(_TARGETS) >= _MAX_TARGETS:
-                _TARGETS.clear()
             _TARGETS[layout, target.placements if key[1] is None else tuple(key[1])] = target
         if target is layout:
             return self

@@ -46,7 +46,7 @@ class LocalForward:
 
 
 def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_local_output: bool) -> LocalForward:
-    """X (..., in), the same on every rank -> this rank's features (..., out / ranks).
+    """``x`` (..., in), the same on every rank -> this rank's features (..., out / ranks).
 
     The gradient of ``x`` is all-reduced, once for all such layers that read it; or reduce-scattered, where ``x`` was
     gathered from shards.
@@ -109,7 +109,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
 def row_forward(
     mesh: DeviceMesh, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool
 ) -> LocalForward:
-    """X (..., in / ranks), this rank's features -> (..., out), summed over the ranks: the same on every rank by one
+    """``x`` (..., in / ranks), this rank's features -> (..., out), summed over the ranks: the same on every rank by one
     all-reduce, or sharded by one reduce-scatter. The bias is added once.
 
     Args:
