@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 _PLANS: dict[tuple[Layout, Layout], tuple[Step, ...]] = Bounded(1 << 14)
-CACHES.append(_PLANS.clear)
+_COSTS: dict[tuple[Layout, Layout], float] = Bounded(1 << 14)
+CACHES += [_PLANS.clear, _COSTS.clear]
 
 
 def redistribute(x: Any, layout: Layout) -> Any:
@@ -170,7 +171,11 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 def redistribution_cost(source: Layout, target: Layout) -> float:
     """Elements that a rank sends and receives in all, for choosing between strategies."""
-    return 0.0 if source is target else _search(source, target)[0]
+    key = (source, target)
+    cost = _COSTS.get(key)
+    if cost is None:
+        cost = _COSTS[key] = _search(source, target)[0]
+    return cost
 
 
 def _changed(before: Layout, after: Layout) -> int:
