@@ -34,8 +34,9 @@ endif
 
 ifeq ($(PLATFORM),)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.
-test: .venv/all/.ready
-	@$(MAKE) --no-print-directory .venv/torch-npu/.ready || echo "no environment for torch-npu: see above"
+test:
+	@$(MAKE) --no-print-directory -j2 -k .venv/all/.ready .venv/torch-npu/.ready || echo "an environment is missing: see above"
+	@$(MAKE) --no-print-directory .venv/all/.ready
 	PYTHON=$(CURDIR)/.venv/all/bin/python PYTHON_NPU=$(CURDIR)/.venv/torch-npu/bin/python ci/all
 else
 test: .venv/$(ENVIRONMENT)/.ready

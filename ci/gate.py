@@ -2,10 +2,12 @@
 
     python ci/gate.py torch-cpu mindspore torch-cuda torch-npu=.venv/torch-npu/bin/python
 
-The unit tests run once. Then each backend gets a pytest process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for
-the conformance suite and its own tests; its coverage is what these and the unit tests reach together, lines and
-branches. ``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports
-for browsers stay in ``build/gate/<backend>/html``. Ends with a table, which is also written to
+The unit tests run once. Each backend gets a pytest process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the
+conformance suite and its own tests; its coverage is what these and the unit tests reach together, lines and branches.
+Several of these parts run at a time, because ranks spend a third of their time waiting for one another; what a part
+prints appears when it has ended, and stays in ``build/gate/logs``.
+``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports for
+browsers stay in ``build/gate/<backend>/html``. Ends with a table, which is also written to
 ``build/gate/table.{json,md}``, and exits non-zero if any test failed, a part ran no test or an area is under its
 threshold.
 
@@ -27,7 +29,10 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 import results
 from results import Area, Row
@@ -45,7 +50,7 @@ FAKES = {
 }
 #: backend -> what the table calls its device: the real one, and what stands in for it
 DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NPU")}
-PART_TIMEOUT = 20 * 60
+PART_TIMEOUT = 40 * 60
 BUILD = Path("build") / "gate"
 
 
@@ -68,13 +73,14 @@ def why_not(root: Path, backend: str, python: str) -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
-def is_faked(root: Path, backend: str, python: str) -> bool:
+def is_faked(root: Path, backend: str, python: str, log: TextIO) -> bool:
     """Whether the tests of ``backend`` have to do with a fake device here."""
     if backend not in FAKES:
         return False
     question = subprocess.run([python, "-c", FAKES[backend][1]], cwd=root, check=False, capture_output=True, text=True)
     if question.returncode:
-        print(f"\n== {backend}: on a fake device, since {question.stderr.strip().splitlines()[-1]}", flush=True)
+        reason = question.stderr.strip().splitlines()[-1]
+        print(f"\n== {backend}: on a fake device, since {reason}", file=log, flush=True)
     return bool(question.returncode)
 
 
@@ -86,7 +92,9 @@ def device_of(backend: str, command: list[str], faked: bool) -> str:
     return stand_in if faked or len(command) > 1 else real
 
 
-def run_tests(root: Path, row: Row, folders: list[str], environment: dict[str, str], command: list[str]) -> None:
+def run_tests(
+    root: Path, row: Row, folders: list[str], environment: dict[str, str], command: list[str], log: TextIO
+) -> None:
     """Run pytest on ``folders`` under coverage and count; data and report go to a folder of this part.
 
     ``command`` starts Python.
@@ -95,12 +103,20 @@ def run_tests(root: Path, row: Row, folders: list[str], environment: dict[str, s
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     report = output / "junit.xml"
-    print(f"\n== {row.name}: {' '.join(folders)}", flush=True)
+    print(f"\n== {row.name}: {' '.join(folders)}", file=log, flush=True)
     measured = ["-m", "coverage", "run", "-m", "pytest", "-q", f"--junitxml={report}", *folders]
     environment = {**os.environ, **environment, "COVERAGE_FILE": str(output / "coverage")}
     started = time.monotonic()
     try:
-        done = subprocess.run([*command, *measured], cwd=root, env=environment, timeout=PART_TIMEOUT, check=False)
+        done = subprocess.run(
+            [*command, *measured],
+            cwd=root,
+            env=environment,
+            timeout=PART_TIMEOUT,
+            check=False,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         if done.returncode:
             row.problem = "no test ran" if done.returncode == 5 else f"pytest exit {done.returncode}"
     except subprocess.TimeoutExpired:
@@ -118,19 +134,19 @@ def run_tests(root: Path, row: Row, folders: list[str], environment: dict[str, s
         row.problem = row.problem or "no test ran"  # skipped ones show nothing
 
 
-def measure(root: Path, row: Row, config: Path) -> None:
+def measure(root: Path, row: Row, config: Path, log: TextIO) -> None:
     """Combine what the unit tests and this backend's tests reached, print it, compare it with the thresholds."""
     thresholds = thresholds_in(config)
     output = root / BUILD / row.backend
     data = output / "combined" / "coverage"
     data.parent.mkdir()
     combine = [*COVERAGE, "combine", "--keep", "--quiet", f"--data-file={data}", root / BUILD / "unit", output]
-    if subprocess.run(combine, cwd=root, check=False).returncode:
+    if subprocess.run(combine, cwd=root, check=False, stdout=log, stderr=subprocess.STDOUT).returncode:
         row.problem = row.problem or "no coverage data"
         return
     options = [f"--data-file={data}", f"--rcfile={config}"]
-    print(f"\n== {row.name}: coverage", flush=True)
-    subprocess.run([*COVERAGE, "report", *options, "--skip-covered"], cwd=root, check=False)
+    print(f"\n== {row.name}: coverage", file=log, flush=True)
+    subprocess.run([*COVERAGE, "report", *options, "--skip-covered"], cwd=root, check=False, stdout=log)
     subprocess.run([*COVERAGE, "html", *options, "--quiet", f"--directory={output / 'html'}"], cwd=root, check=False)
     report = output / "coverage.json"
     subprocess.run([*COVERAGE, "json", *options, "--quiet", "-o", report], cwd=root, check=False)
@@ -164,12 +180,12 @@ def folders_of(root: Path, backend: str, faked: bool) -> list[str]:
     return [f"tests/{name}" for name in names if (root / "tests" / name).is_dir()]
 
 
-def gate(root: Path, backend: str, python: str) -> Row:
-    """The row of one backend."""
+def gate(root: Path, backend: str, python: str, unit: Callable[[], Row], log: TextIO) -> Row:
+    """The row of one backend. ``unit`` waits for the unit tests, whose coverage counts."""
     if reason := why_not(root, backend, python):
         stand_in = DEVICES.get(backend, ("", ""))[1]
         return Row(backend, stand_in, **{"problem" if os.environ.get("CI") else "left_out": reason})
-    faked, command = is_faked(root, backend, python), launcher(backend, python)
+    faked, command = is_faked(root, backend, python, log), launcher(backend, python)
     row = Row(backend, device_of(backend, command, faked))
     config = root / "platform" / backend / ("coverage-fake.ini" if faked else "coverage.ini")
     if not thresholds_in(config):
@@ -179,15 +195,48 @@ def gate(root: Path, backend: str, python: str) -> Row:
     if not folders:
         row.problem = "it has no folder of tests"
         return row
-    run_tests(root, row, folders, {"HYPER_PARALLEL_PLATFORM": backend}, command)
-    measure(root, row, config)
+    run_tests(root, row, folders, {"HYPER_PARALLEL_PLATFORM": backend}, command, log)
+    unit()
+    measure(root, row, config, log)
     return row
+
+
+def unit_row(root: Path, log: TextIO) -> Row:
+    """The row of the unit tests."""
+    row = Row("unit")
+    run_tests(root, row, ["tests/unit"], {}, [sys.executable], log)
+    return row
+
+
+def run_parts(root: Path, backends: dict[str, str], at_once: int) -> list[Row]:
+    """The rows of the unit tests and of all backends, ``at_once`` at a time."""
+    logs = root / BUILD / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+
+    def logged(name: str, part: Callable[[TextIO], Row]) -> Row:
+        print(f"{name}: begins", flush=True)
+        path = logs / f"{name}.txt"
+        with path.open("w", encoding="utf-8") as log:
+            row = part(log)
+        # One call, so that the output of two parts does not mix.
+        print(path.read_text(encoding="utf-8", errors="replace"), flush=True)
+        return row
+
+    with ThreadPoolExecutor(at_once) as pool:
+        # The first to begin: the others wait for it, so it must not wait for a place.
+        unit: Future[Row] = pool.submit(logged, "unit", lambda log: unit_row(root, log))
+        rows = [
+            pool.submit(logged, name, lambda log, name=name, python=python: gate(root, name, python, unit.result, log))
+            for name, python in backends.items()
+        ]
+    return [future.result() for future in (unit, *rows)]
 
 
 def main() -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backends", nargs="+", metavar="BACKEND[=PYTHON]", help="folders in platform/")
+    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="how many parts run at a time")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="the project")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
@@ -195,9 +244,7 @@ def main() -> int:
     backends = {name: python or sys.executable for name, _, python in (b.partition("=") for b in arguments.backends)}
     if unknown := sorted(set(backends) - set(known)):
         parser.error(f"no such backend: {', '.join(unknown)}; there are {', '.join(known)}")
-    unit = Row("unit")
-    run_tests(root, unit, ["tests/unit"], {}, [sys.executable])
-    rows = [unit, *(gate(root, backend, python) for backend, python in backends.items())]
+    rows = run_parts(root, backends, arguments.at_once)
     results.stamp(root, rows)
     results.write(root / BUILD / "table.json", rows)
     (root / BUILD / "table.md").write_text(results.markdown(rows), encoding="utf-8")

@@ -98,6 +98,7 @@ def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
     assert "2 passed, 0 failed, 0 skipped" in output
     build = tmp_path / "build" / "gate"
     assert (build / "demo" / "html" / "index.html").exists()
+    assert (build / "logs" / "demo.txt").read_text().strip() in output
     rows = {row["backend"]: row for row in json.loads((build / "table.json").read_text())["rows"]}
     assert rows["demo"]["areas"][0] == {"path": "hyper_parallel/core", "least": least, "reached": 200 / 3}
     assert bool(rows["demo"]["problem"]) == bool(status) and rows["demo"]["date"]
@@ -123,7 +124,7 @@ def test_no_threshold(gate: Any, tmp_path: Path, areas: str | None) -> None:
         config.unlink()
     else:
         config.write_text(config.read_text().split("[areas]")[0] + areas)
-    row = gate.gate(root, "demo", sys.executable)
+    row = gate.gate(root, "demo", sys.executable, None, sys.stdout)
     assert row.verdict == "FAIL: platform/demo/coverage.ini asks for no coverage of the backend's own code"
 
 
@@ -150,7 +151,7 @@ def test_failing_test(tmp_path: Path) -> None:
 def run_conformance(gate: Any, root: Path) -> Any:
     """The row after the one file of tests has run, without the unit tests and without coverage."""
     row = gate.Row("demo", "CPU")
-    gate.run_tests(root, row, ["tests/conformance"], {}, [sys.executable])
+    gate.run_tests(root, row, ["tests/conformance"], {}, [sys.executable], sys.stdout)
     return row
 
 
@@ -175,14 +176,14 @@ def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "build" / "gate" / "demo").mkdir(parents=True)
     row = gate.Row("demo", "CPU")
-    gate.measure(root, row, root / "platform" / "demo" / "coverage.ini")
+    gate.measure(root, row, root / "platform" / "demo" / "coverage.ini", sys.stdout)
     assert row.verdict == "FAIL: no coverage data"
 
 
 def test_no_folder_of_tests(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "tests" / "conformance").rename(root / "tests" / "elsewhere")
-    assert gate.gate(root, "demo", sys.executable).verdict == "FAIL: it has no folder of tests"
+    assert gate.gate(root, "demo", sys.executable, None, sys.stdout).verdict == "FAIL: it has no folder of tests"
 
 
 def test_unknown_backend(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_fake_device(tmp_path: Path) -> None:
 def test_real_device(gate: Any, tmp_path: Path) -> None:
     """Where it can, everything runs, with the thresholds of every other backend."""
     root = project_with_fake(tmp_path, None)
-    assert not gate.is_faked(root, "torch-cuda", sys.executable)
+    assert not gate.is_faked(root, "torch-cuda", sys.executable, sys.stdout)
     assert gate.folders_of(root, "torch-cuda", False) == ["tests/conformance", "tests/cuda"]
     assert gate.device_of("torch-cuda", [sys.executable], False) == "GPU"
 
