@@ -117,6 +117,11 @@ class Platform(ABC):
         dims = self.norm_kinds.get(type(module))
         return None if dims is None else dims(module)
 
+    def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
+        """``call(module, x, parameters)``: the forward of a norm of the framework's own class with these parameters in
+        place of its own, where that costs less than calling the module. None where it does not."""
+        return None
+
     def register_norm_module(self, cls: type, *, dims: int = 1) -> None:
         """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
 
@@ -428,17 +433,28 @@ class Platform(ABC):
         ``ctx.saved_tensors``. Interception is off in both.
         """
 
+    def autograd_step(
+        self, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """`autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
+
+        ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
+        interception off.
+        """
+        return self.autograd_function(forward, lambda ctx, cotangent: backward(cotangent))
+
     def autograd_pair(
-        self, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., Tensor]
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """As `autograd_function`, with two results. ``backward(ctx, first, second)`` gets None for the cotangent of a
-        result that nothing was computed from. None where a framework cannot tell."""
+        self, forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]], backward: Callable[[Any, Any], Tensor]
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """As `autograd_step`, with two results, of an ``x`` that requires a gradient. ``backward(first, second)`` gets
+        None for the cotangent of a result that nothing was computed from. None where a framework cannot tell."""
         return None
 
-    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """``view(x)``: the data of ``x``, which requires a gradient, not to be written to; its cotangent reaches ``x``
-        as ``convert(x, cotangent)``. ``convert`` is recorded when gradients of gradients are asked for. Called with
-        interception off, as the view is used."""
+    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> Callable[[Tensor], Tensor]:
+        """``view(x)``: the data of ``x``, not to be written to; its cotangent reaches ``x`` as
+        ``convert(x, cotangent)``. ``x`` itself where it requires no gradient, and the same view each time under the
+        conditions of `read_cache`; it is kept there under ``key``. ``convert`` is recorded when gradients of gradients
+        are asked for. Called with interception off, as the view is used."""
 
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.x = x
@@ -447,7 +463,18 @@ class Platform(ABC):
         def backward(ctx: Any, cotangent: Tensor) -> Tensor:
             return convert(ctx.x, cotangent)
 
-        return self.autograd_function(forward, backward)
+        make = self.autograd_function(forward, backward)
+
+        def view(x: Tensor) -> Tensor:
+            if not self.requires_grad(x):
+                return x
+            found = self.read_cache(x, key)
+            if found is None:
+                found = make(x)
+                self.write_cache(x, key, found)
+            return found
+
+        return view
 
     def can_delay_gradient(self, parameter: Tensor) -> bool:
         """Asked inside backward: whether `add_to_gradient` after it is as good as returning the cotangent, because

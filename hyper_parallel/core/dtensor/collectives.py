@@ -77,9 +77,12 @@ def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
         return lambda x: x
     platform, group = mesh.platform, mesh.platform_group(mesh_dim)
     supports, native, shape_of = platform.supports, platform.all_reduce, platform.shape_of
+    known: set[Any] = set()  # dtypes that the backend sums
 
     def reduce(x: Any) -> Any:
-        if CHECKS or OBSERVERS or 0 in shape_of(x) or not supports("all_reduce", "sum", x):
+        if CHECKS or OBSERVERS or x.dtype not in known or 0 in shape_of(x):
+            if supports("all_reduce", "sum", x):
+                known.add(x.dtype)
             return all_reduce(x, mesh, mesh_dim)
         try:
             return native(x, "sum", group)
@@ -130,9 +133,12 @@ def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
         return lambda x: all_gather(x, mesh, mesh_dim, dim, sizes)
     group, shape_of, supports = mesh.platform_group(mesh_dim), platform.shape_of, platform.supports
     native, contiguous, chunk, cat = platform.all_gather, platform.contiguous, platform.chunk, platform.cat
+    known: set[Any] = set()  # dtypes that the backend gathers
 
     def gather(x: Any) -> Any:
-        if CHECKS or OBSERVERS or 0 in shape_of(x) or not supports("all_gather", "", x):
+        if CHECKS or OBSERVERS or x.dtype not in known or 0 in shape_of(x):
+            if supports("all_gather", "", x):
+                known.add(x.dtype)
             return all_gather(x, mesh, mesh_dim, dim, sizes)
         try:
             gathered = native(contiguous(x), group, size)
@@ -189,9 +195,12 @@ def bind_reduce_scatter(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequen
         return lambda x: reduce_scatter(x, mesh, mesh_dim, dim, sizes)
     group, shape_of, supports = mesh.platform_group(mesh_dim), platform.shape_of, platform.supports
     native, contiguous, chunk, cat = platform.reduce_scatter, platform.contiguous, platform.chunk, platform.cat
+    known: set[Any] = set()  # dtypes that the backend sums
 
     def scatter(x: Any) -> Any:
-        if CHECKS or OBSERVERS or 0 in shape_of(x) or not supports("reduce_scatter", "sum", x):
+        if CHECKS or OBSERVERS or x.dtype not in known or 0 in shape_of(x):
+            if supports("reduce_scatter", "sum", x):
+                known.add(x.dtype)
             return reduce_scatter(x, mesh, mesh_dim, dim, sizes)
         try:
             return native(cat(chunk(x, size, dim), 0) if dim else contiguous(x), "sum", group, size)

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.bounded import Bounded
+from hyper_parallel.core.dtensor.bound_steps import bind_gather
+from hyper_parallel.core.dtensor.bounded import Bounded, Table
 from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
@@ -40,21 +41,35 @@ def redistribute(x: Any, layout: Layout) -> Any:
     source = x._layout
     if source is layout:
         return x
-    platform = layout.mesh.platform
-    transitions = transitions_of(platform)
-    for step in plan_redistribution(source, layout):
-        if isinstance(step.source, Shard) and isinstance(step.target, Replicate):
-            data = transitions.gather_data(x, step)
-            local, partial = transitions.share_both(x, step, data)
-            y = platform.wrap(local, step.layout)
-            if platform.requires_grad(x):
-                y._gathered = (x, step, data)
-            if partial is not None:
-                platform.write_cache(y, (step.mesh, (step.mesh_dim,)), partial)
-        else:
-            y = platform.wrap(transitions.run(x, step), step.layout)
-        x = y
+    for step in _PLANS.get((source, layout)) or plan_redistribution(source, layout):
+        x = _STEPS[step](x)
     return x
+
+
+def _bind_step(step: Step) -> Callable[[Any], Any]:
+    """One step of `redistribute`, of a DTensor."""
+    platform, transitions, after = step.mesh.platform, transitions_of(step.mesh.platform), step.layout
+    wrap, requires_grad, write_cache = platform.wrap, platform.requires_grad, platform.write_cache
+    if not (isinstance(step.source, Shard) and isinstance(step.target, Replicate)):
+        return lambda x: wrap(transitions.run(x, step), after)
+    gather, key = bind_gather(step), (step.mesh, (step.mesh_dim,))
+
+    def run(x: Any) -> Any:
+        local, partial, data = gather(x)
+        y = wrap(local, after)
+        if partial is not None:
+            y._gathered = (x, step, data)
+            write_cache(y, key, partial)
+        elif requires_grad(x):
+            y._gathered = (x, step, data)
+        return y
+
+    return run
+
+
+#: step -> `_bind_step` of it.
+_STEPS: Table = Table(_bind_step, 1 << 14)
+CACHES.append(_STEPS.clear)
 
 
 def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
@@ -102,29 +117,16 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         others = tuple(d for d in mesh_dims if d != step.mesh_dim)
         shard = partial_grad_view(source, others)
         share = transitions.share if len(others) == len(mesh_dims) else transitions.share_partial
-        view = share(shard, step, data)
+        view = share(shard, step, platform.detach(data))
     platform.write_cache(holder, key, view)
     return view
 
 
 def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     """`partial_grad_view` over one mesh dimension as ``view(parameter)``, of parameters that are replicated there."""
-    platform, key = mesh.platform, (mesh, (mesh_dim,))
     if mesh.shape[mesh_dim] == 1:
         return lambda x: x
-    requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
-    make = transitions_of(platform).parameter_view(mesh, (mesh_dim,))
-
-    def view_of(x: Any) -> Any:
-        if not requires_grad(x):
-            return x
-        view = read(x, key)
-        if view is None:
-            view = make(x)
-            write(x, key, view)
-        return view
-
-    return view_of
+    return transitions_of(mesh.platform).parameter_view(mesh, (mesh_dim,))
 
 
 def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:

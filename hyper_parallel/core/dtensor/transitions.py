@@ -116,7 +116,6 @@ class Transitions:
         make = platform.autograd_function
         self._share_full = make(self._share_forward, self._slice_cotangent)
         self._share_partial = make(self._share_forward, self._scatter_cotangent)
-        self._share_both = platform.autograd_pair(self._share_both_forward, self._either_cotangent)
         self._slice = make(self._slice_forward, self._gather_cotangent)
         self._all_reduce = make(self._all_reduce_forward, self._unchanged_cotangent)
         self._overwrite = make(self._overwrite_forward, self._unchanged_cotangent)
@@ -158,11 +157,14 @@ class Transitions:
         """As `share`, for consumers that return a partial cotangent: backward is one reduce-scatter."""
         return self._share_partial(x, step, data)
 
-    def share_both(self, x: Any, step: Step, data: Any) -> tuple[Any, Any | None]:
-        """`share` and, where it costs next to nothing, `share_partial`; else None for that."""
-        if self._share_both is None or not self.platform.requires_grad(x) or step.mesh.shape[step.mesh_dim] == 1:
-            return self.share(x, step, data), None
-        return self._share_both(x, step, data)
+    def scatter_cotangent(self, g: Any, step: Step) -> Any:
+        """The cotangent of the shard, of a partial cotangent of what ``step`` gathered."""
+        return self._reduce_scatter(g, step.reversed)
+
+    def gather_cotangent_of_sum(self, g: Any, step: Step) -> Any:
+        """The cotangent of each summand, of that of the shard that ``step`` reduced and scattered."""
+        full = self.gather_data(g, step.reversed)
+        return self.share_partial(g, step.reversed, full) if self.platform.requires_grad(g) else full
 
     def copy(self, x: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
         """Identity whose backward all-reduces over ``mesh_dims``: Megatron's f."""
@@ -182,7 +184,8 @@ class Transitions:
         return self.platform.linear_view(reduce, key)
 
     def parameter_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
-        """`copy` as ``view(x)`` of a parameter, which `coalesce_gradients` may take part in."""
+        """`copy` as ``view(x)`` of a parameter, which `coalesce_gradients` may take part in; see
+        `Platform.gradient_view`."""
         found = self._parameter_views.get((mesh, mesh_dims))
         if found is None:
             found = self._parameter_views[mesh, mesh_dims] = self._make_parameter_view(mesh, mesh_dims)
@@ -204,7 +207,7 @@ class Transitions:
                 g = all_reduce(g)
             return g
 
-        return platform.gradient_view(reduce)
+        return platform.gradient_view(reduce, (mesh, mesh_dims))
 
     def sum_new(self, mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
         """`run` from ``Partial()`` to ``Replicate()`` as ``reduce(y)``, for a ``y`` that nobody else holds and whose
@@ -217,9 +220,13 @@ class Transitions:
         if hook is None:
             return lambda y: self._overwrite(y, step, overwrite)
 
+        known: set[Any] = set()  # dtypes that the backend sums
+
         def reduce(y: Any) -> Any:
-            if not supports("all_reduce", "sum", y):
-                return all_reduce(y, step)
+            if y.dtype not in known:
+                if not supports("all_reduce", "sum", y):
+                    return all_reduce(y, step)
+                known.add(y.dtype)
             if requires_grad(y):
                 overwrite(detach(y))
                 hook(y)
@@ -237,21 +244,11 @@ class Transitions:
         ctx.step = step
         return self.platform.detach(data)
 
-    def _share_both_forward(self, ctx: Any, x: Any, step: Step, data: Any) -> tuple[Any, Any]:
-        ctx.step = step
-        return self.platform.detach(data), self.platform.detach(data)
-
-    def _either_cotangent(self, ctx: Any, full: Any, partial: Any) -> Any:
-        if partial is None:
-            return None if full is None else self._slice_cotangent(ctx, full)
-        scattered = self._scatter_cotangent(ctx, partial)
-        return scattered if full is None else scattered + self._slice_cotangent(ctx, full)
-
     def _slice_cotangent(self, ctx: Any, g: Any) -> Any:
         return self._slice(g, ctx.step.reversed)
 
     def _scatter_cotangent(self, ctx: Any, g: Any) -> Any:
-        return self._reduce_scatter(g, ctx.step.reversed)
+        return self.scatter_cotangent(g, ctx.step)
 
     def _slice_forward(self, ctx: Any, x: Any, step: Step) -> Any:
         ctx.step = step
@@ -333,10 +330,7 @@ class Transitions:
         )
 
     def _gather_scattered_cotangent(self, ctx: Any, g: Any) -> Any:
-        step = ctx.step.reversed
-        full = self.gather_data(g, step)
-        if self.platform.requires_grad(g):
-            full = self.share_partial(g, step, full)
+        full = self.gather_cotangent_of_sum(g, ctx.step)
         if isinstance(ctx.step.source, Partial) and ctx.step.source.reduce_op == "avg":
             return full / ctx.step.mesh.shape[ctx.step.mesh_dim]
         return full

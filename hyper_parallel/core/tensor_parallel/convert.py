@@ -25,6 +25,7 @@ __all__ = [
     "leave",
     "place",
     "replace",
+    "too_few_inputs",
 ]
 
 _WHOLE = (Replicate(),)
@@ -79,14 +80,11 @@ def place(
     return x if desired is None else _redistribute(x, desired, what)
 
 
-def replace(x: DTensor, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
+def replace(x: Any, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
     """`place` of a DTensor whose layout came before; else None."""
-    layout = x._layout
-    target = _TARGETS.get((layout, desired))
+    target = _TARGETS.get((x._layout, desired))
     if target is None or target.mesh is not mesh:
         return None
-    if target is layout:
-        return x
     with mesh.platform.no_dispatch():
         return redistribute(x, target)
 
@@ -126,15 +124,20 @@ def convert_inputs(
         ValueError: when there are fewer inputs than layouts.
     """
     if len(args) < len(layouts):
-        raise ValueError(
-            f"{title(module)} was called with {len(args)} positional input(s), {style} has {len(layouts)} "
-            "input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by keyword"
-        )
+        raise ValueError(too_few_inputs(module, len(args), len(layouts), style))
     new = list(args)
     for i, layout in enumerate(layouts):
         if layout is not None and args[i] is not None:
             new[i] = convert(args[i], i)
     return tuple(new)
+
+
+def too_few_inputs(module: Any, given: int, wanted: int, style: str) -> str:
+    """The message for a module that was called with fewer positional inputs than its style has layouts."""
+    return (
+        f"{title(module)} was called with {given} positional input(s), {style} has {wanted} input_layouts: give the "
+        "rest positionally, or use input_kwarg_layouts for inputs by keyword"
+    )
 
 
 def convert_outputs(

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+from hyper_parallel.core.dtensor.bound_steps import bind_scatter
 from hyper_parallel.core.dtensor.bounded import Table
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
@@ -60,6 +62,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
     platform = mesh.platform
     linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
     wrap, view = platform.wrap, linear_input_view(mesh, _FIRST)
+    read_cache, key = platform.read_cache, (mesh, _FIRST)
     (shard,), features = weight.placements, weight.shape[0]
 
     def output_of(shape: tuple[int, ...]) -> Layout:
@@ -98,7 +101,8 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
             if x._gathered is None:
                 rows = view(x if x._origin is None else x._origin, weight)
             else:
-                rows = partial_grad_view(x, _FIRST)
+                rows = read_cache(x, key)
+                rows = partial_grad_view(x, _FIRST) if rows is None else rows
             y = linear(rows, weight, bias)
             y = y if rows.ndim == x.ndim else y.reshape((*output.shape[:-1], y.shape[-1]))
             return y if use_local_output else wrap(y, output)
@@ -127,14 +131,14 @@ def row_forward(
     (shard,), features = weight.placements, weight.shape[0]
 
     def output_of(shape: tuple[int, ...]) -> tuple[Any, Layout] | None:
-        """For the global shape of an input: the step from summands to the output, and the layout of that; None where
-        they are not as described."""
+        """For the global shape of an input: the function from summands to shards, and the layout of the output; None
+        where they are not as described."""
         ndim = len(shape)
         if isinstance(desired, Shard) and not 0 <= desired.dim % max(ndim, 1) < ndim - 1:
             return None
         summands = get_layout(mesh, (Partial(),), (*shape[:-1], features))
         output = summands.with_placements((desired,))
-        return plan_redistribution(summands, output)[0], output
+        return None if whole else bind_scatter(plan_redistribution(summands, output)[0]), output
 
     def output_of_layout(x: Layout) -> tuple[Any, Layout] | None:
         return output_of(tuple(x.shape)) if _is_placed(x, mesh, shard.with_dim(x.ndim - 1)) else None  # type: ignore[attr-defined]
@@ -155,7 +159,7 @@ def row_forward(
                 y = y if bias is None else _add(y, bias, platform)
             else:
                 # In one of the summands, of which every rank gets the whole gradient back.
-                y = run(linear(x, weight, None if bias is None else run(bias, of_one_rank)), output[0])
+                y = output[0](linear(x, weight, None if bias is None else run(bias, of_one_rank)))
             return y if use_local_output else wrap(y, output[1])
 
     def plain(module: Any, x: Any) -> Any:
@@ -170,7 +174,7 @@ def row_forward(
 
 
 def norm_forward(
-    mesh: DeviceMesh, forward: Callable[[Any, Any], Any], dim: int, normalized: int, use_local_output: bool
+    mesh: DeviceMesh, norm: Any, forward: Callable[[Any, Any], Any], dim: int, normalized: int, use_local_output: bool
 ) -> LocalForward:
     """A norm of replicated parameters on a shard of dimension ``dim``, which is none of those that it normalises.
 
@@ -178,14 +182,15 @@ def norm_forward(
 
     Args:
         mesh: 1-D mesh.
-        forward: forward of the module's class.
+        norm: the module.
+        forward: forward of its class.
         dim: sharded dimension of the input.
         normalized: how many of the last dimensions are normalised.
         use_local_output: give a plain tensor.
     """
     platform = mesh.platform
     no_dispatch, own_parameters, wrap = platform.no_dispatch, platform.own_parameters, platform.wrap
-    view = parameter_view(mesh, 0)
+    view, call, count = parameter_view(mesh, 0), platform.norm_call(norm), len(own_parameters(norm))
 
     def shard_of(ndim: int) -> Placement | None:
         place = dim + ndim if dim < 0 else dim
@@ -202,24 +207,33 @@ def norm_forward(
     by_shape = Table(layout_of_shards)
     by_layout = Table(lambda x: x if (p := shard_of(x.ndim)) is not None and _is_placed(x, mesh, p) else None)
 
-    def run(module: Any, x: Any, layout: Layout | None) -> Any:
-        if layout is None:
-            return NotImplemented
-        own: Any = own_parameters(module)
-        with no_dispatch():
-            whole = [(name, p) for name, p in own.items() if p is not None]
-            try:
-                # The module's own forward finds them where its parameters are.
-                for name, p in whole:
-                    own[name] = view(p)
-                y = forward(module, x)
-            finally:
-                for name, p in whole:
-                    own[name] = p
-            return y if use_local_output else wrap(y, layout)
+    def run_with_views(module: Any, x: Any, own: Any) -> Any:
+        """The module's own forward, which finds the views where its parameters are."""
+        kept = tuple(own.items())
+        try:
+            for name, p in kept:
+                own[name] = p if p is None else view(p)
+            return forward(module, x)
+        finally:
+            own.update(kept)
+
+    def with_layout_from(table: Table, key_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+        def run(module: Any, x: Any) -> Any:
+            layout = table[key_of(x)]
+            if layout is None:
+                return NotImplemented
+            own: Any = own_parameters(module)
+            with no_dispatch():
+                if call is None or len(own) < count:
+                    y = run_with_views(module, x, own)
+                else:
+                    y = call(module, x, {name: p if p is None else view(p) for name, p in own.items()})
+                return y if use_local_output else wrap(y, layout)
+
+        return run
 
     return LocalForward(
-        lambda module, x: run(module, x, by_shape[x.shape]), lambda module, x: run(module, x, by_layout[x._layout])
+        with_layout_from(by_shape, attrgetter("shape")), with_layout_from(by_layout, attrgetter("_layout"))
     )
 
 

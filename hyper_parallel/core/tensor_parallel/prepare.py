@@ -6,17 +6,17 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, title
 from hyper_parallel.core.tensor_parallel.convert import (
     as_named,
     as_slots,
     check_same_length,
-    convert_inputs,
     convert_outputs,
     leave,
     place,
     replace,
+    too_few_inputs,
 )
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
@@ -69,6 +69,10 @@ class PrepareModuleInput(ParallelStyle):
             ("input_layouts", "desired_input_layouts"),
             name,
         )
+        wanted = self.desired_input_layouts or ()
+        #: How many positional inputs there must be, and (index, layout, desired layout) of those that have one.
+        self._positional = len(wanted)
+        self._slots = tuple((i, p, wanted[i]) for i, p in enumerate(self.input_layouts or ()) if p is not None)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
@@ -76,23 +80,31 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        device_mesh.platform.register_forward_pre_hook(
-            module,
-            lambda module, args, kwargs: self._before(module, args, kwargs, device_mesh),
-            with_kwargs=True,
-        )
+        distributed = dtensor_class(device_mesh.platform)
+
+        def before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            return self._before(module, args, kwargs, device_mesh, distributed)
+
+        device_mesh.platform.register_forward_pre_hook(module, before, with_kwargs=True)
         mark_applied(module, self)
         return module
 
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        layouts, desired = self.input_layouts or (), self.desired_input_layouts or ()
-        args = convert_inputs(
-            args,
-            layouts,
-            lambda x, i: self._prepare(x, mesh, layouts[i], desired[i], module, i),
-            module,
-            type(self).__name__,
-        )
+    def _before(
+        self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, distributed: type
+    ) -> tuple[tuple, dict]:
+        if len(args) < self._positional:
+            raise ValueError(too_few_inputs(module, len(args), self._positional, type(self).__name__))
+        if self._slots:
+            new = list(args)
+            for i, layout, desired in self._slots:
+                x = new[i]
+                # What came before, without a detour: this hook runs in front of most collectives of a model.
+                y = replace(x, mesh, desired) if type(x) is distributed else None
+                if y is not None:
+                    new[i] = y.to_local() if self.use_local_output else y
+                elif x is not None:
+                    new[i] = self._prepare(x, mesh, layout, desired, module, i)
+            args = tuple(new)
         given = self.input_kwarg_layouts
         if given and kwargs:
             wanted = self.desired_input_kwarg_layouts
@@ -113,9 +125,7 @@ class PrepareModuleInput(ParallelStyle):
     ) -> Any:
         if layout is None or x is None:
             return x
-        placed = replace(x, mesh, desired) if isinstance(x, DTensor) else None
-        if placed is None:
-            placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}")
+        placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}")
         return placed.to_local() if self.use_local_output else placed
 
     def __repr__(self) -> str:

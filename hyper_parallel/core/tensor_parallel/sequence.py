@@ -49,7 +49,7 @@ class SequenceParallel(ModuleStyle):
         normalized = mesh.platform.normalized_dims(module)
         if normalized is None:
             return None
-        return norm_forward(mesh, forward, self.sequence_sharding[0].dim, normalized, self.use_local_output)
+        return norm_forward(mesh, module, forward, self.sequence_sharding[0].dim, normalized, self.use_local_output)
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         return leave(output, mesh, None, self.use_local_output, f"the output of {title(module)}")

@@ -20,6 +20,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+_PLAIN = frozenset({torch.Tensor, type(None)})
+
 
 class _NoContext:
     """The context of a function that nothing is recorded of."""
@@ -52,25 +54,19 @@ class AutogradVerbs(Platform):
     ) -> Callable[..., torch.Tensor]:
         """See `Platform.autograd_function`."""
 
-        class Function(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: torch.Tensor, *static: Any) -> torch.Tensor:
-                ctx.static_count = len(static)
-                with no_dispatch():
-                    y = forward(ctx, x, *static)
-                    # As a view of ``x`` the result could not be changed in place.
-                    return y.detach() if y is x or y._is_view() else y
+        def run_forward(ctx: Any, x: torch.Tensor, *static: Any) -> torch.Tensor:
+            ctx.static_count = len(static)
+            with no_dispatch():
+                y = forward(ctx, x, *static)
+                # As a view of ``x`` the result could not be changed in place.
+                return y.detach() if y is x or y._is_view() else y
 
-            @staticmethod
-            def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-                with no_dispatch():
-                    gradient = backward(ctx, _as_plain(cotangent))
-                return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
+        def run_backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+            with no_dispatch():
+                gradient = backward(ctx, _as_plain(cotangent))
+            return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
 
-        Function.__name__ = Function.__qualname__ = getattr(forward, "__name__", "Function").strip("_")
-        # `Function.apply` without torch's Python wrapper, which is there for functorch and takes half of the time.
-        base: Any = torch._C._FunctionBase
-        apply = base.__dict__["apply"].__get__(None, Function)
+        apply = _bare_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
         def run(x: torch.Tensor, *static: Any) -> torch.Tensor:
             if _is_grad_enabled() and x.requires_grad:
@@ -80,52 +76,61 @@ class AutogradVerbs(Platform):
 
         return run
 
+    def autograd_step(
+        self, forward: Callable[[Any, torch.Tensor], torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Platform.autograd_step`."""
+        apply = _bare_apply("Step", forward, _without_context(backward))
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return apply(x) if _is_grad_enabled() and x.requires_grad else forward(None, x)
+
+        return run
+
     def autograd_pair(
         self,
-        forward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        backward: Callable[..., torch.Tensor],
-    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        forward: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        backward: Callable[[Any, Any], torch.Tensor],
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """See `Platform.autograd_pair`."""
 
-        class Pair(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: torch.Tensor, *static: Any) -> tuple[torch.Tensor, torch.Tensor]:
-                ctx.set_materialize_grads(False)
-                ctx.static_count = len(static)
-                with no_dispatch():
-                    return forward(ctx, x, *static)
+        def run_forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ctx.set_materialize_grads(False)
+            return forward(ctx, x)
 
-            @staticmethod
-            def backward(ctx: Any, first: Any, second: Any) -> Any:
-                with no_dispatch():
-                    gradient = backward(ctx, _as_plain(first), _as_plain(second))
-                return (gradient, *(None,) * ctx.static_count)
-
-        Pair.__name__ = Pair.__qualname__ = getattr(forward, "__name__", "Pair").strip("_")
-        base: Any = torch._C._FunctionBase
-        return base.__dict__["apply"].__get__(None, Pair)
+        return _bare_apply("Pair", run_forward, _without_context(backward))
 
     def gradient_view(
-        self, convert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self, convert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], key: Any
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `Platform.gradient_view`: a view with a hook, where an autograd function costs several times as much."""
+        read = self.read_cache
 
         def view(x: torch.Tensor) -> torch.Tensor:
+            if not (_is_grad_enabled() and x.requires_grad):
+                return x
+            cache = x.__dict__.get("_cached")
+            if cache and (found := read(x, key)) is not None:
+                return found
             y: Any = x.view_as(x)
             y._backward_hooks = {0: _on_plain_cotangent(partial(convert, x))}
             y.grad_fn._register_hook_dict(y)
+            if cache is None:
+                cache = x.__dict__["_cached"] = _Cache()
+            # Weak, see `write_cache`: the operation keeps it.
+            cache[key] = (weakref.ref(y), x._version)
             return y
 
         return view
 
     def can_delay_gradient(self, parameter: torch.Tensor) -> bool:
         """See `Platform.can_delay_gradient`."""
+        # What runs now is the view's own backward, with the node that accumulates next to it if this is a leaf.
+        node = torch._C._current_autograd_node()
+        accumulation: Any = node.next_functions[0][0] if node is not None else None
         with no_dispatch():
-            if not parameter.is_leaf or parameter._post_accumulate_grad_hooks:
+            if parameter._post_accumulate_grad_hooks or getattr(accumulation, "variable", None) is not parameter:
                 return False
-            with torch.enable_grad():
-                view: Any = parameter.view_as(parameter)
-                accumulation = view.grad_fn.next_functions[0][0]
         try:
             return torch._C._will_engine_execute_node(accumulation)
         except RuntimeError:
@@ -229,6 +234,29 @@ class AutogradVerbs(Platform):
     def clear_cache(self, holder: torch.Tensor) -> None:
         """See `Platform.clear_cache`."""
         holder.__dict__.pop("_cached", None)
+
+
+def _bare_apply(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` of an autograd function, without torch's Python wrapper, which is there for functorch and takes half of
+    the time."""
+    function = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+    base: Any = torch._C._FunctionBase
+    return base.__dict__["apply"].__get__(None, function)
+
+
+def _without_context(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` of plain cotangents as a method of an autograd function."""
+
+    def run(ctx: Any, *cotangents: Any) -> Any:
+        for cotangent in cotangents:
+            if type(cotangent) not in _PLAIN:
+                with no_dispatch():
+                    return backward(*map(_as_plain, cotangents))
+        return backward(*cotangents)
+
+    return run
 
 
 def _as_plain(cotangent: Any) -> Any:

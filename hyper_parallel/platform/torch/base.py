@@ -92,6 +92,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """See `Platform.zeros`."""
+        if type(like) is torch.Tensor:
+            return like.new_zeros(shape)
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
     def ones(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -108,22 +108,26 @@ class CommunicationVerbs(Platform):
         return True
 
     def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-        """See `Platform.all_reduce`."""
-        _resolve(group).allreduce([local], _ALL_REDUCE[op]).wait()
+        """See `Platform.all_reduce`. `_resolve` is called for its error alone: this is the hot path."""
+        (group() or _resolve(group)).allreduce([local], _ALL_REDUCE[op]).wait()
         return local
 
     def all_gather(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_gather`."""
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
-        _resolve(group)._allgather_base(self._movable(out), self._movable(local)).wait()
+        process_group = group() or _resolve(group)
+        if local.dtype in self.moved_dtypes:
+            process_group._allgather_base(out, local).wait()
+        else:
+            process_group._allgather_base(self._movable(out), self._movable(local)).wait()
         return out
 
     def reduce_scatter(self, local: torch.Tensor, op: str, group: Any, size: int) -> torch.Tensor:
         """See `Platform.reduce_scatter`."""
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
-        _resolve(group)._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
+        (group() or _resolve(group))._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
         return out
 
     def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:

@@ -28,6 +28,18 @@ class ModuleVerbs(Platform):
         nn.RMSNorm: lambda module: len(module.normalized_shape),
     }
 
+    #: See `Platform.norm_call`: the function below that of `torch.nn.functional`.
+    norm_calls: ClassVar[dict[type, Callable[[Any, Any, Any], Any]]] = {
+        nn.LayerNorm: lambda module, x, own: torch.layer_norm(
+            x, module.normalized_shape, own["weight"], own["bias"], module.eps
+        ),
+        nn.RMSNorm: lambda module, x, own: torch.rms_norm(x, module.normalized_shape, own["weight"], module.eps),
+    }
+
+    def norm_call(self, module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
+        """See `Platform.norm_call`."""
+        return self.norm_calls.get(type(module))
+
     def named_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """See `Platform.named_modules`."""
         return root.named_modules()
