@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from benchmarks.torch_groups import fake_group
 from benchmarks.torch_traffic import count_passes
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
 from benchmarks.traffic import Traffic
+from hyper_parallel.core.dtensor.dispatch import dispatch
 
 __all__ = ["RANKS", "Cost", "Counted", "count_all"]
 
@@ -40,7 +41,7 @@ class Cost(NamedTuple):
 
     Attributes:
         dtensors: tensors that became DTensors.
-        dispatches: operations that a DTensor intercepted.
+        dispatches: operations on DTensors.
         calls: calls of Python functions of this package.
         nodes: nodes of the autograd graph that forward builds, leaves included; 0 in backward.
         collectives: what was communicated: name, number and bytes.
@@ -102,13 +103,12 @@ def _watched_class(counter: _Counter) -> Iterator[None]:
 @contextmanager
 def _profiled(counter: _Counter) -> Iterator[None]:
     """See calls of Python functions."""
-    entries = _entry_points()
 
     def see(frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not counter.on:
             return
         code = frame.f_code
-        if code in entries:
+        if code is dispatch.__code__:
             counter.dispatches += 1
         if code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
             counter.calls += 1
@@ -123,13 +123,6 @@ def _profiled(counter: _Counter) -> Iterator[None]:
 def _dtensor_class() -> type:
     mesh = hyper_parallel.init_device_mesh("cpu", (RANKS,))
     return type(hyper_parallel.DTensor.from_local(torch.ones(1), mesh, [hyper_parallel.Replicate()]))
-
-
-def _entry_points() -> set[CodeType]:
-    """Where an operation on a DTensor enters this package: ``__torch_function__`` and the operators of the class."""
-    namespace = vars(_dtensor_class())
-    functions = [namespace["__torch_function__"].__func__, *(namespace[name] for name in ("__add__", "__mul__"))]
-    return {function.__code__ for function in functions}
 
 
 def _nodes(y: torch.Tensor) -> int:

@@ -30,23 +30,23 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
     ),
     "MLP, DTensors between modules": (
         Cost(4, 1, 59, 12, "1 all_reduce (256 B)"),
-        Cost(0, 1, 21, 0, "1 all_reduce (256 B)"),
+        Cost(0, 0, 21, 0, "1 all_reduce (256 B)"),
     ),
     "Llama block": (
         Cost(0, 0, 57, 76, "2 all_reduce (2048 B)"),
         Cost(0, 0, 20, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, DTensors between modules": (
-        Cost(41, 31, 363, 77, "2 all_reduce (2048 B)"),
-        Cost(0, 1, 31, 0, "2 all_reduce (2048 B)"),
+        Cost(41, 31, 375, 77, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 31, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
         Cost(4, 0, 111, 85, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
         Cost(0, 0, 68, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
-        Cost(43, 29, 386, 86, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 1, 79, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(43, 29, 396, 86, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 79, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }
 

@@ -16,6 +16,8 @@ from hyper_parallel.platform.base import Platform
 
 __all__ = ["AutogradVerbs"]
 
+# Not as methods of DTensors, which first ask whether they are to be intercepted.
+_view_as, _detach = torch.Tensor.view_as, torch.Tensor.detach
 _is_grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -112,7 +114,7 @@ class AutogradVerbs(Platform):
             cache = x.__dict__.get("_cached")
             if cache and (found := read(x, key)) is not None:
                 return found
-            y: Any = x.view_as(x)
+            y: Any = _view_as(x, x)
             y._backward_hooks = {0: _on_plain_cotangent(partial(convert, x))}
             y.grad_fn._register_hook_dict(y)
             if cache is None:
@@ -191,12 +193,12 @@ class AutogradVerbs(Platform):
         if type(x) is torch.Tensor:
             return x.detach()
         with no_dispatch():
-            return x.detach()
+            return _detach(x)
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.alias`."""
         with no_dispatch():
-            return x.view_as(x)
+            return _view_as(x, x)
 
     def no_grad(self) -> AbstractContextManager:
         """See `Platform.no_grad`."""

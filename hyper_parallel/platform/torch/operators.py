@@ -1,20 +1,24 @@
-"""Python operators of the DTensor class.
+"""Python operators of the DTensor class, and the methods that compute.
 
-They are defined on the class instead of being left to `torch.Tensor`: torch turns every TypeError inside an operator
-into "unsupported operand type(s)", whatever the error said, and its own entry into ``__torch_function__`` takes longer.
+They are defined on the class instead of being left to `torch.Tensor`: its own entry into ``__torch_function__`` takes
+longer, a third of what a view costs, and turns every TypeError inside an operator into "unsupported operand type(s)",
+whatever the error said.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch._C import _is_torch_function_enabled as is_dispatch_on
+from torch._C import _len_torch_function_stack as modes_open
 
-from hyper_parallel.platform.torch.op_table.binding import words
+from hyper_parallel.platform.torch.op_table.binding import UnboundCallError, words
 
-__all__ = ["make_operators"]
+__all__ = ["make_methods", "make_operators"]
 
 T: Any = torch.Tensor
 
@@ -60,11 +64,37 @@ def make_operators(handlers: Mapping[Any, Callable[[Any, tuple, dict], Any]]) ->
     return namespace
 
 
+def make_methods(
+    handlers: Mapping[Any, Callable[[Any, tuple, dict], Any]], unbound: Callable[[Any, tuple, dict], Any]
+) -> dict[str, Any]:
+    """The methods of `torch.Tensor` that ``handlers`` has a function for, for the class namespace; ``unbound`` takes
+    arguments that a handler does not cover."""
+    natives = {name: getattr(T, name) for name in dir(T) if not name.startswith("_")}
+    return {
+        name: _make_method(native, handlers[native], unbound)
+        for name, native in natives.items()
+        if inspect.isroutine(native) and native in handlers
+    }
+
+
+def _make_method(native: Any, handler: Callable[[Any, tuple, dict], Any], unbound: Any) -> Any:
+    @functools.wraps(native)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatch_on() or modes_open():
+            return native(self, *args, **kwargs)
+        try:
+            return handler(native, (self, *args), kwargs)
+        except UnboundCallError:
+            return unbound(native, (self, *args), kwargs)
+
+    return method
+
+
 def _make_operator(name: str, native: Any, func: Any, handler: Callable[[Any, tuple, dict], Any]) -> Any:
     no_kwargs: dict[str, Any] = {}
 
     def operator(self: Any, other: Any) -> Any:
-        if is_dispatch_on() and isinstance(other, _OPERANDS):
+        if is_dispatch_on() and isinstance(other, _OPERANDS) and not modes_open():
             return handler(func, (self, other), no_kwargs)
         return native(self, other)
 

@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch._C import _is_torch_function_enabled as is_dispatch_on
 
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.operators import make_operators
+from hyper_parallel.platform.torch.operators import make_methods, make_operators
 
 __all__ = [
     "HANDLERS",
@@ -140,8 +140,8 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any], base: typ
     # Imported here, because the handlers register themselves in this module.
     from hyper_parallel.platform.torch import handlers
 
-    table: dict[Any, Handler] = {func: partial(core_dispatch, row) for func, row in OP_TABLE.items()}
-    table.update(HANDLERS)
+    computing: dict[Any, Handler] = {func: partial(core_dispatch, row) for func, row in OP_TABLE.items()}
+    table = {**computing, **HANDLERS}
     look_up = table.get
     unknown = handlers.run_unknown
 
@@ -165,6 +165,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any], base: typ
         "shape": property(shape),
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
+        **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, unknown),
         **make_operators(table),
     }
     _State.tensor_class = type(mixin)("DTensor", (mixin, base), namespace)
