@@ -486,24 +486,27 @@ class Platform(ABC):
         raise TypeError(f"the platform {self.name!r} does not accumulate gradients in parameters")
 
     def linear_view(
-        self, convert: Callable[[Tensor], Tensor], key: Any
-    ) -> Callable[[Tensor, Tensor], Tensor | None] | None:
-        """``view(x, weight)``: the data of ``x``, which requires a gradient, for ``linear(view, weight, bias)`` alone;
-        its cotangent reaches ``x`` as ``convert(cotangent)``. The same view each time that ``x`` comes, under the
-        conditions of `read_cache`; it is kept there under ``key``.
+        self, convert: Callable[[Tensor], Tensor], key: Any, otherwise: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone; its cotangent reaches ``x``
+        as ``convert(cotangent)``. ``x`` itself where it requires no gradient, and the same view each time that ``x``
+        comes, under the conditions of `read_cache`; it is kept there under ``key``.
 
         A framework that has something cheaper for this than `autograd_function` brings it. The view has the shape of
         ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where it would
-        not, None takes its place. ``convert`` may overwrite the cotangent, and is recorded when gradients of gradients
-        are asked for. Called with interception off.
+        not, ``otherwise(x)`` takes its place. ``convert`` may overwrite the cotangent, and is recorded when gradients
+        of gradients are asked for. Called with interception off.
         """
         return None
 
-    def cotangent_hook(self, convert: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None] | None:
-        """``hook(y)``: from now on the cotangent of ``y`` goes through ``convert`` first, None for no change.
+    def overwriting(
+        self, write: Callable[[Tensor], Tensor], convert: Callable[[Tensor], Tensor | None]
+    ) -> Callable[[Tensor], Tensor] | None:
+        """``apply(y)``: ``y`` after ``write(data)``, which overwrites and returns its data outside autograd; the
+        cotangent goes through ``convert`` first, None for no change.
 
-        For a new ``y`` whose operation does not need its value in backward: with it, the data of ``y`` may be
-        overwritten outside autograd, and ``y`` stands for what was written. None where a framework has no such hooks.
+        For a new ``y`` whose operation does not need its value in backward: it stands for what was written, without a
+        node in the graph. None where a framework has no hooks for that. Called with interception off.
         """
         return None
 

@@ -138,20 +138,16 @@ def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[
         return lambda x, weight: x
     key = (mesh, mesh_dims)
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
-    linear_view = transitions.linear_view(mesh, mesh_dims, (mesh, mesh_dims, "linear"))
 
-    def view_of(x: Any, weight: Any) -> Any:
-        if not requires_grad(x):
-            return x
-        view = None if linear_view is None else linear_view(x, weight)
+    def copied(x: Any) -> Any:
+        view = read(x, key)
         if view is None:
-            view = read(x, key)
-            if view is None:
-                view = transitions.copy(x, mesh, mesh_dims)
-                write(x, key, view)
+            view = transitions.copy(x, mesh, mesh_dims)
+            write(x, key, view)
         return view
 
-    return view_of
+    cheaper = transitions.linear_view(mesh, mesh_dims, (mesh, mesh_dims, "linear"), copied)
+    return cheaper or (lambda x, weight: copied(x) if requires_grad(x) else x)
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:

@@ -170,7 +170,9 @@ class Transitions:
         """Identity whose backward all-reduces over ``mesh_dims``: Megatron's f."""
         return self._copy(x, mesh, mesh_dims)
 
-    def linear_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], key: Any) -> Callable[[Any, Any], Any] | None:
+    def linear_view(
+        self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], key: Any, otherwise: Callable[[Any], Any]
+    ) -> Callable[[Any, Any], Any] | None:
         """`Platform.linear_view` with the backward of `copy`, whose all-reduce overwrites the cotangent."""
         requires_grad, contiguous = self.platform.requires_grad, self.platform.contiguous
         reducers = [(collectives.bind_all_reduce(mesh, d), summation(mesh, d)) for d in mesh_dims]
@@ -181,7 +183,7 @@ class Transitions:
                 g = self._all_reduce(g, step) if differentiable else all_reduce(contiguous(g))
             return g
 
-        return self.platform.linear_view(reduce, key)
+        return self.platform.linear_view(reduce, key, otherwise)
 
     def parameter_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
         """`copy` as ``view(x)`` of a parameter, which `coalesce_gradients` may take part in; see
@@ -214,11 +216,11 @@ class Transitions:
         operation does not need its value in backward: it is overwritten, and where the platform has hooks there is no
         node in the graph."""
         platform, step = self.platform, summation(mesh, mesh_dim)
-        requires_grad, detach, all_reduce = platform.requires_grad, platform.detach, self._all_reduce
-        overwrite, supports = collectives.bind_all_reduce(mesh, mesh_dim), platform.supports
-        hook = platform.cotangent_hook(lambda g: self._for_summands(g, step) if requires_grad(g) else None)
-        if hook is None:
-            return lambda y: self._overwrite(y, step, overwrite)
+        requires_grad, supports, all_reduce = platform.requires_grad, platform.supports, self._all_reduce
+        write = collectives.bind_all_reduce(mesh, mesh_dim)
+        overwritten = platform.overwriting(write, lambda g: self._for_summands(g, step) if requires_grad(g) else None)
+        if overwritten is None:
+            return lambda y: self._overwrite(y, step, write)
 
         known: set[Any] = set()  # dtypes that the backend sums
 
@@ -227,11 +229,7 @@ class Transitions:
                 if not supports("all_reduce", "sum", y):
                     return all_reduce(y, step)
                 known.add(y.dtype)
-            if requires_grad(y):
-                overwrite(detach(y))
-                hook(y)
-                return y
-            return overwrite(y)
+            return overwritten(y)
 
         return reduce
 

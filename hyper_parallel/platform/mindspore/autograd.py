@@ -171,11 +171,13 @@ class AutogradVerbs:
         # `_Function.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
 
-    def linear_view(self, convert: Callable[[Any], Any], key: Any) -> Callable[[Any, Any], Any]:
+    def linear_view(self, convert: Callable[[Any], Any], key: Any, otherwise: Any) -> Callable[[Any, Any], Any]:
         # For linear layers alone, because nobody else holds the cotangents that they return.
         view = self.autograd_function(lambda ctx, x: self.detach(x), lambda ctx, cotangent: convert(cotangent))
 
         def view_of(x: Any, weight: Any) -> Any:
+            if not self.requires_grad(x):
+                return x
             found = self.read_cache(x, key)
             if found is None:
                 found = view(x)

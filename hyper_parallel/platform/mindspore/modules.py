@@ -63,6 +63,9 @@ class ModuleVerbs:
     def own_parameters(self, module: Any) -> Mapping[str, Any]:
         return module._params
 
+    def norm_call(self, module: Any) -> Callable[[Any, Any, Any], Any] | None:
+        return _layer_norm if type(module) is nn.LayerNorm else None
+
     def is_plain_linear(self, module: Any) -> bool:
         return type(module) is mint.nn.Linear or (type(module) is nn.Dense and not module.activation_flag)
 
@@ -92,6 +95,10 @@ class ModuleVerbs:
         self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+
+def _layer_norm(module: Any, x: Any, own: Mapping[str, Any]) -> Any:
+    return module.layer_norm(x, own["gamma"].astype(x.dtype), own["beta"].astype(x.dtype))[0]
 
 
 @cache

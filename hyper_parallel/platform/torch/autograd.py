@@ -145,21 +145,28 @@ class AutogradVerbs(Platform):
             gradient.add_(cotangent)
 
     def linear_view(
-        self, convert: Callable[[torch.Tensor], torch.Tensor], key: Any
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        self,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+        key: Any,
+        otherwise: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """See `Platform.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
         hooks = OrderedDict({0: _on_plain_cotangent(convert)})
-        read = self.read_cache
 
-        def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if not (_is_grad_enabled() and x.requires_grad):
+                return x
             cache = x.__dict__.get("_cached")
-            if cache and (found := read(x, key)) is not None:
-                return found
+            if cache:
+                # As `read_cache`, of the weak references that are written below.
+                entry = cache.get(key)
+                if entry is not None and entry[1] == x._version and (found := entry[0]()) is not None:
+                    return found
             dims = x.dim()
             if dims < 2 or not weight.requires_grad or _any_autocast() or _saved_tensor_hooks(True) is not None:
                 # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
                 # tensors (checkpointing, offloading) make of it.
-                return None
+                return otherwise(x)
             # Of a view with more dimensions it would keep a 2-D view, and not that one.
             y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
             y._backward_hooks = hooks
@@ -172,17 +179,25 @@ class AutogradVerbs(Platform):
 
         return view
 
-    def cotangent_hook(self, convert: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[torch.Tensor], None]:
-        """See `Platform.cotangent_hook`."""
+    def overwriting(
+        self,
+        write: Callable[[torch.Tensor], torch.Tensor],
+        convert: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Platform.overwriting`."""
         hooks = OrderedDict({0: _on_plain_cotangent(convert)})
 
-        def hook(y: Any) -> None:
+        def apply(y: Any) -> torch.Tensor:
+            if not (_is_grad_enabled() and y.requires_grad):
+                return write(y)
+            write(_detach(y))
             y._backward_hooks = hooks
             y.grad_fn._register_hook_dict(y)
             # The graph has the table now. The tensor must not: a hook of its user would go into it.
             y._backward_hooks = None
+            return y
 
-        return hook
+        return apply
 
     def requires_grad(self, x: torch.Tensor) -> bool:
         """See `Platform.requires_grad`."""
