@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.bound_steps import bind_gather
-from hyper_parallel.core.dtensor.bounded import Bounded, Table
+from hyper_parallel.core.dtensor.bounded import Table
 from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
@@ -28,11 +28,6 @@ __all__ = [
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-_PLANS: dict[tuple[Layout, Layout], tuple[Step, ...]] = Bounded(1 << 14)
-_COSTS: dict[tuple[Layout, Layout], float] = Bounded(1 << 14)
-CACHES += [_PLANS.clear, _COSTS.clear]
-
-
 def redistribute(x: Any, layout: Layout) -> Any:
     """The DTensor ``x`` with ``layout``, which has its mesh and shape; ``x`` itself when it has that layout already.
 
@@ -41,7 +36,7 @@ def redistribute(x: Any, layout: Layout) -> Any:
     source = x._layout
     if source is layout:
         return x
-    for step in _PLANS.get((source, layout)) or plan_redistribution(source, layout):
+    for step in _PLANS[source, layout]:
         x = _STEPS[step](x)
     return x
 
@@ -156,24 +151,23 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
     A tensor dimension that several mesh dimensions shard nests, the first outermost: only the innermost split can be
     undone, and a new one can only be added innermost. The search over placements respects that by construction.
     """
-    key = (source, target)
-    steps = _PLANS.get(key)
-    if steps is None:
-        layouts = _search(source, target)[1]
-        steps = tuple(
-            Step.between(before, after, _changed(before, after)) for before, after in itertools.pairwise(layouts)
-        )
-        _PLANS[key] = steps
-    return steps
+    return _PLANS[source, target]
 
 
 def redistribution_cost(source: Layout, target: Layout) -> float:
     """Elements that a rank sends and receives in all, for choosing between strategies."""
-    key = (source, target)
-    cost = _COSTS.get(key)
-    if cost is None:
-        cost = _COSTS[key] = _search(source, target)[0]
-    return cost
+    return _COSTS[source, target]
+
+
+def _plan(key: tuple[Layout, Layout]) -> tuple[Step, ...]:
+    layouts = _search(*key)[1]
+    return tuple(Step.between(before, after, _changed(before, after)) for before, after in itertools.pairwise(layouts))
+
+
+#: (source, target) -> steps, and what they cost.
+_PLANS: Table = Table(_plan, 1 << 14)
+_COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14)
+CACHES += [_PLANS.clear, _COSTS.clear]
 
 
 def _changed(before: Layout, after: Layout) -> int:
