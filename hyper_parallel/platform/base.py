@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = ["ModuleKind", "NativeOp", "Platform"]
+__all__ = ["ModuleKind", "NativeOp", "Platform", "kept_view"]
 
 Tensor = Any
 Module = Any
@@ -52,6 +52,23 @@ class NativeOp:
     bind: Callable[[Any, tuple, dict], tuple[tuple, Any]]
     call: Callable[[Any, tuple, Any], Any]
     binds_by_function: bool = True
+
+
+def kept_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Callable[..., Tensor]:
+    """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``, the same each time under the conditions
+    of `Platform.read_cache`; it is kept there under ``key``. Further arguments of ``view`` are not looked at."""
+    requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
+
+    def view(x: Tensor, *_: Any) -> Tensor:
+        if not requires_grad(x):
+            return x
+        found = read(x, key)
+        if found is None:
+            found = make(x)
+            write(x, key, found)
+        return found
+
+    return view
 
 
 @dataclass(frozen=True)
@@ -463,18 +480,7 @@ class Platform(ABC):
         def backward(ctx: Any, cotangent: Tensor) -> Tensor:
             return convert(ctx.x, cotangent)
 
-        make = self.autograd_function(forward, backward)
-
-        def view(x: Tensor) -> Tensor:
-            if not self.requires_grad(x):
-                return x
-            found = self.read_cache(x, key)
-            if found is None:
-                found = make(x)
-                self.write_cache(x, key, found)
-            return found
-
-        return view
+        return kept_view(self, self.autograd_function(forward, backward), key)
 
     def can_delay_gradient(self, parameter: Tensor) -> bool:
         """Asked inside backward: whether `add_to_gradient` after it is as good as returning the cotangent, because

@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
+from hyper_parallel.platform.base import kept_view
 
 __all__ = [
     "linear_input_view",
@@ -27,6 +28,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
 
 def redistribute(x: Any, layout: Layout) -> Any:
     """The DTensor ``x`` with ``layout``, which has its mesh and shape; ``x`` itself when it has that layout already.
@@ -131,18 +133,8 @@ def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[
     mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
     if not mesh_dims:
         return lambda x, weight: x
-    key = (mesh, mesh_dims)
-    requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
-
-    def copied(x: Any) -> Any:
-        view = read(x, key)
-        if view is None:
-            view = transitions.copy(x, mesh, mesh_dims)
-            write(x, key, view)
-        return view
-
-    cheaper = transitions.linear_view(mesh, mesh_dims, (mesh, mesh_dims, "linear"), copied)
-    return cheaper or (lambda x, weight: copied(x) if requires_grad(x) else x)
+    copied = kept_view(platform, lambda x: transitions.copy(x, mesh, mesh_dims), (mesh, mesh_dims))
+    return transitions.linear_view(mesh, mesh_dims, (mesh, mesh_dims, "linear"), copied) or copied
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:

@@ -14,6 +14,7 @@ from mindspore.common._grad_function import _Function
 from mindspore.common.api import _no_grad, _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
+from hyper_parallel.platform.base import kept_view
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
 __all__ = ["AutogradVerbs", "DelayedGradients"]
@@ -174,17 +175,7 @@ class AutogradVerbs:
     def linear_view(self, convert: Callable[[Any], Any], key: Any, otherwise: Any) -> Callable[[Any, Any], Any]:
         # For linear layers alone, because nobody else holds the cotangents that they return.
         view = self.autograd_function(lambda ctx, x: self.detach(x), lambda ctx, cotangent: convert(cotangent))
-
-        def view_of(x: Any, weight: Any) -> Any:
-            if not self.requires_grad(x):
-                return x
-            found = self.read_cache(x, key)
-            if found is None:
-                found = view(x)
-                self.write_cache(x, key, found)
-            return found
-
-        return view_of
+        return kept_view(self, view, key)
 
     def can_delay_gradient(self, parameter: Any) -> bool:
         return DelayedGradients.take(parameter)
