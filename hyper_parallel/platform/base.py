@@ -55,8 +55,8 @@ class NativeOp:
 
 
 def kept_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Callable[..., Tensor]:
-    """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``, the same each time under the conditions
-    of `Platform.read_cache`; it is kept there under ``key``. Further arguments of ``view`` are not looked at."""
+    """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``, the same each time under the
+    conditions of `Platform.read_cache`; it is kept there under ``key``. Further arguments of ``view`` are ignored."""
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
 
     def view(x: Tensor, *_: Any) -> Tensor:
