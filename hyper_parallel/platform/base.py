@@ -22,9 +22,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-__all__ = ["ModuleKind", "NativeOp", "Platform", "kept_view"]
+__all__ = ["Dispatch", "ModuleKind", "NativeOp", "Platform", "kept_view"]
 
 Tensor = Any
 Module = Any
@@ -52,6 +52,16 @@ class NativeOp:
     bind: Callable[[Any, tuple, dict], tuple[tuple, Any]]
     call: Callable[[Any, tuple, Any], Any]
     binds_by_function: bool = True
+
+
+class Dispatch(Protocol):
+    """Core's dispatcher, which runs native operations of which some argument is a DTensor."""
+
+    def __call__(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, None when it has none."""
+
+    def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
+        """The same for one row, as ``run(func, args, kwargs)``."""
 
 
 def kept_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Callable[..., Tensor]:
@@ -492,24 +502,28 @@ class Platform(ABC):
         raise TypeError(f"the platform {self.name!r} does not accumulate gradients in parameters")
 
     def linear_view(
-        self, convert: Callable[[Tensor], Tensor], key: Any, otherwise: Callable[[Tensor], Tensor]
+        self,
+        convert: Callable[[Tensor], Tensor],
+        record: Callable[[Tensor], Tensor],
+        key: Any,
+        otherwise: Callable[[Tensor], Tensor],
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
         """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone; its cotangent reaches ``x``
-        as ``convert(cotangent)``. ``x`` itself where it requires no gradient, and the same view each time that ``x``
-        comes, under the conditions of `read_cache`; it is kept there under ``key``.
+        as ``convert(cotangent)``, which may overwrite it; where gradients of gradients are asked for as
+        ``record(cotangent)``, which is differentiable. ``x`` itself where it requires no gradient, and the same view
+        each time that ``x`` comes, under the conditions of `read_cache`; it is kept there under ``key``.
 
         A framework that has something cheaper for this than `autograd_function` brings it. The view has the shape of
         ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where it would
-        not, ``otherwise(x)`` takes its place. ``convert`` may overwrite the cotangent, and is recorded when gradients
-        of gradients are asked for. Called with interception off.
+        not, ``otherwise(x)`` takes its place. Called with interception off.
         """
         return None
 
     def overwriting(
-        self, write: Callable[[Tensor], Tensor], convert: Callable[[Tensor], Tensor | None]
+        self, write: Callable[[Tensor], Tensor], record: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor] | None:
-        """``apply(y)``: ``y`` after ``write(data)``, which overwrites and returns its data outside autograd; the
-        cotangent goes through ``convert`` first, None for no change.
+        """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the
+        data. The cotangent is left as it is; where gradients of gradients are asked for it is ``record(cotangent)``.
 
         For a new ``y`` whose operation does not need its value in backward: it stands for what was written, without a
         node in the graph. None where a framework has no hooks for that. Called with interception off.
@@ -545,10 +559,9 @@ class Platform(ABC):
 
     # ---------------------------------------------------------------- interception
     @abstractmethod
-    def make_dtensor_class(self, mixin: type, dispatch: Callable[[NativeOp | None, Any, tuple, dict], Any]) -> type:
+    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
         """The DTensor class of this platform: a subclass of ``mixin`` (core's public methods) and of ``Tensor`` with
-        the global shape as its shape. Every native operation on an instance arrives as ``dispatch(native_op, func,
-        args, kwargs)``; ``native_op`` is the row of the op table, or None when it has none. Called once."""
+        the global shape as its shape. Every native operation on an instance arrives at ``dispatch``. Called once."""
 
     @abstractmethod
     def wrap(self, local: Tensor, layout: Layout) -> Any:

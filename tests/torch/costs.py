@@ -27,6 +27,7 @@ from benchmarks.torch_traffic import count_passes
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
 from benchmarks.traffic import Traffic
 from hyper_parallel.core.dtensor.dispatch import dispatch
+from hyper_parallel.platform.torch.op_table import OP_TABLE
 
 __all__ = ["RANKS", "Cost", "Counted", "count_all"]
 
@@ -103,12 +104,14 @@ def _watched_class(counter: _Counter) -> Iterator[None]:
 @contextmanager
 def _profiled(counter: _Counter) -> Iterator[None]:
     """See calls of Python functions."""
+    # What runs operations is made for each row of the op table, of the same code.
+    dispatches = {dispatch.bind(row).__code__ for row in (None, *OP_TABLE.values())}
 
     def see(frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not counter.on:
             return
         code = frame.f_code
-        if code is dispatch.__code__:
+        if code in dispatches:
             counter.dispatches += 1
         if code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
             counter.calls += 1

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel import get_platform
+from hyper_parallel import CommDebugMode, RowwiseParallel, get_platform, parallelize_module
+from hyper_parallel.platform.torch.collectives import _Group
 from hyper_parallel.testing import spmd
-from tests.torch.support import device
+from tests.torch.support import close, device, randn
 
 NAMES = """
 bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128
@@ -126,3 +130,83 @@ def test_default_group_is_left_to_the_user() -> None:
     platform.init_process_group()
     assert platform.world() is before
     assert (platform.rank(), platform.world_size()) == (0, 1)
+
+
+@spmd.on_mesh(2)
+def row_of_a_dtype_that_is_not_reduced(mesh: Any) -> None:
+    """A row-parallel layer overwrites its summands, also where the sum comes from a gather."""
+    platform = get_platform()
+    native, dtype = platform.all_reduce_dtypes, torch.float32
+    model = torch.nn.Linear(4, 3).to(device())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(randn(*p.shape))
+    reference = copy.deepcopy(model)
+    x = randn(2, 4, seed=1)
+    part = x.chunk(2, 1)[mesh.get_local_rank()].clone().requires_grad_()
+    parallel = parallelize_module(model, mesh, RowwiseParallel())
+    try:
+        type(platform).all_reduce_dtypes = {op: dtypes - {dtype} for op, dtypes in native.items()}
+        with CommDebugMode() as counts:
+            y = parallel(part)
+            y.sin().sum().backward()
+    finally:
+        type(platform).all_reduce_dtypes = native
+    assert counts.get_comm_counts() == {"all_reduce": 1}
+    whole = x.clone().requires_grad_()
+    wanted = reference(whole)
+    wanted.sin().sum().backward()
+    close(y, wanted)
+    close(part.grad, whole.grad.chunk(2, 1)[mesh.get_local_rank()])
+    for name, p in reference.named_parameters():
+        close(parallel.get_parameter(name).grad, p.grad, name)
+
+
+def test_row_of_a_dtype_that_is_not_reduced(pool: Any) -> None:
+    pool.run(2, row_of_a_dtype_that_is_not_reduced)
+
+
+class _Seen(TorchDispatchMode):
+    """Names of the collectives that pass torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def watched() -> list[str]:
+    found = two_ranks()
+    if found is None:
+        return []
+    platform, group = found
+    x = torch.ones(2, 2, device=device())
+    with _Seen() as seen:
+        platform.all_reduce(x, "sum", group)
+        platform.all_gather(x, group, 2)
+        platform.reduce_scatter(x, "sum", group, 2)
+    with patch.object(group, "backend", None):  # as of a group whose class has no backends
+        assert platform.all_reduce(torch.ones(1, device=device()), "sum", group).tolist() == [2]
+    return seen.names
+
+
+def test_collectives_are_seen_by_who_watches_the_dispatcher(pool: Any) -> None:
+    """Torch's `CommDebugMode`, for example."""
+    names = ["allreduce_", "_allgather_base_", "_reduce_scatter_base_"]
+    assert pool.run(2, watched) == [names, names]
+
+
+def test_group_without_backends() -> None:
+    class Group:
+        def _get_backend(self, device: Any) -> Any:
+            raise RuntimeError("no backend for " + device.type)
+
+    process_group = Group()
+    group = _Group(process_group, "cpu")
+    assert group.backend is None and group() is process_group
+    del process_group
+    assert group() is None

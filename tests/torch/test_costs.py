@@ -25,28 +25,28 @@ pytestmark = [
 #: model -> forward and backward: Cost(dtensors, dispatches, calls, nodes, collectives), see `costs.Cost`.
 EXPECTED: dict[str, tuple[Cost, Cost]] = {
     "MLP": (
-        Cost(0, 0, 16, 12, "1 all_reduce (256 B)"),
-        Cost(0, 0, 9, 0, "1 all_reduce (256 B)"),
+        Cost(0, 0, 12, 12, "1 all_reduce (256 B)"),
+        Cost(0, 0, 5, 0, "1 all_reduce (256 B)"),
     ),
     "MLP, DTensors between modules": (
-        Cost(4, 1, 54, 12, "1 all_reduce (256 B)"),
-        Cost(0, 0, 20, 0, "1 all_reduce (256 B)"),
+        Cost(4, 1, 42, 12, "1 all_reduce (256 B)"),
+        Cost(0, 0, 16, 0, "1 all_reduce (256 B)"),
     ),
     "Llama block": (
-        Cost(0, 0, 40, 76, "2 all_reduce (2048 B)"),
-        Cost(0, 0, 18, 0, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 34, 76, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 10, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, DTensors between modules": (
-        Cost(41, 31, 358, 77, "2 all_reduce (2048 B)"),
-        Cost(0, 0, 29, 0, "2 all_reduce (2048 B)"),
+        Cost(41, 31, 295, 77, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 21, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
-        Cost(4, 0, 101, 85, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 55, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(4, 0, 90, 80, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 51, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
-        Cost(43, 29, 386, 86, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 66, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(43, 29, 323, 81, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 62, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }
 

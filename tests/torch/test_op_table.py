@@ -391,7 +391,8 @@ def rows_used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(core_dispatch, "RULES", spy(RULES))
     monkeypatch.setattr(core_dispatch, "_PLANS", {})
-    monkeypatch.setattr(core_dispatch, "_CALLS", {})
+    for calls in core_dispatch.CALLS.values():
+        calls.clear()
     return used
 
 

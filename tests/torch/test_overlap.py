@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -144,3 +145,29 @@ def not_cut(mesh: Any) -> None:
 
 def test_not_cut(pool: Any) -> None:
     pool.run(2, not_cut)
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@on_mesh()
+def computed_bias(mesh: Any) -> None:
+    """What computes a bias is not left out."""
+    reference = nn.Linear(8, 6).to(device())
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.copy_(randn(*p.shape))
+    model = parallelize_module(copy.deepcopy(reference), mesh, RowwiseParallel())
+    for module in (reference, model):
+        parametrize.register_parametrization(module, "bias", _Doubled())
+    x = randn(4, 8, seed=1)
+    part = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    with overlap_collectives(chunks=2, least=1):
+        y = model(part)
+    close(y, reference(x))
+
+
+def test_computed_bias(pool: Any) -> None:
+    pool.run(2, computed_bias)

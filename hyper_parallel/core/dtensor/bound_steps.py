@@ -6,6 +6,7 @@ small layer spends more time in such questions than in its collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +31,10 @@ def bind_scatter(step: Step) -> Callable[[Any], Any]:
 
 
 def bind_gather(step: Step) -> Callable[[Any], tuple[Any, Any, Any]]:
-    """A step from `Shard` to `Replicate` as ``gather(x)``, to be called under `Platform.no_dispatch`: the whole tensor
-    for consumers that return its full cotangent; the same for those that return a partial one, where that costs next to
-    nothing, else None; and the data of both.
+    """A step from `Shard` to `Replicate` as ``gather(x)``, to be called under `Platform.no_dispatch`.
+
+    Gives the whole tensor for consumers that return its full cotangent; the same 2-D, its leading dimensions as one,
+    for those that return a partial one, where that costs next to nothing, else None; and the data of both.
     """
     platform, transitions = step.mesh.platform, transitions_of(step.mesh.platform)
     requires_grad, detach = platform.requires_grad, platform.detach
@@ -41,18 +43,21 @@ def bind_gather(step: Step) -> Callable[[Any], tuple[Any, Any, Any]]:
         data = transitions.gather_data(x, step)
         return transitions.share(x, step, data), None, data
 
-    if isinstance(step.source, PackedShard) or step.mesh.shape[step.mesh_dim] == 1:
+    if isinstance(step.source, PackedShard) or step.mesh.shape[step.mesh_dim] == 1 or step.layout is None:
         return alone
-    gather, back = step.gather, step.reversed
+    gather, back, shape = step.gather, step.reversed, step.layout.local_shape
+    rows = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 2 else None
     scatter = back.sum_and_scatter
 
     def forward(ctx: Any, x: Any) -> tuple[Any, Any]:
         data = gather(detach(x))
-        return data, detach(data)
+        return data, detach(data if rows is None else data.view(*rows))
 
     def backward(full: Any, partial: Any) -> Any:
         if partial is None:
             return None if full is None else transitions.run(full, back)
+        if rows is not None:
+            partial = partial.reshape(shape)
         scattered = transitions.scatter_cotangent(partial, step) if requires_grad(partial) else scatter(partial)
         return scattered if full is None else scattered + transitions.run(full, back)
 

@@ -76,11 +76,11 @@ def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     if mesh.shape[mesh_dim] == 1:
         return lambda x: x
     platform, group = mesh.platform, mesh.platform_group(mesh_dim)
-    supports, native, shape_of = platform.supports, platform.all_reduce, platform.shape_of
+    supports, native = platform.supports, platform.all_reduce
     known: set[Any] = set()  # dtypes that the backend sums
 
     def reduce(x: Any) -> Any:
-        if CHECKS or OBSERVERS or x.dtype not in known or 0 in shape_of(x):
+        if CHECKS or OBSERVERS or x.dtype not in known or 0 in x.shape:
             if supports("all_reduce", "sum", x):
                 known.add(x.dtype)
             return all_reduce(x, mesh, mesh_dim)
@@ -131,12 +131,12 @@ def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
         return lambda x: x
     if not sizes or min(sizes) != max(sizes):
         return lambda x: all_gather(x, mesh, mesh_dim, dim, sizes)
-    group, shape_of, supports = mesh.platform_group(mesh_dim), platform.shape_of, platform.supports
+    group, supports = mesh.platform_group(mesh_dim), platform.supports
     native, contiguous, chunk, cat = platform.all_gather, platform.contiguous, platform.chunk, platform.cat
     known: set[Any] = set()  # dtypes that the backend gathers
 
     def gather(x: Any) -> Any:
-        if CHECKS or OBSERVERS or x.dtype not in known or 0 in shape_of(x):
+        if CHECKS or OBSERVERS or x.dtype not in known or 0 in x.shape:
             if supports("all_gather", "", x):
                 known.add(x.dtype)
             return all_gather(x, mesh, mesh_dim, dim, sizes)
@@ -193,12 +193,12 @@ def bind_reduce_scatter(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequen
         return lambda x: x
     if not sizes or min(sizes) != max(sizes):
         return lambda x: reduce_scatter(x, mesh, mesh_dim, dim, sizes)
-    group, shape_of, supports = mesh.platform_group(mesh_dim), platform.shape_of, platform.supports
+    group, supports = mesh.platform_group(mesh_dim), platform.supports
     native, contiguous, chunk, cat = platform.reduce_scatter, platform.contiguous, platform.chunk, platform.cat
     known: set[Any] = set()  # dtypes that the backend sums
 
     def scatter(x: Any) -> Any:
-        if CHECKS or OBSERVERS or x.dtype not in known or 0 in shape_of(x):
+        if CHECKS or OBSERVERS or x.dtype not in known or 0 in x.shape:
             if supports("reduce_scatter", "sum", x):
                 known.add(x.dtype)
             return reduce_scatter(x, mesh, mesh_dim, dim, sizes)

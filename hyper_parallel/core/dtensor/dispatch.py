@@ -6,9 +6,11 @@ The hot path is one dictionary look-up under the operands' layouts and static ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.bounded import Bounded
+from hyper_parallel.core.dtensor.bounded import Bounded, Table
+from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.gathered import run_gathered
@@ -29,19 +31,12 @@ from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
 from hyper_parallel.platform.base import NativeOp
 
-__all__ = ["dispatch"]
+__all__ = ["CALLS", "dispatch"]
 
-_ELEMENTWISE = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "pointwise_", "add_", "mul_", "linear_"})
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
-#: Operations whose canonical form follows from their positional arguments alone.
-_REPEATABLE = _ELEMENTWISE | {"reshape", "permute", "squeeze", "unsqueeze", "matmul", "chunk", "split", "expand"}
-_VALUES = frozenset({int, bool, str, type(None)})
-_OTHER: Any = object()
-_MAX_PLANS = 1 << 16
+_MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
 _PLANS: dict[tuple, _Plan] = Bounded(_MAX_PLANS)
-#: (operation, native function, layouts and values of its arguments) -> plan, static arguments, number of operands.
-_CALLS: dict[tuple, tuple[_Plan, Any, int]] = Bounded(_MAX_PLANS)
-CACHES += [_PLANS.clear, _CALLS.clear]
+CACHES.append(_PLANS.clear)
 
 
 class _Plan:
@@ -51,13 +46,13 @@ class _Plan:
         mesh: the mesh of the operands.
         call: the native operation as its row of the op table calls it.
         replacement: what a rule calls in its place, or None.
-        reads: (index of operand, layout to read it with, mesh dims of its partial gradient) for the operands that are
-            not simply their local tensor.
+        reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
         plain: indices of plain tensors that are promoted for that.
         mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
         statics: static arguments of the local call, None to use the call's own.
         operand_layouts, results: layouts after the reads.
         inplace: whether operand 0 is written.
+        only_local: whether the reads, the native operation and the wrap are all that is to be done.
     """
 
     __slots__ = (
@@ -66,13 +61,13 @@ class _Plan:
         "mesh",
         "mixes",
         "no_dispatch",
+        "only_local",
         "operand_layouts",
         "plain",
         "reads",
         "replacement",
         "result",
         "results",
-        "simple",
         "statics",
         "wrap",
     )
@@ -93,7 +88,7 @@ class _Plan:
         if sharding.native_if is not None and sharding.native_if(strategy.operands):
             self.replacement = None
         self.reads = tuple(
-            (i, target, dims)
+            (i, _bind_read(target, dims, mesh))
             for i, (have, target, dims) in enumerate(
                 zip(layouts, strategy.operands, strategy.partial_grad_dims, strict=True)
             )
@@ -108,31 +103,20 @@ class _Plan:
         self.inplace = op.name.endswith("_")
         localized = sharding.localize
         self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
-        # The common case, decided once: operands are their locals, the native operation runs, its result is wrapped.
-        self.simple = not (self.reads or self.inplace or self.replacement or self.mixes is not None)
+        self.only_local = not (self.inplace or self.replacement or self.plain or self.mixes is not None)
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
-    def run_simply(self, func: Any, operands: tuple, statics: Any) -> Any:
-        """Run a plan that is `simple`, with the static arguments of the local call."""
-        with self.no_dispatch():
-            result = self.call(func, operands, statics)
-            if isinstance(result, (tuple, list)):
-                return self._wrapped(result)
-            return self.wrap(result, self.result)
-
-    def _wrapped(self, results: Any) -> Any:
+    def wrap_several(self, results: Any) -> Any:
         """Several results in what the operation returned them in. Those that the rule does not speak of, which come
         last, stay as they are: numbers such as the seed of an operation."""
-        wrap, count = self.wrap, len(self.results)
-        tensors = [wrap(r, layout) for r, layout in zip(results[:count], self.results, strict=True)]
-        return type(results)(tensors if len(results) == count else [*tensors, *results[count:]])
+        count = len(self.results)
+        wrapped = map(self.wrap, results[:count], self.results)
+        return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
 
     def __call__(self, func: Any, operands: tuple, statics: Any) -> Any:
         if self.statics is not None:
             statics = self.statics
-        if self.simple:
-            return self.run_simply(func, operands, statics)
         with self.no_dispatch():
             if self.mixes is not None and not is_implicit_replication():
                 raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
@@ -151,7 +135,7 @@ class _Plan:
             if self.inplace:
                 return self._written(operands[0])
             if isinstance(result, (tuple, list)):
-                return self._wrapped(result)
+                return self.wrap_several(result)
             return self.wrap(result, self.result)
 
     def _read(self, operands: tuple) -> tuple:
@@ -159,9 +143,8 @@ class _Plan:
         new = list(operands)
         for i in self.plain:
             new[i] = self._promote(new[i])
-        for i, layout, partial_dims in self.reads:
-            x = redistribute(new[i], layout)
-            new[i] = partial_grad_view(x, partial_dims) if partial_dims else x
+        for i, read in self.reads:
+            new[i] = read(new[i])
         return tuple(new)
 
     def _promote(self, x: Any) -> Any:
@@ -179,72 +162,86 @@ class _Plan:
         return x
 
 
-def dispatch(op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a native operation of which some argument is a DTensor. Called by the platform's interception."""
-    call: tuple | None = None
-    if not kwargs and op is not None:
-        which = func if op.binds_by_function else None
-        if len(args) == 1 and type(args[0]) in DTENSOR_CLASSES:
-            call = (op, which, args[0]._layout)
-        else:
-            classes = DTENSOR_CLASSES
-            call = (
-                op,
-                which,
-                *[x if type(x) is int else x._layout if type(x) in classes else _argument_key(x) for x in args],
-            )
-        known = _CALLS.get(call)
-        if known is not None:
-            remembered, statics, count = known
-            return remembered.run_simply(func, args if count == len(args) else args[:count], statics)
+def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor: with ``layout``, and where its cotangent is partial through that view."""
+    requires_grad = mesh.platform.requires_grad
+
+    def read(x: Any) -> Any:
+        if x._layout is not layout:
+            x = redistribute(x, layout)
+        return partial_grad_view(x, partial_dims) if partial_dims and requires_grad(x) else x
+
+    return read
+
+
+class _Dispatch:
+    """Runs native operations of which some argument is a DTensor; called by the platform's interception."""
+
+    def __call__(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, or None when it has none."""
+        return _RUNS[op](func, args, kwargs)
+
+    def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
+        """The same for one row, as ``run(func, args, kwargs)``."""
+        return _RUNS[op]
+
+
+def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
     if op is None:
-        op = find_custom_op(func)
-        if op is None:
-            return run_gathered(func, args, kwargs)
+        return _run_without_row
+    calls = CALLS[op] = Bounded(_MAX_CALLS)
+    CACHES.append(calls.clear)
+    find, by_function, classes = calls.get, op.binds_by_function, DTENSOR_CLASSES
+
+    def run(func: Any, args: tuple, kwargs: dict) -> Any:
+        which = func if by_function else None
+        if not kwargs and len(args) == 2 and type(args[0]) in classes and type(args[1]) in classes:
+            key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
+        else:
+            key = call_key(which, args, kwargs)
+        remembered = find(key)
+        if remembered is not None:
+            return remembered(func, args, kwargs)
+        return _run_first(op, func, args, kwargs, key)
+
+    return run
+
+
+#: row of the op table -> `call_key` -> `remembered_call`.
+CALLS: dict[NativeOp, dict[tuple, Callable[[Any, tuple, dict], Any]]] = {}
+_RUNS = Table(_make_run, _MAX_PLANS)
+
+
+def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
+    op = find_custom_op(func)
+    return run_gathered(func, args, kwargs) if op is None else _RUNS[op](func, args, kwargs)
+
+
+def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple) -> Any:
+    """Run a call that is not remembered, and remember it where that is possible."""
     operands, statics = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
-    if op.name in _ELEMENTWISE:
-        key: tuple = (op, layouts)
+    if op.name in ELEMENTWISE:
+        layout_key: tuple = (op, layouts)
     else:
         if op.name in _LOSSES and is_loss_parallel():
             operands = distribute_labels(operands)
             layouts = tuple([operand_key(x) for x in operands])
-        key = (op, layouts, statics)
-    plan = _PLANS.get(key)
+        layout_key = (op, layouts, statics)
+    plan = _PLANS.get(layout_key)
     if plan is None:
         plan = None if op.name == "replicate" else _make_plan(op, func, operands, layouts, statics)
         if plan is None:
             return run_gathered(func, args, kwargs, op.name)
-        _PLANS[key] = plan
-    if call is not None and plan.simple and op.name in _REPEATABLE:
-        _remember(call, op, args, operands, plan, statics)
+        _PLANS[layout_key] = plan
+    remembered = remembered_call(key, op, args, kwargs, operands, plan, statics)
+    if remembered is not None:
+        CALLS[op][key] = remembered
     return plan(func, operands, statics)
 
 
-def _argument_key(x: Any) -> Any:
-    """What of an argument that is no DTensor a remembered call depends on: its value; of a number with digits after the
-    point the type, since only operands of element-wise operations are such."""
-    kind = type(x)
-    if kind is float:
-        return float
-    if kind is tuple:
-        return x if all(type(n) is int for n in x) else _OTHER
-    return x if kind in _VALUES else _OTHER
-
-
-def _remember(call: tuple, op: NativeOp, args: tuple, operands: tuple, plan: _Plan, statics: Any) -> None:
-    """Keep ``plan`` for calls with the same arguments, so that these are neither bound nor looked at again."""
-    count = len(operands)
-    if count > len(args) or any(x is not y for x, y in zip(operands, args, strict=False)):
-        return
-    if _OTHER in call:
-        return
-    if op.name in _ELEMENTWISE:
-        if statics is not None or count != len(args):
-            return
-    elif float in call:
-        return
-    _CALLS[call] = (plan, plan.statics if plan.statics is not None else statics, count)
+#: The one that there is.
+dispatch = _Dispatch()
 
 
 def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics: Any) -> _Plan | None:

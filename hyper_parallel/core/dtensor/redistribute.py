@@ -18,6 +18,7 @@ from hyper_parallel.platform.base import kept_view
 
 __all__ = [
     "linear_input_view",
+    "linear_key",
     "parameter_view",
     "partial_grad_view",
     "plan_redistribution",
@@ -49,7 +50,7 @@ def _bind_step(step: Step) -> Callable[[Any], Any]:
     wrap, requires_grad, write_cache = platform.wrap, platform.requires_grad, platform.write_cache
     if not (isinstance(step.source, Shard) and isinstance(step.target, Replicate)):
         return lambda x: wrap(transitions.run(x, step), after)
-    gather, key = bind_gather(step), (step.mesh, (step.mesh_dim,))
+    gather, key = bind_gather(step), linear_key(step.mesh, (step.mesh_dim,))
 
     def run(x: Any) -> Any:
         local, partial, data = gather(x)
@@ -88,33 +89,37 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     layout = x._layout
     mesh = layout.mesh
     platform = mesh.platform
+    if not platform.requires_grad(x):
+        return x
     holder = x if x._origin is None else x._origin
     view = platform.read_cache(holder, (mesh, mesh_dims))
     if view is not None:
         return view
     mesh_dims = tuple([d for d in mesh_dims if mesh.shape[d] > 1])
-    if not mesh_dims or not platform.requires_grad(x):
+    if not mesh_dims:
         return x
     key = (mesh, mesh_dims)
     view = platform.read_cache(holder, key)
     if view is not None:
         return view
     transitions = transitions_of(platform)
+    linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
     if x._gathered is None:
-        view = platform.read_cache(holder, (mesh, mesh_dims, "linear"))
-        if view is None and isinstance(x, platform.Parameter):
+        if linear is None and isinstance(x, platform.Parameter):
             view = transitions.parameter_view(mesh, mesh_dims)(x)
-        elif view is None:
+        elif linear is None:
             view = transitions.copy(x, mesh, mesh_dims)
         else:
             # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
-            view = transitions.convert_cotangent(view.reshape(platform.shape_of(x)), platform.clone)
+            view = transitions.convert_cotangent(linear.reshape(platform.shape_of(x)), platform.clone)
+    elif linear is not None:
+        view = linear.reshape(platform.shape_of(x))
     else:
         source, step, data = x._gathered
         others = tuple(d for d in mesh_dims if d != step.mesh_dim)
         shard = partial_grad_view(source, others)
         share = transitions.share if len(others) == len(mesh_dims) else transitions.share_partial
-        view = share(shard, step, platform.detach(data))
+        view = share(shard, step, platform.detach(data).reshape(platform.shape_of(x)))
     platform.write_cache(holder, key, view)
     return view
 
@@ -126,6 +131,12 @@ def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     return transitions_of(mesh.platform).parameter_view(mesh, (mesh_dim,))
 
 
+def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
+    2-D with its leading dimensions as one."""
+    return mesh, mesh_dims, "linear"
+
+
 def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:
     """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of ``mesh``,
     for linear layers; they share its collectives. It may be 2-D, see `Platform.linear_view`."""
@@ -134,7 +145,7 @@ def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[
     if not mesh_dims:
         return lambda x, weight: x
     copied = kept_view(platform, lambda x: transitions.copy(x, mesh, mesh_dims), (mesh, mesh_dims))
-    return transitions.linear_view(mesh, mesh_dims, (mesh, mesh_dims, "linear"), copied) or copied
+    return transitions.linear_view(mesh, mesh_dims, linear_key(mesh, mesh_dims), copied) or copied
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:

@@ -21,7 +21,9 @@ __all__ = ["DTensor", "bind_platform", "dtensor_class"]
 _BOUND: dict[Platform, type] = {}
 #: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
 _TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Bounded(1 << 14)
-CACHES.append(_TARGETS.clear)
+#: (mesh, placements, local shape) -> layout, of what `DTensor.from_local` was given where shards are equal.
+_EVEN_LAYOUTS: dict[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]], Layout] = Bounded(1 << 14)
+CACHES += [_TARGETS.clear, _EVEN_LAYOUTS.clear]
 
 
 class DTensor:
@@ -43,8 +45,8 @@ class DTensor:
 
     #: Layout of the instance; None on the class.
     _layout: Any = None
-    #: (source DTensor, step, gathered data) of an instance made by all-gather: its partial-gradient views go through
-    #: the shard, so that their backward is one reduce-scatter.
+    #: (source DTensor, step, gathered data, perhaps as rows) of an instance made by all-gather: its partial-gradient
+    #: views go through the shard, so that their backward is one reduce-scatter.
     _gathered: Any = None
     #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
     #: modules that are given the same plain tensor share one collective.
@@ -86,20 +88,26 @@ class DTensor:
             )
         local_tensor = platform.to_device(local_tensor)
         local_shape = tuple(platform.shape_of(local_tensor))
-        normal = normalize_placements(placements, mesh, len(local_shape), f"a tensor of local shape {local_shape}")
-        if shape is None:
-            shape = _even_global_shape(local_shape, normal, mesh)
-        layout = get_layout(mesh, normal, tuple(shape))
-        misfit = None
-        if mesh.get_coordinate() is not None and tuple(layout.local_shape) != local_shape:
-            misfit = (
-                f"a tensor of global shape {tuple(shape)} placed {list(normal)} on {mesh} has local shape "
-                f"{tuple(layout.local_shape)} on rank {platform.rank()}, got {local_shape}"
-            )
-        if run_check:
-            _check_over_ranks(local_tensor, layout, misfit)
-        elif misfit is not None:
-            raise ValueError(misfit)
+        key: Any = None
+        if shape is None and not run_check and isinstance(placements, (tuple, list)):
+            key = (mesh, tuple(placements), local_shape)
+        layout = None if key is None else _EVEN_LAYOUTS.get(key)
+        if layout is None:
+            normal = normalize_placements(placements, mesh, len(local_shape), f"a tensor of local shape {local_shape}")
+            whole = _even_global_shape(local_shape, normal, mesh) if shape is None else tuple(shape)
+            layout = get_layout(mesh, normal, whole)
+            misfit = None
+            if mesh.get_coordinate() is not None and tuple(layout.local_shape) != local_shape:
+                misfit = (
+                    f"a tensor of global shape {whole} placed {list(normal)} on {mesh} has local shape "
+                    f"{tuple(layout.local_shape)} on rank {platform.rank()}, got {local_shape}"
+                )
+            if run_check:
+                _check_over_ranks(local_tensor, layout, misfit)
+            elif misfit is not None:
+                raise ValueError(misfit)
+            if key is not None:
+                _EVEN_LAYOUTS[key] = layout
         with platform.no_dispatch():
             local = platform.alias(local_tensor)
             if grad_placements is not None:

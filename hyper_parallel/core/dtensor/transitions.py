@@ -174,16 +174,19 @@ class Transitions:
         self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], key: Any, otherwise: Callable[[Any], Any]
     ) -> Callable[[Any, Any], Any] | None:
         """`Platform.linear_view` with the backward of `copy`, whose all-reduce overwrites the cotangent."""
-        requires_grad, contiguous = self.platform.requires_grad, self.platform.contiguous
-        reducers = [(collectives.bind_all_reduce(mesh, d), summation(mesh, d)) for d in mesh_dims]
+        contiguous, reducers = self.platform.contiguous, [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
         def reduce(g: Any) -> Any:
-            differentiable = requires_grad(g)
-            for all_reduce, step in reducers:
-                g = self._all_reduce(g, step) if differentiable else all_reduce(contiguous(g))
+            for all_reduce in reducers:
+                g = all_reduce(contiguous(g))
             return g
 
-        return self.platform.linear_view(reduce, key, otherwise)
+        def record(g: Any) -> Any:
+            for d in mesh_dims:
+                g = self._all_reduce(g, summation(mesh, d))
+            return g
+
+        return self.platform.linear_view(reduce, record, key, otherwise)
 
     def parameter_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
         """`copy` as ``view(x)`` of a parameter, which `coalesce_gradients` may take part in; see
@@ -215,23 +218,9 @@ class Transitions:
         """`run` from ``Partial()`` to ``Replicate()`` as ``reduce(y)``, for a ``y`` that nobody else holds and whose
         operation does not need its value in backward: it is overwritten, and where the platform has hooks there is no
         node in the graph."""
-        platform, step = self.platform, summation(mesh, mesh_dim)
-        requires_grad, supports, all_reduce = platform.requires_grad, platform.supports, self._all_reduce
-        write = collectives.bind_all_reduce(mesh, mesh_dim)
-        overwritten = platform.overwriting(write, lambda g: self._for_summands(g, step) if requires_grad(g) else None)
-        if overwritten is None:
-            return lambda y: self._overwrite(y, step, write)
-
-        known: set[Any] = set()  # dtypes that the backend sums
-
-        def reduce(y: Any) -> Any:
-            if y.dtype not in known:
-                if not supports("all_reduce", "sum", y):
-                    return all_reduce(y, step)
-                known.add(y.dtype)
-            return overwritten(y)
-
-        return reduce
+        step, write = summation(mesh, mesh_dim), collectives.bind_all_reduce(mesh, mesh_dim)
+        overwritten = self.platform.overwriting(write, lambda g: self._for_summands(g, step))
+        return overwritten or (lambda y: self._overwrite(y, step, write))
 
     def convert_cotangent(self, x: Any, convert: Any) -> Any:
         """Identity whose backward applies ``convert`` to the cotangent."""

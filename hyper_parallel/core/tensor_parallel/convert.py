@@ -90,6 +90,9 @@ def replace(x: Any, mesh: DeviceMesh, desired: Placement | None) -> DTensor | No
 
 
 def _redistribute(x: Any, desired: Placement, what: str) -> Any:
+    known = replace(x, x.device_mesh, desired)
+    if known is not None:
+        return known
     try:
         placed = x.redistribute(placements=(desired,))
         _TARGETS[x._layout, desired] = placed._layout

@@ -8,7 +8,7 @@ a distributed one that is placed as the style wants it. What either would look u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,15 +20,17 @@ from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import (
     linear_input_view,
+    linear_key,
     parameter_view,
     partial_grad_view,
     plan_redistribution,
 )
 from hyper_parallel.core.dtensor.transitions import summation, transitions_of
 
-__all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
+__all__ = ["LocalForward", "column_forward", "keeps_bias", "norm_forward", "row_forward"]
 
 _FIRST = (0,)
+_shape_of, _layout_of = attrgetter("shape"), attrgetter("_layout")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
     platform = mesh.platform
     linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
     wrap, view = platform.wrap, linear_input_view(mesh, _FIRST)
-    read_cache, key = platform.read_cache, (mesh, _FIRST)
+    read_cache, key = platform.read_cache, linear_key(mesh, _FIRST)
     (shard,), features = weight.placements, weight.shape[0]
 
     def output_of(shape: tuple[int, ...]) -> Layout:
@@ -74,16 +76,13 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
 
     def plain(module: Any, x: Any) -> Any:
         own = own_parameters(module)
-        try:
-            weight, bias = own["weight"], own["bias"]
-        except KeyError:
-            weight, bias = _weight_alone(module, own), None
-        if weight is None:
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is None or (bias is None and "bias" not in own and keeps_bias(module)):
             return NotImplemented
         with no_dispatch():
             rows = view(x, weight)
             y = linear(rows, weight, bias)
-            y = y if rows.ndim == x.ndim else y.reshape((*x.shape[:-1], y.shape[-1]))
+            y = y if rows.ndim == x.ndim else y.view(*by_shape[x.shape].local_shape)
             return y if use_local_output else wrap(y, by_shape[x.shape])
 
     def distributed(module: Any, x: Any) -> Any:
@@ -91,11 +90,8 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
         if output is None:
             return NotImplemented
         own = own_parameters(module)
-        try:
-            weight, bias = own["weight"], own["bias"]
-        except KeyError:
-            weight, bias = _weight_alone(module, own), None
-        if weight is None:
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is None or (bias is None and "bias" not in own and keeps_bias(module)):
             return NotImplemented
         with no_dispatch():
             if x._gathered is None:
@@ -103,8 +99,8 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
             else:
                 rows = read_cache(x, key)
                 rows = partial_grad_view(x, _FIRST) if rows is None else rows
-            y = linear(rows, weight, bias)
-            y = y if rows.ndim == x.ndim else y.reshape((*output.shape[:-1], y.shape[-1]))
+            y, local_shape = linear(rows, weight, bias), output.local_shape
+            y = y if rows.ndim == len(local_shape) else y.view(*local_shape)
             return y if use_local_output else wrap(y, output)
 
     return LocalForward(plain if takes_plain else None, distributed)
@@ -126,7 +122,7 @@ def row_forward(
     platform, transitions = mesh.platform, transitions_of(mesh.platform)
     linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
     whole = desired is Replicate()
-    all_reduce, run, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
+    all_reduce, take_step, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
     of_one_rank = summation(mesh, 0).reversed
     (shard,), features = weight.placements, weight.shape[0]
 
@@ -145,32 +141,29 @@ def row_forward(
 
     by_shape, by_layout = Table(output_of), Table(output_of_layout)
 
-    def forward(module: Any, x: Any, output: tuple[Any, Layout]) -> Any:
-        own = own_parameters(module)
-        try:
-            weight, bias = own["weight"], own["bias"]
-        except KeyError:
-            weight, bias = _weight_alone(module, own), None
-        if weight is None:
-            return NotImplemented
-        with no_dispatch():
-            if whole:
-                y = all_reduce(linear(x, weight, None))
-                y = y if bias is None else _add(y, bias, platform)
-            else:
-                # In one of the summands, of which every rank gets the whole gradient back.
-                y = output[0](linear(x, weight, None if bias is None else run(bias, of_one_rank)))
-            return y if use_local_output else wrap(y, output[1])
+    def with_output_from(table: Table, key_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+        def run(module: Any, x: Any) -> Any:
+            output = table[key_of(x)]
+            if output is None:
+                return NotImplemented
+            own = own_parameters(module)
+            weight, bias = own.get("weight"), own.get("bias")
+            if weight is None or (bias is None and "bias" not in own and keeps_bias(module)):
+                return NotImplemented
+            with no_dispatch():
+                if whole:
+                    y = all_reduce(linear(x, weight, None))
+                    y = y if bias is None else _add(y, bias, platform)
+                else:
+                    # In one of the summands, of which every rank gets the whole gradient back.
+                    y = output[0](linear(x, weight, None if bias is None else take_step(bias, of_one_rank)))
+                return y if use_local_output else wrap(y, output[1])
 
-    def plain(module: Any, x: Any) -> Any:
-        output = by_shape[x.shape]
-        return NotImplemented if output is None else forward(module, x, output)
+        return run
 
-    def distributed(module: Any, x: Any) -> Any:
-        output = by_layout[x._layout]
-        return NotImplemented if output is None else forward(module, x, output)
-
-    return LocalForward(plain if takes_plain else None, distributed)
+    return LocalForward(
+        with_output_from(by_shape, _shape_of) if takes_plain else None, with_output_from(by_layout, _layout_of)
+    )
 
 
 def norm_forward(
@@ -232,20 +225,19 @@ def norm_forward(
 
         return run
 
-    return LocalForward(
-        with_layout_from(by_shape, attrgetter("shape")), with_layout_from(by_layout, attrgetter("_layout"))
-    )
+    return LocalForward(with_layout_from(by_shape, _shape_of), with_layout_from(by_layout, _layout_of))
 
 
 def _add(y: Any, bias: Any, platform: Any) -> Any:
-    # Automatic mixed precision computes in another dtype than that of the parameters.
     # Not the operator: Python would ask the class of the distributed bias first.
-    return y.add(bias if bias.dtype == y.dtype else platform.to_dtype(bias, y.dtype))
+    z = y.add(bias)
+    # Automatic mixed precision computes in another dtype than that of the parameters.
+    return z if z.dtype == y.dtype else y.add(platform.to_dtype(bias, y.dtype))
 
 
-def _weight_alone(module: Any, own: Mapping[str, Any]) -> Any:
-    """The weight of a layer that keeps no bias; None where something else computes one or the other."""
-    return own.get("weight") if module.__dict__.get("bias", module) is None else None
+def keeps_bias(module: Any) -> bool:
+    """Whether a layer that has no parameter of that name has a bias all the same: something else computes it."""
+    return module.__dict__.get("bias", module) is not None
 
 
 def _is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:

@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.faults import explain_along
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, keeps_bias
 
 __all__ = ["overlap_collectives", "overlapped_first"]
 
@@ -122,7 +122,7 @@ def overlapped_first(
         chunks = overlap.chunks if overlap is not None and elements >= overlap.least and not CHECKS else 1
         own = platform.own_parameters(module)
         matrix, bias = own.get("weight"), own.get("bias")
-        if matrix is None:
+        if matrix is None or (bias is None and "bias" not in own and keeps_bias(module)):
             return NotImplemented
         with platform.no_dispatch():
             try:

@@ -172,10 +172,14 @@ class AutogradVerbs:
         # `_Function.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
 
-    def linear_view(self, convert: Callable[[Any], Any], key: Any, otherwise: Any) -> Callable[[Any, Any], Any]:
+    def linear_view(
+        self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
+    ) -> Callable[[Any, Any], Any]:
         # For linear layers alone, because nobody else holds the cotangents that they return.
-        view = self.autograd_function(lambda ctx, x: self.detach(x), lambda ctx, cotangent: convert(cotangent))
-        return kept_view(self, view, key)
+        def backward(ctx: Any, cotangent: Any) -> Any:
+            return (record if self.requires_grad(cotangent) else convert)(cotangent)
+
+        return kept_view(self, self.autograd_function(lambda ctx, x: self.detach(x), backward), key)
 
     def can_delay_gradient(self, parameter: Any) -> bool:
         return DelayedGradients.take(parameter)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from mindspore import Parameter, Tensor
 
-from hyper_parallel.platform.base import NativeOp, Platform
+from hyper_parallel.platform.base import Dispatch, NativeOp, Platform
 from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
 from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
@@ -41,7 +41,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
             return "mindspore is not installed"
         return None
 
-    def make_dtensor_class(self, mixin: type, dispatch: Callable[[NativeOp | None, Any, tuple, dict], Any]) -> type:
+    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
         self._dtensor = make_dtensor_class(mixin, dispatch)
         return self._dtensor
 

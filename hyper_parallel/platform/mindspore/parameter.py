@@ -6,12 +6,12 @@ groups and optimizers that hold it keep seeing it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
+from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.mindspore.holes import fill_holes
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
@@ -115,7 +115,7 @@ class _Classes:
     parameter: type = Parameter
 
 
-def make_dtensor_class(mixin: type, dispatch: Callable[[Any, Any, tuple, dict], Any]) -> type:
+def make_dtensor_class(mixin: type, dispatch: Dispatch) -> type:
     """The DTensor class: core's ``mixin`` over `InterceptedTensor`; and the parameter class that goes with it."""
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
     dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), {**names, "_dispatch": staticmethod(dispatch)})

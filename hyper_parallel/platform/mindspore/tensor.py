@@ -21,6 +21,7 @@ from mindspore import Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
+from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
 
@@ -111,7 +112,7 @@ class InterceptedTensor(Tensor):
     """
 
     _layout: Any = None
-    _dispatch: Callable[[Any, Any, tuple, dict], Any]
+    _dispatch: Dispatch
 
     def __new__(cls, local: Any, *args: Any, **kwargs: Any) -> Any:
         """MindSpore makes a parameter of a tensor subclass this way; people use `DTensor.from_local`."""

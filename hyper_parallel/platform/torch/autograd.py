@@ -115,7 +115,8 @@ class AutogradVerbs(Platform):
             if cache and (found := read(x, key)) is not None:
                 return found
             y: Any = _view_as(x, x)
-            y._backward_hooks = {0: _on_plain_cotangent(partial(convert, x))}
+            of_x = partial(convert, x)
+            y._backward_hooks = {0: _hook(of_x, of_x)}
             y.grad_fn._register_hook_dict(y)
             if cache is None:
                 cache = x.__dict__["_cached"] = _Cache()
@@ -147,11 +148,12 @@ class AutogradVerbs(Platform):
     def linear_view(
         self,
         convert: Callable[[torch.Tensor], torch.Tensor],
+        record: Callable[[torch.Tensor], torch.Tensor],
         key: Any,
         otherwise: Callable[[torch.Tensor], torch.Tensor],
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """See `Platform.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
-        hooks = OrderedDict({0: _on_plain_cotangent(convert)})
+        hooks = OrderedDict({0: _hook(convert, record)})
 
         def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if not (_is_grad_enabled() and x.requires_grad):
@@ -182,15 +184,18 @@ class AutogradVerbs(Platform):
     def overwriting(
         self,
         write: Callable[[torch.Tensor], torch.Tensor],
-        convert: Callable[[torch.Tensor], torch.Tensor | None],
+        record: Callable[[torch.Tensor], torch.Tensor],
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `Platform.overwriting`."""
-        hooks = OrderedDict({0: _on_plain_cotangent(convert)})
+        hooks = OrderedDict({0: _hook(None, record)})
 
         def apply(y: Any) -> torch.Tensor:
             if not (_is_grad_enabled() and y.requires_grad):
                 return write(y)
-            write(_detach(y))
+            data = _detach(y)
+            written = write(data)
+            if written is not data:
+                data.copy_(written)
             y._backward_hooks = hooks
             y.grad_fn._register_hook_dict(y)
             # The graph has the table now. The tensor must not: a hook of its user would go into it.
@@ -281,13 +286,19 @@ def _as_plain(cotangent: Any) -> Any:
     return cotangent if cotangent is None or type(cotangent) is torch.Tensor else cotangent.as_subclass(torch.Tensor)
 
 
-def _on_plain_cotangent(convert: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """``convert`` as a hook, which gets plain tensors."""
+def _hook(
+    convert: Callable[[torch.Tensor], Any] | None, record: Callable[[torch.Tensor], Any]
+) -> Callable[[torch.Tensor], Any]:
+    """The hook that changes a cotangent by ``convert``, if at all, and where it has a gradient itself by ``record``.
+    Both get plain tensors."""
 
     def hook(cotangent: torch.Tensor) -> Any:
+        change = record if _is_grad_enabled() and cotangent.requires_grad else convert
+        if change is None:
+            return None
         if type(cotangent) is torch.Tensor:
-            return convert(cotangent)
+            return change(cotangent)
         with no_dispatch():
-            return convert(_as_plain(cotangent))
+            return change(_as_plain(cotangent))
 
     return hook

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.base import Dispatch, NativeOp
 from hyper_parallel.platform.torch import tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
@@ -54,7 +54,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
             return _local_shape(local)
 
     # ------------------------------------------------------------------------------------------------ interception
-    def make_dtensor_class(self, mixin: type, dispatch: Callable[[NativeOp | None, Any, tuple, dict], Any]) -> type:
+    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
         """See `Platform.make_dtensor_class`."""
         return tensor.make_dtensor_class(mixin, dispatch)
 

@@ -72,7 +72,10 @@ def _derive(cls: Any, methods: dict[str, Any]) -> type:
         before, after = state["_forward_pre_hooks"], state["_forward_hooks"]
         if not (before or after):
             replaced = state.get("_replaced_forward")
-            return self.forward(*args, **kwargs) if replaced is None else replaced(self, *args, **kwargs)
+            if replaced is None:
+                return self.forward(*args, **kwargs)
+            # Python hands over a single argument faster than a tuple of them.
+            return replaced(self, *args, **kwargs) if kwargs or len(args) != 1 else replaced(self, args[0])
         if (
             len(before) != len(state["_forward_pre_hooks_with_kwargs"])
             or state["_forward_hooks_with_kwargs"]

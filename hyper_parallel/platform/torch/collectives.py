@@ -1,10 +1,9 @@
 """Process groups and collectives of torch.distributed.
 
-The hot collectives call the process group itself, which costs a third of the functions of `torch.distributed`. Those
-functions are looked up at call time where they are used, because torch_npu replaces some of them.
-
-A group is handed to core as a weak reference: a `ProcessGroup` that is alive when the interpreter ends, after its
-default group was destroyed, aborts the process (measured with gloo: 5 of 12 runs, none of 12 with weak references).
+The hot collectives call the group's backend itself, which costs a quarter of the functions of `torch.distributed` and
+half of the process group's methods. These pass torch's dispatcher, so they are called where somebody watches it:
+torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because torch_npu
+replaces some of them.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import faults, launch, overlap
 
 __all__ = ["CommunicationVerbs"]
+
+_watchers = torch._C._len_torch_dispatch_stack
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -48,8 +49,39 @@ _ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()
 _REDUCE_SCATTER = {name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS.items()}
 
 
+class _Group:
+    """A process group as core gets it: calling it gives the `ProcessGroup`, or None when that was destroyed.
+
+    Nothing here keeps one alive: a `ProcessGroup` that still lives when the interpreter ends, after its default group
+    was destroyed, aborts the process (measured with gloo: 5 of 12 runs, none of 12 with weak references).
+
+    Attributes:
+        backend: what carries out the group's collectives on the platform's device, as long as there is the group; None
+            for a group of a class that has no such parts.
+    """
+
+    __slots__ = ("__weakref__", "_process_group", "backend")
+
+    def __init__(self, process_group: Any, device_type: str) -> None:
+        owner = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            group = owner()
+            if group is not None:
+                group.backend = None
+
+        self._process_group = weakref.ref(process_group, forget)
+        try:
+            self.backend = process_group._get_backend(torch.device(device_type))
+        except RuntimeError:
+            self.backend = None
+
+    def __call__(self) -> Any:
+        return self._process_group()
+
+
 class CommunicationVerbs(Platform):
-    """The verbs of `Platform` about process groups and collectives; a group is a ``weakref.ref[ProcessGroup]``."""
+    """The verbs of `Platform` about process groups and collectives; a group is a `_Group`."""
 
     #: dtypes that the backend moves natively; others travel as bytes.
     moved_dtypes: ClassVar[frozenset[torch.dtype]]
@@ -91,7 +123,7 @@ class CommunicationVerbs(Platform):
                 # Left to itself, torch gives each group 30 minutes, whatever the default group has.
                 group = dist.new_group(list(ranks), timeout=faults.timeout_of(dist.group.WORLD, self.device_type))
             if dist.get_rank() in ranks:
-                mine = weakref.ref(group)
+                mine = _Group(group, self.device_type)
         return mine
 
     def native_group(self, group: Any) -> Any:
@@ -108,26 +140,28 @@ class CommunicationVerbs(Platform):
         return True
 
     def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-        """See `Platform.all_reduce`. `_resolve` is called for its error alone: this is the hot path."""
-        (group() or _resolve(group)).allreduce([local], _ALL_REDUCE[op]).wait()
+        """See `Platform.all_reduce`."""
+        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend.allreduce([local], _ALL_REDUCE[op]).wait()
         return local
 
     def all_gather(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_gather`."""
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
-        process_group = group() or _resolve(group)
+        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
         if local.dtype in self.moved_dtypes:
-            process_group._allgather_base(out, local).wait()
+            backend._allgather_base(out, local).wait()
         else:
-            process_group._allgather_base(self._movable(out), self._movable(local)).wait()
+            backend._allgather_base(self._movable(out), self._movable(local)).wait()
         return out
 
     def reduce_scatter(self, local: torch.Tensor, op: str, group: Any, size: int) -> torch.Tensor:
         """See `Platform.reduce_scatter`."""
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
-        (group() or _resolve(group))._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
+        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
         return out
 
     def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:

@@ -13,13 +13,13 @@ arrives at ``__torch_function__``, which looks the function up once:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch._C import _is_torch_function_enabled as is_dispatch_on
 
+from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
 
@@ -49,7 +49,7 @@ class _State:
     """What core handed over in `make_dtensor_class`: one DTensor class serves every torch device."""
 
     tensor_class: Any = None
-    dispatch: Callable[..., Any] | None = None
+    dispatch: Dispatch | None = None
 
 
 def handles(*functions: Any) -> Callable[[Handler], Handler]:
@@ -127,7 +127,7 @@ def _complex_part(name: str) -> property:
     return property(read, set_part, doc=getattr(T, name).__doc__)
 
 
-def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any], base: type = torch.Tensor) -> type:
+def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.Tensor) -> type:
     """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it.
 
     ``base`` is the class of local tensors. It is another one where torch's own tensors are a subclass that computes by
@@ -140,7 +140,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Callable[..., Any], base: typ
     # Imported here, because the handlers register themselves in this module.
     from hyper_parallel.platform.torch import handlers
 
-    computing: dict[Any, Handler] = {func: partial(core_dispatch, row) for func, row in OP_TABLE.items()}
+    computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
     table = {**computing, **HANDLERS}
     look_up = table.get
     unknown = handlers.run_unknown

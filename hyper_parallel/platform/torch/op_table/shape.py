@@ -49,7 +49,7 @@ def _input(args: tuple, kwargs: dict) -> Any:
 
 def _reshapes() -> Table:
     rows: Table = {}
-    view = NativeOp("reshape", _bind_reshape, lambda func, operands, statics: operands[0].view(statics[0]))
+    view = NativeOp("reshape", _bind_reshape, _call_view)
     reshape = NativeOp("reshape", _bind_reshape, _call_reshape)
     rows[T.view] = rows[getattr(torch, "view_copy", None)] = view
     rows[T.reshape] = rows[torch.reshape] = reshape
@@ -69,8 +69,13 @@ def _bind_reshape(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     return (_input(args, kwargs),), (_int_list(args, kwargs, "shape", "size"),)
 
 
+# Torch reads numbers faster than a tuple of them.
+def _call_view(func: Any, operands: tuple, statics: tuple) -> Any:
+    return T.view(operands[0], *statics[0]) if statics[0] else T.view(operands[0], ())
+
+
 def _call_reshape(func: Any, operands: tuple, statics: tuple) -> Any:
-    return operands[0].reshape(statics[0])
+    return T.reshape(operands[0], *statics[0]) if statics[0] else T.reshape(operands[0], ())
 
 
 def _bind_flatten(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
@@ -135,7 +140,7 @@ def _permutations() -> Table:
 
 
 def _call_permute(func: Any, operands: tuple, statics: tuple) -> Any:
-    return operands[0].permute(statics[0])
+    return T.permute(operands[0], *statics[0]) if statics[0] else T.permute(operands[0], ())
 
 
 def _bind_permute(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
@@ -185,17 +190,17 @@ def _bind_movedim(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 def _sizes_one() -> Table:
     rows: Table = {}
-    unsqueeze = NativeOp("unsqueeze", _bind_dim, lambda func, operands, statics: operands[0].unsqueeze(statics[0]))
+    unsqueeze = NativeOp("unsqueeze", _bind_dim, lambda func, operands, statics: T.unsqueeze(operands[0], statics[0]))
     rows.update(dict.fromkeys(find(["unsqueeze"], torch, T), unsqueeze))
     rows.update(dict.fromkeys(find(["squeeze"], torch, T), NativeOp("squeeze", _bind_squeeze, _call_squeeze)))
-    expand = NativeOp("expand", _bind_expand, lambda func, operands, statics: operands[0].expand(statics[0]))
+    expand = NativeOp("expand", _bind_expand, lambda func, operands, statics: T.expand(operands[0], statics[0]))
     rows.update(dict.fromkeys([T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to], expand))
-    repeat = NativeOp("repeat", _bind_repeat, lambda func, operands, statics: operands[0].repeat(statics[0]))
+    repeat = NativeOp("repeat", _bind_repeat, lambda func, operands, statics: T.repeat(operands[0], statics[0]))
     rows.update(dict.fromkeys([T.repeat, torch.tile, T.tile], repeat))
     interleave = NativeOp(
         "repeat_interleave",
         _bind_interleave,
-        lambda func, operands, statics: operands[0].repeat_interleave(statics[0], statics[1]),
+        lambda func, operands, statics: T.repeat_interleave(operands[0], statics[0], statics[1]),
     )
     rows.update(dict.fromkeys([torch.repeat_interleave, T.repeat_interleave], interleave))
     rows[F.pad] = rows[torch._C._nn.pad] = NativeOp("pad", _bind_pad, _call_pad)
@@ -215,7 +220,7 @@ def _bind_squeeze(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 
 def _call_squeeze(func: Any, operands: tuple, statics: tuple) -> Any:
-    return operands[0].squeeze() if statics[0] is None else operands[0].squeeze(statics[0])
+    return T.squeeze(operands[0]) if statics[0] is None else T.squeeze(operands[0], statics[0])
 
 
 def _bind_expand(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
@@ -261,13 +266,13 @@ def _joins_and_splits() -> Table:
     rows: Table = {}
     for name, functions in (("cat", ["cat", "concat", "concatenate"]), ("stack", ["stack"])):
         rows.update(dict.fromkeys(find(functions, torch), NativeOp(name, _bind_join, _call_join(getattr(torch, name)))))
-    chunk = NativeOp("chunk", _bind_chunk, lambda func, operands, statics: operands[0].chunk(*statics))
+    chunk = NativeOp("chunk", _bind_chunk, lambda func, operands, statics: T.chunk(operands[0], *statics))
     rows.update(dict.fromkeys([torch.chunk, T.chunk], chunk))
     split = NativeOp("split", _bind_split, lambda func, operands, statics: torch.split(operands[0], *statics))
     rows.update(dict.fromkeys(find(["split", "split_with_sizes"], torch, T), split))
-    unbind = NativeOp("unbind", _bind_unbind, lambda func, operands, statics: operands[0].unbind(statics[0]))
+    unbind = NativeOp("unbind", _bind_unbind, lambda func, operands, statics: T.unbind(operands[0], statics[0]))
     rows.update(dict.fromkeys([torch.unbind, T.unbind], unbind))
-    narrow = NativeOp("narrow", _bind_narrow, lambda func, operands, statics: operands[0].narrow(*statics))
+    narrow = NativeOp("narrow", _bind_narrow, lambda func, operands, statics: T.narrow(operands[0], *statics))
     rows.update(dict.fromkeys([torch.narrow, T.narrow], narrow))
     return rows
 
