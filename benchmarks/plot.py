@@ -12,7 +12,8 @@ from xml.sax.saxutils import escape
 
 __all__ = ["draw"]
 
-#: Titles of the tables that are drawn, from cases `mlp` and `llama`.
+CASES = ("mlp", "llama")
+#: Titles of the tables that are drawn, from these cases.
 PANELS = (
     "MLP: forward",
     "MLP: forward and backward",
@@ -66,7 +67,8 @@ def draw(record: Mapping[str, Any]) -> str:
     Raises:
         ValueError: when the result has none of the tables that are drawn.
     """
-    tables = {table["title"]: table for result in record["results"] for table in result["tables"]}
+    drawn = [result for result in record["results"] if result["case"] in CASES]
+    tables = {table["title"]: table for result in drawn for table in result["tables"]}
     chosen = [tables[title] for title in PANELS if title in tables]
     if not chosen:
         raise ValueError("the result has no table of the cases mlp and llama")

@@ -18,10 +18,17 @@ Clock = Callable[[], int]
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed, and what is called after it, untimed."""
+    """What is timed.
+
+    Attributes:
+        run: what is timed.
+        clear: called after each reading of the clock, untimed.
+        repeats: how often it runs between two readings, which disturb the processor's caches.
+    """
 
     run: Callable[[], object]
     clear: Callable[[], object] = lambda: None
+    repeats: int = 1
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Effort:
 
     Attributes:
         rounds: how often each version has its turn.
-        turn: how long a turn lasts, in seconds; it has at least ``calls`` calls.
+        turn: how long a turn lasts, in seconds; it has at least ``calls`` readings.
         calls: see there.
     """
 
@@ -71,12 +78,13 @@ def _cost_of(clock: Clock) -> float:
 
 
 def _median_of(step: Step, calls: int, clock: Clock) -> float:
-    """Median over ``calls`` calls, in nanoseconds."""
+    """Median over ``calls`` readings, in nanoseconds."""
     times = []
-    run, clear = step.run, step.clear
+    run, clear, repeats = step.run, step.clear, range(step.repeats)
     for _ in range(calls):
         start = clock()
-        run()
+        for _ in repeats:
+            run()
         times.append(clock() - start)
         clear()
     return statistics.median(times)
@@ -85,7 +93,7 @@ def _median_of(step: Step, calls: int, clock: Clock) -> float:
 def interleaved(
     steps: Mapping[str, Step], effort: Effort, clock: Clock = time.process_time_ns
 ) -> dict[str, list[float]]:
-    """Microseconds a call: of each step, the median call of its turn in each round. Turns are in random order.
+    """Microseconds a run: of each step, the median reading of its turn in each round. Turns are in random order.
 
     The default clock is the processor time of this process: on a busy machine, wall time makes long steps look longer,
     because they are the ones that get interrupted.
@@ -104,7 +112,9 @@ def interleaved(
             order.shuffle(names)
             with no_collection():
                 for name in names:
-                    times[name].append((_median_of(steps[name], calls[name], clock) - cost) / 1000)
+                    times[name].append(
+                        (_median_of(steps[name], calls[name], clock) - cost) / steps[name].repeats / 1000
+                    )
     return times
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from benchmarks.torch_versions import HYPER_PARALLEL, LIBRARIES, TORCH
 __all__ = ["run"]
 
 RANKS = 4
-REPEATS = 20
 PLAIN = "plain"
 #: Global shape and sharded dimension of each operand; None is replicated.
 OPERANDS: dict[str, tuple[tuple[int, ...], int | None]] = {
@@ -70,14 +70,6 @@ def _operands(library: Any | None) -> Operands:
     return operands
 
 
-def _step(operation: Callable[[Operands], Any], operands: Operands) -> Step:
-    def run() -> None:
-        for _ in range(REPEATS):
-            operation(operands)
-
-    return Step(run)
-
-
 def run(effort: Effort) -> Result:
     """Forward with gradients enabled, each operation beside the plain one on the local tensors."""
     result = Result(
@@ -90,8 +82,9 @@ def run(effort: Effort) -> Result:
     with fake_group(RANKS):
         operands = {PLAIN: _operands(None), **{name: _operands(library) for name, library in LIBRARIES.items()}}
         for name, operation in OPERATIONS.items():
-            steps = {kind: _step(operation, own) for kind, own in operands.items()}
-            times = {kind: [t / REPEATS for t in own] for kind, own in interleaved(steps, effort).items()}
+            times = interleaved(
+                {kind: Step(partial(operation, own), repeats=20) for kind, own in operands.items()}, effort
+            )
             above = {
                 kind: spread([t - plain for t, plain in zip(times[kind], times[PLAIN], strict=True)])
                 for kind in (HYPER_PARALLEL, TORCH)
