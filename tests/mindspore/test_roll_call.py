@@ -15,6 +15,9 @@ from mindspore.mint import distributed as dist
 from hyper_parallel.platform.mindspore import faults
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
 
+#: All that a test has made, until the process ends: MindSpore crashes now and then when it destroys a client.
+STORES: list[Any] = []
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Any, int]]:
@@ -31,7 +34,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def store_at(port: int, is_master: bool = False) -> Any:
-    return dist.TCPStore(
+    store = dist.TCPStore(
         "127.0.0.1",
         port,
         world_size=1,
@@ -39,6 +42,8 @@ def store_at(port: int, is_master: bool = False) -> Any:
         timeout=timedelta(seconds=10),
         wait_for_workers=False,
     )
+    STORES.append(store)
+    return store
 
 
 def on_rank(rank: int, store: Any) -> GroupVerbs:

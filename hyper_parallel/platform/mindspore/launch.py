@@ -24,6 +24,9 @@ __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 
 #: Seconds, where nobody says how long to wait.
 _TIMEOUT = 300.0
+#: The store at which the ranks of this process have met. It stays after the group is destroyed: about one in ten
+#: clients ends the process with a segmentation fault when MindSpore destroys it while the server is there.
+_stores: list[Any] = []
 
 
 _known_target: str | None = None
@@ -50,7 +53,7 @@ def wait_for_group(group: str) -> None:
 
 
 class World:
-    """One initialised default group; ``store`` must live as long as it, ``group`` is its name, None without peers."""
+    """One initialised default group; ``store`` is where its ranks have met, ``group`` is its name, None without peers."""
 
     def __init__(self, rank: int, size: int, group: str | None, store: Any = None) -> None:
         self.rank = rank
@@ -181,6 +184,7 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
         is_master=rank == 0,
         timeout=timeout,
     )
+    _stores.append(store)
     communication.management._init_with_store(
         backend=backend, timeout=timeout, world_size=size, rank=rank, store=store, group_name=""
     )
