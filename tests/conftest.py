@@ -77,5 +77,5 @@ def platform_name() -> str:
 @pytest.fixture(scope="session")
 def pool(platform_name: str) -> Iterator[WorkerPool]:
     """Worker processes of the backend under test."""
-    with WorkerPool(platform_name) as workers:
+    with WorkerPool(platform_name, first="tests.support.measured_ranks:leave_the_rest") as workers:
         yield workers

@@ -81,12 +81,14 @@ class Worker:
 class WorkerPool:
     """Worker processes in one process group of the backend ``platform``; with None, without any framework or group.
 
-    The workers start with the first job.
+    The workers start with the first job. Each of them calls ``first``, a ``"package.module:function"``, before it joins the
+    group.
     """
 
-    def __init__(self, platform: str | None, size: int = SIZE) -> None:
+    def __init__(self, platform: str | None, size: int = SIZE, first: str | None = None) -> None:
         self.platform = platform
         self.size = size
+        self.first = first
         #: How many times workers have been started.
         self.starts = 0
         self._workers: list[Worker] = []
@@ -167,7 +169,7 @@ class WorkerPool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             log = Path(self._logs.name) / f"start-{self.starts}-rank-{rank}.log"
-            settings = Settings(self.platform, rank, self.size, port, str(log))
+            settings = Settings(self.platform, rank, self.size, port, str(log), self.first)
             process = context.Process(target=serve, args=(settings, theirs), name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()

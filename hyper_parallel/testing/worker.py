@@ -19,13 +19,15 @@ from hyper_parallel.testing import spmd
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker is told when it starts. ``platform`` None means: no framework, no process group."""
+    """What a worker is told when it starts. ``platform`` None means: no framework, no process group. ``first`` is what it
+    calls before anything else."""
 
     platform: str | None
     rank: int
     size: int
     port: int
     log: str
+    first: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ def serve(settings: Settings, connection: Connection) -> None:
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pool
     try:
+        spmd.rank = settings.rank
+        if settings.first is not None:
+            _resolve(settings.first)()
         _join(settings)
         connection.send(None)
         while True:
@@ -78,7 +83,6 @@ def _leave_with_parent() -> None:
 
 def _join(settings: Settings) -> None:
     """Set what a launcher such as torchrun sets, and start the platform as a program would."""
-    spmd.rank = settings.rank
     os.environ.update(
         RANK=str(settings.rank),
         LOCAL_RANK=str(settings.rank),

@@ -13,6 +13,16 @@ def describe(*args: object) -> tuple:
     return spmd.rank, spmd.world_size, os.environ["RANK"], os.environ["WORLD_SIZE"], args
 
 
+_calls = 0
+
+
+def count() -> int:
+    """How often this worker has called it."""
+    global _calls
+    _calls += 1
+    return _calls
+
+
 def fail_on(ranks: tuple[int, ...]) -> int:
     """Fail on some ranks, after a word on stdout."""
     if spmd.rank in ranks:

@@ -102,6 +102,15 @@ def test_what_cannot_be_sent_is_an_error_and_no_hang(bare_pool: WorkerPool) -> N
     assert len(bare_pool.run(2, pool_jobs.describe)) == 2
 
 
+def test_first() -> None:
+    """Each worker calls it once, before its first job; where it fails, the workers have not started."""
+    with WorkerPool(None, SIZE, "tests.support.pool_jobs:count") as pool:
+        assert pool.run(2, pool_jobs.count) == [2, 2]
+    failed = pytest.raises(JobError, match=r"starting the workers failed on 2 rank[\s\S]*no_such_job")
+    with WorkerPool(None, SIZE, "tests.support.pool_jobs:no_such_job") as pool, failed:
+        pool.run(2, pool_jobs.count)
+
+
 def test_workers_that_cannot_start_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason is given to every test, without the cost of finding it out again."""
     tries = []

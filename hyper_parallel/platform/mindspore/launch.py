@@ -53,7 +53,7 @@ def wait_for_group(group: str) -> None:
 
 
 class World:
-    """One initialised default group; ``store`` is where its ranks have met, ``group`` is its name, None without peers."""
+    """One initialised default group; ``store`` is where its ranks met, ``group`` is its name, None without peers."""
 
     def __init__(self, rank: int, size: int, group: str | None, store: Any = None) -> None:
         self.rank = rank

@@ -1,0 +1,21 @@
+"""Which ranks of the test pool measure coverage.
+
+Measuring makes a rank slower by half, and all ranks run the same code but for the branches that depend on their place.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hyper_parallel.testing import spmd
+
+#: The first rank, and the last of the largest world.
+MEASURED = (0, 3)
+
+
+def leave_the_rest() -> None:
+    """Stop measuring in a worker that is none of `MEASURED`. Without coverage there is nothing to stop."""
+    coverage = sys.modules.get("coverage")
+    measurement = coverage.Coverage.current() if coverage else None
+    if measurement is not None and spmd.rank not in MEASURED:
+        measurement.stop()
