@@ -81,8 +81,8 @@ class Worker:
 class WorkerPool:
     """Worker processes in one process group of the backend ``platform``; with None, without any framework or group.
 
-    The workers start with the first job. Each of them calls ``first``, a ``"package.module:function"``, before it joins the
-    group.
+    The workers start with the first job. Each of them calls ``first``, a ``"package.module:function"``, before it joins
+    the group.
     """
 
     def __init__(self, platform: str | None, size: int = SIZE, first: str | None = None) -> None:

@@ -19,8 +19,8 @@ from hyper_parallel.testing import spmd
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker is told when it starts. ``platform`` None means: no framework, no process group. ``first`` is what it
-    calls before anything else."""
+    """What a worker is told when it starts. ``platform`` None means: no framework, no process group. It calls ``first``
+    before anything else."""
 
     platform: str | None
     rank: int

@@ -54,8 +54,8 @@ typedef struct {
 
 // What the others see of a rank.
 typedef struct {
-    _Atomic uint32_t barriers;  // passed or waiting at
-    _Atomic int has_more;       // whether its all-to-all needs another round
+    _Atomic uint32_t barriers;  // passed or waiting at; those who wait for it sleep on its address
+    _Atomic int has_more[2];    // whether its all-to-all needs another round, by turn
     Call calls[2];              // the current and the one before: nobody is further behind
 } RankState;
 
@@ -69,10 +69,12 @@ typedef struct {
     char name[NAME_LENGTH];
     int size, rank;
     uint32_t barriers, calls;
+    int turn;       // which slots are in use, 0 or 1
+    int unchecked;  // whether the others have not been asked yet which collective they are in
     void *memory;
     size_t length;
     RankState *states;  // of each rank
-    char *slots;        // SLOT_BYTES of each rank
+    char *slots;        // SLOT_BYTES of each rank, twice
     Pipe *pipes;        // of each pair of ranks
 } Communicator;
 
@@ -84,11 +86,14 @@ typedef struct {
         }                            \
     } while (0)
 
-// Wait until every rank of `c` has come here.
-HcclResult barrier(Communicator *c);
-
-// Begin a collective: an error if its type is unknown, or if another rank is in another collective.
+// Begin a collective: an error if its type is unknown.
 HcclResult enter(Communicator *c, const char *name, HcclDataType type, int reduction, int root, uint64_t count);
+
+// Wait until every rank of `c` has come here: an error if another rank is in another collective.
+HcclResult meet(Communicator *c);
+
+// The slots that have been read are the others' to read until the next time all meet; then they may be written again.
+static inline void take_turns(Communicator *c) { c->turn ^= 1; }
 
 // Let others run; `tries` counts how often this wait has been here.
 void relax(int *tries);
@@ -99,7 +104,9 @@ double timeout_seconds(void);
 // Bytes of an element, 0 for a type that is not known.
 uint64_t size_of(HcclDataType type);
 
-static inline char *slot_of(Communicator *c, int rank) { return c->slots + (uint64_t)rank * SLOT_BYTES; }
+static inline char *slot_of(Communicator *c, int rank) {
+    return c->slots + (uint64_t)(c->turn * c->size + rank) * SLOT_BYTES;
+}
 
 // target[i] = target[i] (op) source[i]; HCCL_E_NOT_SUPPORT for what the real HCCL does not reduce.
 HcclResult reduce_into(void *target, const void *source, uint64_t count, HcclDataType type, HcclReduceOp op);

@@ -1,40 +1,43 @@
-// Collectives. Each rank writes to its slot, all meet, each reads from the slots of the others, all meet again;
-// what is larger than a slot goes in several rounds. Sums are added in the order of ranks, the same on each.
+// Collectives. Each rank writes to its slot, all meet, each reads from the slots of the others; what is larger than a
+// slot goes in several rounds. Rounds use two sets of slots in turn, so that nobody writes where another still reads.
+// Sums are added in the order of ranks, the same on each.
 #include "hccl.h"
 
 #include <string.h>
 
-// for (offset, count) in rounds of as many of `total` elements as fit into a slot
-#define FOR_ROUNDS(offset, count, total, size)                                                        \
-    for (uint64_t offset = 0, count;                                                                  \
-         offset < (total) &&                                                                          \
-         (count = (total) - offset < SLOT_BYTES / (size) ? (total) - offset : SLOT_BYTES / (size), 1); \
-         offset += count)
+// for (offset, count) in rounds of as many of `total` elements as fit into a slot; one round where there are none
+#define FOR_ROUNDS(c, offset, count, total, size)                                                          \
+    for (uint64_t offset = 0, count;                                                                       \
+         (offset == 0 || offset < (total)) &&                                                              \
+         (count = (total) - offset < SLOT_BYTES / (size) ? (total) - offset : SLOT_BYTES / (size), 1);     \
+         offset += count ? count : 1, take_turns(c))
 
 static HcclResult check_reducible(HcclDataType type, HcclReduceOp op) {
     char one[16] = {0}, other[16] = {0};
     return reduce_into(one, other, 1, type, op);
 }
 
-static HcclResult reduce_slots(Communicator *c, char *target, uint64_t count, HcclDataType type, HcclReduceOp op) {
-    memcpy(target, slot_of(c, 0), count * size_of(type));
+// The sum, or another reduction, of what all slots have `place` elements from their start.
+static HcclResult reduce_slots(Communicator *c, uint64_t place, char *target, uint64_t count, HcclDataType type,
+                               HcclReduceOp op) {
+    uint64_t start = place * size_of(type);
+    memcpy(target, slot_of(c, 0) + start, count * size_of(type));
     for (int rank = 1; rank < c->size; rank++) {
-        RETURN_IF_FAILED(reduce_into(target, slot_of(c, rank), count, type, op));
+        RETURN_IF_FAILED(reduce_into(target, slot_of(c, rank) + start, count, type, op));
     }
     return HCCL_SUCCESS;
 }
 
-// Reduce `count` elements; `keeps` says whether this rank gets the result.
+// Reduce `total` elements; `keeps` says whether this rank gets the result.
 static HcclResult reduce(Communicator *c, const char *from, char *to, uint64_t total, HcclDataType type,
                          HcclReduceOp op, int keeps) {
     uint64_t size = size_of(type);
-    FOR_ROUNDS(offset, count, total, size) {
+    FOR_ROUNDS(c, offset, count, total, size) {
         memcpy(slot_of(c, c->rank), from + offset * size, count * size);
-        RETURN_IF_FAILED(barrier(c));
+        RETURN_IF_FAILED(meet(c));
         if (keeps) {
-            RETURN_IF_FAILED(reduce_slots(c, to + offset * size, count, type, op));
+            RETURN_IF_FAILED(reduce_slots(c, 0, to + offset * size, count, type, op));
         }
-        RETURN_IF_FAILED(barrier(c));
     }
     return HCCL_SUCCESS;
 }
@@ -57,9 +60,15 @@ HcclResult HcclReduceScatter(void *sendBuf, void *recvBuf, uint64_t recvCount, H
                              Communicator *comm, Stream stream) {
     RETURN_IF_FAILED(enter(comm, "HcclReduceScatter", dataType, op, 0, recvCount));
     RETURN_IF_FAILED(check_reducible(dataType, op));
-    for (int rank = 0; rank < comm->size; rank++) {
-        char *part = (char *)sendBuf + rank * recvCount * size_of(dataType);
-        RETURN_IF_FAILED(reduce(comm, part, recvBuf, recvCount, dataType, op, rank == comm->rank));
+    uint64_t size = size_of(dataType);
+    FOR_ROUNDS(comm, offset, count, recvCount, size * comm->size) {
+        for (int rank = 0; rank < comm->size; rank++) {
+            memcpy(slot_of(comm, comm->rank) + rank * count * size, (char *)sendBuf + (rank * recvCount + offset) * size,
+                   count * size);
+        }
+        RETURN_IF_FAILED(meet(comm));
+        char *to = (char *)recvBuf + offset * size;
+        RETURN_IF_FAILED(reduce_slots(comm, comm->rank * count, to, count, dataType, op));
     }
     return HCCL_SUCCESS;
 }
@@ -79,15 +88,14 @@ HcclResult HcclReduceScatterV(void *sendBuf, const uint64_t *sendCounts, const u
 // Send `total` elements from rank `root`, which has them at `from`, to those with `takes`, at `to`.
 static HcclResult send_to_all(Communicator *c, int root, const char *from, char *to, int takes, uint64_t total,
                               uint64_t size) {
-    FOR_ROUNDS(offset, count, total, size) {
+    FOR_ROUNDS(c, offset, count, total, size) {
         if (c->rank == root) {
             memcpy(slot_of(c, root), from + offset * size, count * size);
         }
-        RETURN_IF_FAILED(barrier(c));
+        RETURN_IF_FAILED(meet(c));
         if (takes) {
             memcpy(to + offset * size, slot_of(c, root), count * size);
         }
-        RETURN_IF_FAILED(barrier(c));
     }
     return HCCL_SUCCESS;
 }
@@ -113,13 +121,12 @@ HcclResult HcclAllGather(void *sendBuf, void *recvBuf, uint64_t sendCount, HcclD
                          Stream stream) {
     uint64_t size = size_of(dataType);
     RETURN_IF_FAILED(enter(comm, "HcclAllGather", dataType, 0, 0, sendCount));
-    FOR_ROUNDS(offset, count, sendCount, size) {
+    FOR_ROUNDS(comm, offset, count, sendCount, size) {
         memcpy(slot_of(comm, comm->rank), (char *)sendBuf + offset * size, count * size);
-        RETURN_IF_FAILED(barrier(comm));
+        RETURN_IF_FAILED(meet(comm));
         for (int rank = 0; rank < comm->size; rank++) {
             memcpy((char *)recvBuf + (rank * sendCount + offset) * size, slot_of(comm, rank), count * size);
         }
-        RETURN_IF_FAILED(barrier(comm));
     }
     return HCCL_SUCCESS;
 }
@@ -149,16 +156,16 @@ HcclResult HcclAlltoAllV(const void *sendBuf, const uint64_t *sendCounts, const 
             uint64_t count = sendCounts[to] - sent < fits ? sendCounts[to] - sent : fits;
             memcpy(slot_of(comm, comm->rank), (const char *)sendBuf + (sdispls[to] + sent) * size, count * size);
             sent += count;
-            atomic_store(&comm->states[comm->rank].has_more, sent < sendCounts[to]);
-            RETURN_IF_FAILED(barrier(comm));
+            atomic_store(&comm->states[comm->rank].has_more[comm->turn], sent < sendCounts[to]);
+            RETURN_IF_FAILED(meet(comm));
             count = recvCounts[from] - received < fits ? recvCounts[from] - received : fits;
             memcpy((char *)recvBuf + (rdispls[from] + received) * size, slot_of(comm, from), count * size);
             received += count;
             any = 0;
             for (int rank = 0; rank < comm->size; rank++) {
-                any |= atomic_load(&comm->states[rank].has_more);
+                any |= atomic_load(&comm->states[rank].has_more[comm->turn]);
             }
-            RETURN_IF_FAILED(barrier(comm));
+            take_turns(comm);
         }
         if (received != recvCounts[from]) {
             complain("HcclAlltoAllV: rank %d sends less than the %lu elements that rank %d wants", from,
@@ -195,4 +202,7 @@ HcclResult HcclAlltoAllVC(const void *sendBuf, const uint64_t *counts, HcclDataT
     return HcclAlltoAllV(sendBuf, sent, from, sendType, recvBuf, received, to, recvType, comm, stream);
 }
 
-HcclResult HcclBarrier(Communicator *comm, Stream stream) { return enter(comm, "HcclBarrier", HCCL_INT8, 0, 0, 0); }
+HcclResult HcclBarrier(Communicator *comm, Stream stream) {
+    RETURN_IF_FAILED(enter(comm, "HcclBarrier", HCCL_INT8, 0, 0, 0));
+    return meet(comm);
+}

@@ -2,10 +2,13 @@
 #include "hccl.h"
 
 #include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -27,25 +30,32 @@ void relax(int *tries) {
 
 static const char *current_call(Communicator *c, int rank) { return c->states[rank].calls[c->calls & 1].name; }
 
+// Sleep until the word is another than `seen`, for a second at most.
+static void sleep_on(_Atomic uint32_t *word, uint32_t seen) {
+    struct timespec second = {.tv_sec = 1};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &second, NULL, 0);
+}
+
+static void wake_all(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
 static HcclResult wait_for(Communicator *c, int rank) {
+    _Atomic uint32_t *theirs = &c->states[rank].barriers;
     double started = 0;
-    for (int tries = 0; (int32_t)(atomic_load(&c->states[rank].barriers) - c->barriers) < 0;) {
-        relax(&tries);
-        if (tries % 1000) {
-            continue;
-        }
+    for (uint32_t seen; (int32_t)((seen = atomic_load(theirs)) - c->barriers) < 0;) {
         started = started ? started : seconds_now();
         if (seconds_now() - started > timeout_seconds()) {
             complain("rank %d of %s waited %.0f s in %s for rank %d", c->rank, c->name, timeout_seconds(),
                      current_call(c, c->rank), rank);
             return HCCL_E_TIMEOUT;
         }
+        sleep_on(theirs, seen);
     }
     return HCCL_SUCCESS;
 }
 
-HcclResult barrier(Communicator *c) {
+static HcclResult barrier(Communicator *c) {
     atomic_store(&c->states[c->rank].barriers, ++c->barriers);
+    wake_all(&c->states[c->rank].barriers);
     for (int rank = 0; rank < c->size; rank++) {
         RETURN_IF_FAILED(wait_for(c, rank));
     }
@@ -69,19 +79,26 @@ HcclResult enter(Communicator *c, const char *name, HcclDataType type, int reduc
         complain("%s: HCCL has no data type %d", name, (int)type);
         return HCCL_E_NOT_SUPPORT;
     }
-    int place = ++c->calls & 1;
-    Call *mine = &c->states[c->rank].calls[place];
+    Call *mine = &c->states[c->rank].calls[++c->calls & 1];
     *mine = (Call){.type = (int)type, .reduction = reduction, .root = root, .count = count};
     snprintf(mine->name, sizeof mine->name, "%s", name);
     trace("rank %d of %s: %s of %lu elements of type %d", c->rank, c->name, name, (unsigned long)count, (int)type);
+    c->unchecked = 1;
+    return HCCL_SUCCESS;
+}
+
+HcclResult meet(Communicator *c) {
     RETURN_IF_FAILED(barrier(c));
-    for (int rank = 0; rank < c->size; rank++) {
+    int place = c->calls & 1;
+    const Call *mine = &c->states[c->rank].calls[place];
+    for (int rank = 0; c->unchecked && rank < c->size; rank++) {
         const Call *other = &c->states[rank].calls[place];
         if (!same_call(mine, other)) {
             complain_of_mismatch(c, mine, rank, other);
             return HCCL_E_PARA;
         }
     }
+    c->unchecked = 0;
     return HCCL_SUCCESS;
 }
 
@@ -96,7 +113,7 @@ static HcclResult join(const char *name, uint32_t size, uint32_t rank, void **co
     c->rank = (int)rank;
     snprintf(c->name, sizeof c->name, "%s", name);
     size_t head = (sizeof(RankState) * size + 4095) & ~(size_t)4095;
-    c->length = head + size * SLOT_BYTES + sizeof(Pipe) * size * size;
+    c->length = head + 2 * size * SLOT_BYTES + sizeof(Pipe) * size * size;
     int file = shm_open(name, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, (off_t)c->length)) {
         perror("[simulated NPU] shared memory of a communicator");
@@ -110,7 +127,7 @@ static HcclResult join(const char *name, uint32_t size, uint32_t rank, void **co
     }
     c->states = c->memory;
     c->slots = (char *)c->memory + head;
-    c->pipes = (Pipe *)(c->slots + size * SLOT_BYTES);
+    c->pipes = (Pipe *)(c->slots + 2 * size * SLOT_BYTES);
     RETURN_IF_FAILED(barrier(c));
     shm_unlink(name);  // all have it mapped: it goes with the last of them
     *communicator = c;
