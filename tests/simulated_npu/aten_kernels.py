@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
-from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.simulated_npu.aliasing import NPU, host_alias, is_on_device, to_device
+from tests.simulated_npu.aliasing import NPU, host_alias, on_each, to_device
 
 # Operators of which torch_npu's own kernel is kept.
 _KEPT = """
@@ -111,9 +110,10 @@ def kernel_of(operator: Any) -> Callable[..., Any]:
             _measure_this_thread()
         with DisableTorchFunction():
             call = _Call(operator)
-            host_args, host_kwargs = tree_map(call.to_host, (args, kwargs))
+            host_args = on_each(call.to_host, args)
+            host_kwargs = {name: on_each(call.to_host, x) for name, x in kwargs.items()}
             if strict:
-                call.check_devices((args, kwargs))
+                call.check_devices()
             if random:
                 generator = kwargs.get("generator")
                 if generator_place is not None and len(args) > generator_place:
@@ -124,7 +124,7 @@ def kernel_of(operator: Any) -> Callable[..., Any]:
                 out = run(*host_args, **host_kwargs)
             if writes:
                 call.copy_resized()
-            return tree_map(call.to_device, out)
+            return on_each(call.to_device, out)
 
     return kernel
 
@@ -136,6 +136,7 @@ class _Call:
         self._operator = operator
         self._device: torch.device | None = None
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: list[torch.Tensor] = []
 
     def device(self) -> torch.device:
         return self._device or torch.device(NPU, torch.npu.current_device())  # type: ignore[attr-defined]
@@ -145,7 +146,10 @@ class _Call:
 
     def to_host(self, x: Any) -> Any:
         """The host view of a tensor of the device, and "cpu" for the device; anything else as it is."""
-        if is_on_device(x):
+        if isinstance(x, torch.Tensor):
+            if x.device.type != NPU:
+                self._others.append(x)
+                return x
             self._device = self._device or x.device
             alias = host_alias(x)
             self._pairs.append((alias, x))
@@ -157,12 +161,12 @@ class _Call:
             return torch.device("cpu")
         return x
 
-    def check_devices(self, arguments: Any) -> None:
+    def check_devices(self) -> None:
         """Refuse what the real kernels refuse: a second NPU, or a CPU tensor that is not a scalar."""
         if not self._pairs:
             return
-        for x in tree_leaves(arguments):
-            if isinstance(x, torch.Tensor) and x.device != self._device and (x.dim() or x.device.type == NPU):
+        for x in [x for _, x in self._pairs] + [x for x in self._others if x.dim()]:
+            if x.device != self._device:
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, "
                     f"{self._device} and {x.device}! ({self._operator.name()})"

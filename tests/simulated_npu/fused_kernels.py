@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._C import DisableTorchFunction
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated_npu import attention, collective_kernels
-from tests.simulated_npu.aliasing import host_alias, is_on_device, to_device
+from tests.simulated_npu.aliasing import host_alias, is_on_device, on_each, to_device
 from tests.simulated_npu.aten_kernels import draw_offset
 
 _libraries: list[torch.library.Library] = []  # registrations last as long as these
@@ -152,12 +151,21 @@ def _on_host(function: Callable[..., Any], random: bool = False) -> Callable[...
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction(), torch.no_grad():
-            device = next(x.device for x in tree_leaves((args, kwargs)) if is_on_device(x))
-            args, kwargs = tree_map(lambda x: host_alias(x) if is_on_device(x) else x, (args, kwargs))
+            devices: list[torch.device] = []
+
+            def to_host(x: Any) -> Any:
+                if not is_on_device(x):
+                    return x
+                devices.append(x.device)
+                return host_alias(x)
+
+            args = on_each(to_host, args)
+            kwargs = {name: on_each(to_host, x) for name, x in kwargs.items()}
+            device = devices[0]
             if random:
                 args = (lambda: draw_offset(torch.npu.default_generators[device.index]), *args)  # type: ignore[attr-defined]
             out = function(*args, **kwargs)
-            return tree_map(lambda y: to_device(y, device) if isinstance(y, torch.Tensor) else y, out)
+            return on_each(lambda y: to_device(y, device) if isinstance(y, torch.Tensor) else y, out)
 
     return kernel
 
