@@ -1,6 +1,6 @@
 """Which ranks of the test pool measure coverage.
 
-Measuring on all four takes a fifth of the time, and ranks run the same code but for branches that depend on their place.
+Measuring on all four takes a fifth of the time, and they run the same code but for branches that depend on the rank.
 """
 
 from __future__ import annotations
