@@ -46,12 +46,15 @@ class NativeOp:
             a tensor or a tuple or list of tensors.
         binds_by_function: whether `bind` may look at ``func``. False where it does not, as it must be where a
             framework makes a new function object for each call: calls are remembered under the function otherwise.
+        varies: ``varies()`` is whether a mode of the framework, such as autocast, has a say in what `bind` returns now:
+            then a call is not remembered. None where none ever has.
     """
 
     name: str
     bind: Callable[[Any, tuple, dict], tuple[tuple, Any]]
     call: Callable[[Any, tuple, Any], Any]
     binds_by_function: bool = True
+    varies: Callable[[], bool] | None = None
 
 
 class Dispatch(Protocol):

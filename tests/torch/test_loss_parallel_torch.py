@@ -155,7 +155,7 @@ def test_narrow_dtypes(pool: Any, dtype: torch.dtype) -> None:
 
 @spmd.on_mesh()
 def autocast(mesh: Any) -> None:
-    """As for plain tensors: the head in bfloat16, its loss in float32."""
+    """As for plain tensors: the head in bfloat16, its loss in float32; on and off with the same layouts."""
     x, t = randn(4, 8), targets(4, classes=6)
     torch.manual_seed(0)
     plain, sharded = nn.Linear(8, 6), nn.Linear(8, 6)
@@ -167,15 +167,17 @@ def autocast(mesh: Any) -> None:
         lambda x, t: F.nll_loss(x.log_softmax(1), t),
         lambda x, t: (x.softmax(1) ** 2).sum(),
     ):
-        for module in (plain, sharded):
-            module.zero_grad()
-        with torch.autocast(device().type, torch.bfloat16), loss_parallel():
-            wanted, got = function(plain(x), t), function(sharded(x), t)
-        assert got.dtype == wanted.dtype
-        wanted.backward()
-        got.backward()
-        close(got, wanted, "value", 1e-2)
-        close(sharded.weight.grad, plain.weight.grad, "gradient", 1e-2)
+        for enabled in (False, True, False):
+            for module in (plain, sharded):
+                module.zero_grad()
+            with torch.autocast(device().type, torch.bfloat16, enabled=enabled), loss_parallel():
+                wanted, got = function(plain(x), t), function(sharded(x), t)
+            assert got.dtype == wanted.dtype
+            wanted.backward()
+            got.backward()
+            tolerance = 1e-2 if enabled else 1e-5
+            close(got, wanted, "value", tolerance)
+            close(sharded.weight.grad, plain.weight.grad, "gradient", tolerance)
 
 
 def test_autocast(pool: Any) -> None:

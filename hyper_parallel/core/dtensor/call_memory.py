@@ -16,7 +16,7 @@ from hyper_parallel.platform.base import NativeOp
 __all__ = ["ELEMENTWISE", "call_key", "remembered_call"]
 
 ELEMENTWISE = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "pointwise_", "add_", "mul_", "linear_"})
-#: Operations whose canonical form follows from their arguments alone: not from what autocast or a mode of ours says.
+#: Operations whose canonical form follows from their arguments alone, not from a mode of ours.
 _REPEATABLE = ELEMENTWISE | {
     "attention",
     "cat",
@@ -25,11 +25,13 @@ _REPEATABLE = ELEMENTWISE | {
     "div_",
     "expand",
     "layer_norm",
+    "log_softmax",
     "matmul",
     "narrow",
     "permute",
     "reshape",
     "rms_norm",
+    "softmax",
     "split",
     "squeeze",
     "stack",

@@ -191,9 +191,11 @@ def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         return _run_without_row
     calls = CALLS[op] = Bounded(_MAX_CALLS)
     CACHES.append(calls.clear)
-    find, by_function, classes = calls.get, op.binds_by_function, DTENSOR_CLASSES
+    find, by_function, varies, classes = calls.get, op.binds_by_function, op.varies, DTENSOR_CLASSES
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
+        if varies is not None and varies():
+            return _run_first(op, func, args, kwargs, None)
         which = func if by_function else None
         if not kwargs and len(args) == 2 and type(args[0]) in classes and type(args[1]) in classes:
             key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
@@ -217,8 +219,8 @@ def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
     return run_gathered(func, args, kwargs) if op is None else _RUNS[op](func, args, kwargs)
 
 
-def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple) -> Any:
-    """Run a call that is not remembered, and remember it where that is possible."""
+def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
+    """Run a call that is not remembered, and remember it under ``key`` where there is one and that is possible."""
     operands, statics = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     if op.name in ELEMENTWISE:
@@ -234,9 +236,10 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple) -
         if plan is None:
             return run_gathered(func, args, kwargs, op.name)
         _PLANS[layout_key] = plan
-    remembered = remembered_call(key, op, args, kwargs, operands, plan, statics)
-    if remembered is not None:
-        CALLS[op][key] = remembered
+    if key is not None:
+        remembered = remembered_call(key, op, args, kwargs, operands, plan, statics)
+        if remembered is not None:
+            CALLS[op][key] = remembered
     return plan(func, operands, statics)
 
 

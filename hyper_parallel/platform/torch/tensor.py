@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch._C import _is_torch_function_enabled as is_dispatch_on
 
 from hyper_parallel.platform.base import Dispatch
+from hyper_parallel.platform.torch.functional import direct_calls
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
 
@@ -141,7 +142,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
     from hyper_parallel.platform.torch import handlers
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
-    table = {**computing, **HANDLERS}
+    table = {**computing, **direct_calls(computing), **HANDLERS}
     look_up = table.get
     unknown = handlers.run_unknown
 

@@ -29,7 +29,8 @@ def table() -> Table:
     """Rows of operations along whole dimensions, and of those whose operands are gathered."""
     rows: Table = {}
     for name in ("softmax", "log_softmax"):
-        row = NativeOp(name, _bind_softmax, _call_softmax(getattr(torch, name)))
+        call = _call_softmax(getattr(torch, name))
+        row = NativeOp(name, _bind_softmax, call, binds_by_function=False, varies=torch._C._is_any_autocast_enabled)
         rows.update(dict.fromkeys(find([name], torch, T, F, torch.special), row))
     for name, results in (("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 2), ("cummin", 2)):
         row = NativeOp("along_dims", _bind_cumulative(results), _call_cumulative(getattr(torch, name)))

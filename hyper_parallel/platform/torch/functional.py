@@ -1,0 +1,51 @@
+"""Functions of `torch.nn.functional` that are Python around one native function.
+
+torch hands such a function over with all its arguments named, and calling it again on the local tensors takes the same
+way through Python once more. What it would call in the end is dispatched in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["direct_calls"]
+
+Handler = Callable[[Any, tuple, dict], Any]
+
+#: function -> the native function for ``inplace=False``.
+_ACTIVATIONS = {F.relu: torch.relu, F.silu: torch._C._nn.silu}
+#: function -> the native function, which takes the dimension.
+_SOFTMAXES = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
+_OUT_OF_PLACE = {"inplace": False}
+_NOTHING: dict[str, Any] = {}
+
+
+def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
+    """Handlers for these functions, from those of the native functions; ``handlers`` has both."""
+    return {
+        **{func: _activation(native, handlers[native], handlers[func]) for func, native in _ACTIVATIONS.items()},
+        **{func: _softmax(native, handlers[native], handlers[func]) for func, native in _SOFTMAXES.items()},
+    }
+
+
+def _activation(native: Any, run: Handler, otherwise: Handler) -> Handler:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
+        if kwargs == _OUT_OF_PLACE and len(args) == 1:
+            return run(native, args, _NOTHING)
+        return otherwise(func, args, kwargs)
+
+    return handler
+
+
+def _softmax(native: Any, run: Handler, otherwise: Handler) -> Handler:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
+        dim = kwargs.get("dim")
+        if len(args) == 1 and type(dim) is int and kwargs.get("dtype") is None:
+            return run(native, (args[0], dim), _NOTHING)
+        return otherwise(func, args, kwargs)
+
+    return handler
