@@ -66,7 +66,7 @@ def _autocast_dtype(x: Any) -> Any:
 
 
 def _call_softmax(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda func, operands, statics: kernel(operands[0], statics[0], dtype=statics[1])
+    return lambda func, operands, statics: kernel(operands[0], *statics)
 
 
 def _bind_cumulative(results: int) -> Callable[..., Any]:
