@@ -23,10 +23,13 @@ _REPEATABLE = ELEMENTWISE | {
     "chunk",
     "div",
     "div_",
+    "embedding",
     "expand",
     "layer_norm",
+    "linear",
     "log_softmax",
     "matmul",
+    "mean",
     "narrow",
     "permute",
     "reshape",
@@ -35,6 +38,7 @@ _REPEATABLE = ELEMENTWISE | {
     "split",
     "squeeze",
     "stack",
+    "sum",
     "unsqueeze",
 }
 _VALUES = frozenset({bool, int, float, str})
