@@ -197,8 +197,11 @@ def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         if varies is not None and varies():
             return _run_first(op, func, args, kwargs, None)
         which = func if by_function else None
-        if not kwargs and len(args) == 2 and type(args[0]) in classes and type(args[1]) in classes:
+        count = 0 if kwargs else len(args)
+        if count == 2 and type(args[0]) in classes and type(args[1]) in classes:
             key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
+        elif count == 1 and type(args[0]) in classes:
+            key = (which, args[0]._layout)
         else:
             key = call_key(which, args, kwargs)
         remembered = find(key)
