@@ -54,7 +54,10 @@ PROGRAM = """
 from hyper_parallel import get_platform
 platform = get_platform()
 platform.init_process_group()
-print(platform.rank(), platform.world_size())
+rank, size = platform.rank(), platform.world_size()
+# Nobody leaves before all have met: gloo's connections are made by each rank at its own pace.
+group = platform.new_group([range(size)])
+print(rank, size, platform.all_gather_object(rank, group, size))
 platform.destroy_process_group()
 """
 
@@ -78,4 +81,4 @@ def test_two_processes(launcher: str) -> None:
             environ = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "RANK_ID": str(rank)}
             environ |= {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
         processes.append(start(environ))
-    assert [p.communicate(timeout=120)[0].strip() for p in processes] == ["0 2", "1 2"]
+    assert [p.communicate(timeout=120)[0].strip() for p in processes] == ["0 2 [0, 1]", "1 2 [0, 1]"]
