@@ -95,9 +95,6 @@ HcclResult meet(Communicator *c);
 // The slots that have been read are the others' to read until the next time all meet; then they may be written again.
 static inline void take_turns(Communicator *c) { c->turn ^= 1; }
 
-// Let others run; `tries` counts how often this wait has been here.
-void relax(int *tries);
-
 double seconds_now(void);
 double timeout_seconds(void);
 

@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -19,14 +18,6 @@ double seconds_now(void) {
 }
 
 double timeout_seconds(void) { return (double)setting("SIMULATED_NPU_TIMEOUT", 120); }
-
-void relax(int *tries) {
-    if (++*tries < 200) {
-        sched_yield();
-    } else {
-        usleep(50);
-    }
-}
 
 static const char *current_call(Communicator *c, int rank) { return c->states[rank].calls[c->calls & 1].name; }
 

@@ -2,7 +2,9 @@
 // which all send before they receive do not wait for each other.
 #include "hccl.h"
 
+#include <sched.h>
 #include <string.h>
+#include <unistd.h>
 
 #define MAX_QUEUED 256
 
@@ -48,6 +50,15 @@ static uint64_t advance(Communicator *c, const HcclSendRecvItem *item, uint64_t 
         atomic_store(&pipe->read, read + count);
     }
     return count;
+}
+
+// Let others run; `tries` counts how often this wait has been here.
+static void relax(int *tries) {
+    if (++*tries < 200) {
+        sched_yield();
+    } else {
+        usleep(50);
+    }
 }
 
 static HcclResult run(Communicator *c, const HcclSendRecvItem *items, uint32_t number, uint64_t *done) {
