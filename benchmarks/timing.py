@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Effort", "Step", "frozen", "interleaved", "no_collection", "ratios", "spread"]
+__all__ = ["Effort", "Step", "Turns", "frozen", "interleaved", "no_collection", "ratios", "spread"]
 
 Clock = Callable[[], int]
 
@@ -90,6 +90,21 @@ def _median_of(step: Step, calls: int, clock: Clock) -> float:
     return statistics.median(times)
 
 
+class Turns:
+    """The turns of one step, which is warmed up when this is made."""
+
+    def __init__(self, step: Step, seconds: float, clock: Clock, least: int = 3) -> None:
+        """``seconds`` is how long a turn lasts; it has at least ``least`` readings of ``clock``."""
+        self._step, self._clock, self._cost = step, clock, _cost_of(clock)
+        _median_of(step, 5, clock)
+        self._calls = max(least, round(seconds * 1e9 / _median_of(step, 5, clock)))
+        _median_of(step, self._calls, clock)
+
+    def take(self) -> float:
+        """Microseconds of one run: the median reading of a turn."""
+        return (_median_of(self._step, self._calls, self._clock) - self._cost) / self._step.repeats / 1000
+
+
 def interleaved(
     steps: Mapping[str, Step], effort: Effort, clock: Clock = time.process_time_ns
 ) -> dict[str, list[float]]:
@@ -98,13 +113,8 @@ def interleaved(
     The default clock is the processor time of this process: on a busy machine, wall time makes long steps look longer,
     because they are the ones that get interrupted.
     """
-    order, cost = random.Random(0), _cost_of(clock)
-    calls = {}
-    for name, step in steps.items():
-        _median_of(step, 5, clock)
-        once = _median_of(step, 5, clock)
-        calls[name] = max(effort.calls, round(effort.turn * 1e9 / once))
-        _median_of(step, calls[name], clock)
+    order = random.Random(0)
+    turns = {name: Turns(step, effort.turn, clock, effort.calls) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     with frozen():
         for _ in range(effort.rounds):
@@ -112,9 +122,7 @@ def interleaved(
             order.shuffle(names)
             with no_collection():
                 for name in names:
-                    times[name].append(
-                        (_median_of(steps[name], calls[name], clock) - cost) / steps[name].repeats / 1000
-                    )
+                    times[name].append(turns[name].take())
     return times
 
 

@@ -10,12 +10,13 @@ from benchmarks.report import Goal, Table
 from benchmarks.timing import Effort, Step, interleaved, ratios, spread
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TEXTBOOK, TUNED, Version
 
-__all__ = ["FORWARD", "FORWARD_AND_BACKWARD", "NO_GRAD", "limits", "time_pass"]
+__all__ = ["FORWARD", "FORWARD_AND_BACKWARD", "NO_GRAD", "limits", "step_of", "time_pass"]
 
 FORWARD, FORWARD_AND_BACKWARD, NO_GRAD = "forward", "forward and backward", "forward under no_grad"
 
 
-def _step(version: Version, name: str, device: str) -> Step:
+def step_of(version: Version, name: str, device: str = "cpu") -> Step:
+    """One run of a pass, as it is timed."""
     run = version.forward_and_backward if name == FORWARD_AND_BACKWARD else version.forward
     if device == "cpu":
         # Gradients have to be cleared after each backward.
@@ -34,7 +35,7 @@ def time_pass(title: str, name: str, versions: list[Version], effort: Effort, de
     On CPU it is the processor time of the process; on a device it is wall time until the device is done.
     """
     clock = time.process_time_ns if device == "cpu" else time.perf_counter_ns
-    steps = {version.name: _step(version, name, device) for version in versions}
+    steps = {version.name: step_of(version, name, device) for version in versions}
     with torch.set_grad_enabled(name != NO_GRAD):
         times = interleaved(steps, effort, clock)
     to_textbook, to_tuned = ratios(times, TEXTBOOK), ratios(times, TUNED)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cases, machine, plot
+from benchmarks import against, cases, machine, plot
 from benchmarks.report import Goal, Result, Table, as_markdown, write
 from benchmarks.timing import Effort, Step, interleaved, ratios, spread
 
@@ -90,3 +90,18 @@ def test_every_case_has_a_module() -> None:
 def test_every_case_is_explained() -> None:
     readme = (Path(cases.__file__).parents[1] / "README.md").read_text()
     assert all(f"| `{name}` |" in readme for name in cases.NAMES)
+
+
+def test_interval_of_the_median() -> None:
+    values = [float(x) for x in range(1, 10)]
+    assert against.interval(values) == (2.0, 8.0), "for 9 values: 96.1 %"
+    assert against.interval(values[:6]) == (1.0, 6.0) and against.interval(values, 0.5) == (3.0, 7.0)
+    with pytest.raises(ValueError, match="5 pairs give no interval"):
+        against.interval(values[:5])
+
+
+def test_summary_of_pairs() -> None:
+    pairs = [{"quick": 1.0 + i / 100, "slow": 1.0 + i / 50} for i in range(6)]
+    slow = against.summary("abc", pairs)
+    assert slow.tables[0].rows == [["quick", "1.025", "1.000", "1.050"], ["slow", "1.050", "1.000", "1.100"]]
+    assert [goal.reached for goal in slow.goals] == [True, False]
