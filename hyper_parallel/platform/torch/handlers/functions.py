@@ -25,7 +25,9 @@ T: Any = torch.Tensor
 def hook_autograd_functions() -> None:
     """Wrap `torch.autograd.Function.apply`."""
     function: Any = torch.autograd.Function
-    original = function.__dict__["apply"].__func__
+    found = function.__dict__["apply"]
+    # Until torch 2.13 a class method written in Python, from 2.14 on one written in C, which is called with the class.
+    original = getattr(found, "__func__", found)
 
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
