@@ -20,6 +20,14 @@ from types import ModuleType
 FOLDER_VARIABLE = "SIMULATED_NPU_LIBRARIES"
 #: In the order in which they are loaded.
 LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb", "hcomm")
+#: Loaded too beside a torch that was built for CUDA, without which torch_npu 2.14 would end the process.
+BESIDE_CUDA = "torch_with_cuda"
+
+
+def has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, without importing it: torch imports torch_npu in its midst."""
+    spec = importlib.machinery.PathFinder.find_spec("torch")
+    return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "lib/libc10_cuda.so").exists()
 
 
 def is_simulated() -> bool:
@@ -61,7 +69,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        for name in LIBRARIES:
+        for name in (*LIBRARIES, BESIDE_CUDA) if has_cuda() else LIBRARIES:
             ctypes.CDLL(str(self._folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
         with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints that it misses ASCEND_HOME_PATH
             self._loader.exec_module(module)
