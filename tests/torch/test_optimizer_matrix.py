@@ -118,7 +118,11 @@ def compare(got: Run, wanted: Run, what: str, tolerance: float = 1e-8) -> None:
 def in_full_precision() -> Iterator[None]:
     """Muon iterates in bfloat16, which rounds differently on shards; here the algorithm is compared."""
     original = muon._zeropower_via_newtonschulz
-    exec(inspect.getsource(original).replace(".bfloat16()", ".double()"), vars(muon))
+    source = inspect.getsource(original)
+    # As torch 2.13 and as later ones write it.
+    precise = source.replace("grad.bfloat16()", "grad.double()").replace("dtype=torch.bfloat16", "dtype=torch.float64")
+    assert precise != source, "torch's Muon converts to bfloat16 in another way"
+    exec(precise, vars(muon))
     try:
         yield
     finally:

@@ -58,6 +58,11 @@ class ParallelStyle(ABC):
         """Parallelise ``module`` in place and return it."""
 
 
+#: What a framework raises for an input that does not fit. Not every exception: torch's checkpointing ends a
+#: recomputation with one of its own, and nothing may be computed after it.
+_OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
+
+
 class ModuleStyle(ParallelStyle):
     """A style that owns the parameters of its module: one such style a module."""
 
@@ -96,7 +101,7 @@ class ModuleStyle(ParallelStyle):
                 if run_local is not None:
                     try:
                         y = run_local(module, args[0])
-                    except Exception:
+                    except _OF_AN_INPUT:
                         # An input that does not fit is explained here; this communicates nothing where it fits.
                         self._before(module, args, kwargs, mesh)
                         raise
