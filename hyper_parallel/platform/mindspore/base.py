@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import mindspore
 from mindspore import Parameter, Tensor
 
 from hyper_parallel.platform.base import Dispatch, NativeOp, Platform
@@ -18,6 +19,7 @@ from hyper_parallel.platform.mindspore.modules import ModuleVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.parameter import make_dtensor_class
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["MindSporePlatform"]
 
@@ -31,6 +33,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     _dtensor: type | None = None
 
     def __init__(self) -> None:
+        warn_of_untested("mindspore", mindspore.__version__)
         if device_target() == "Ascend":
             self.device_type = "npu"  # type: ignore[misc]
             self.comm_backend = "hccl"  # type: ignore[misc]

@@ -13,14 +13,15 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.torch.private import any_autocast as _any_autocast
+from hyper_parallel.platform.torch.private import bare_apply, current_node, will_execute
+from hyper_parallel.platform.torch.private import saved_tensor_hooks as _saved_tensor_hooks
 
 __all__ = ["AutogradVerbs"]
 
 # Not as methods of DTensors, which first ask whether they are to be intercepted.
 _view_as, _detach = torch.Tensor.view_as, torch.Tensor.detach
 _is_grad_enabled = torch.is_grad_enabled
-_any_autocast = torch._C._is_any_autocast_enabled
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _PLAIN = frozenset({torch.Tensor, type(None)})
 
@@ -129,13 +130,13 @@ class AutogradVerbs(Platform):
     def can_delay_gradient(self, parameter: torch.Tensor) -> bool:
         """See `Platform.can_delay_gradient`."""
         # What runs now is the view's own backward, with the node that accumulates next to it if this is a leaf.
-        node = torch._C._current_autograd_node()
+        node = current_node()
         accumulation: Any = node.next_functions[0][0] if node is not None else None
         with no_dispatch():
             if parameter._post_accumulate_grad_hooks or getattr(accumulation, "variable", None) is not parameter:
                 return False
         try:
-            return torch._C._will_engine_execute_node(accumulation)
+            return will_execute(accumulation)
         except RuntimeError:
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
@@ -259,13 +260,11 @@ class AutogradVerbs(Platform):
 
 
 def _bare_apply(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply` of an autograd function, without torch's Python wrapper, which is there for functorch and takes half of
-    the time."""
+    """`apply` of an autograd function of these methods."""
     function = type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
-    base: Any = torch._C._FunctionBase
-    return base.__dict__["apply"].__get__(None, function)
+    return bare_apply(function)
 
 
 def _without_context(backward: Callable[..., Any]) -> Callable[..., Any]:

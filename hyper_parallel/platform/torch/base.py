@@ -14,6 +14,7 @@ from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
+from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["TorchPlatform"]
 
@@ -28,6 +29,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     Size = torch.Size
+
+    def __init__(self) -> None:
+        warn_of_untested("torch", torch.__version__)
 
     def device(self) -> torch.device:
         """This rank's device."""

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.modules.module import _global_backward_hooks as _all_backward
-from torch.nn.modules.module import _global_backward_pre_hooks as _all_backward_pre
-from torch.nn.modules.module import _global_forward_hooks as _all_forward
-from torch.nn.modules.module import _global_forward_pre_hooks as _all_forward_pre
+
+from hyper_parallel.platform.torch.private import calls_quickly as _calls_quickly
+from hyper_parallel.platform.torch.private import global_backward_hooks as _all_backward
+from hyper_parallel.platform.torch.private import global_backward_pre_hooks as _all_backward_pre
+from hyper_parallel.platform.torch.private import global_forward_hooks as _all_forward
+from hyper_parallel.platform.torch.private import global_forward_pre_hooks as _all_forward_pre
+from hyper_parallel.platform.torch.private import tracer as _tracer
 
 __all__ = ["call_quickly", "replace_forward"]
-
-_tracer = torch._C._get_tracing_state
 
 
 def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -99,6 +99,6 @@ def _derive(cls: Any, methods: dict[str, Any]) -> type:
         return y
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_quick": True}
-    if cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False):
+    if _calls_quickly and (cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False)):
         methods = {**methods, "__call__": call}
     return type(cls.__name__, (cls,), {**names, **methods})

@@ -19,10 +19,9 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.base import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import faults, launch, overlap
+from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
 
 __all__ = ["CommunicationVerbs"]
-
-_watchers = torch._C._len_torch_dispatch_stack
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from hyper_parallel.platform.torch.private import default_store
 
 __all__ = ["GRACE", "is_communication_failure", "roll_call", "timeout_of"]
 
@@ -42,7 +43,7 @@ def roll_call(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, 
     """
     if group is None or not dist.is_initialized():
         return None
-    store, me = distributed_c10d._get_default_store(), dist.get_rank()
+    store, me = default_store(), dist.get_rank()
     here, anywhere = f"hyper_parallel/fault/{group.group_name}/", "hyper_parallel/fault/"
     reports: dict[int, str] = {me: report}
     waiting = [rank for rank in ranks if rank != me]

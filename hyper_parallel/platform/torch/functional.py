@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel.platform.torch.private import native
+
 __all__ = ["direct_calls"]
 
 Handler = Callable[[Any, tuple, dict], Any]
 
 #: function -> the native function for ``inplace=False``.
-_ACTIVATIONS = {F.relu: torch.relu, F.silu: torch._C._nn.silu}
+_ACTIVATIONS = {F.relu: torch.relu, F.silu: native("silu")}
 #: function -> the native function, which takes the dimension.
 _SOFTMAXES = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
 _OUT_OF_PLACE = {"inplace": False}

@@ -13,6 +13,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import ModuleKind, Platform
 from hyper_parallel.platform.torch import calls
+from hyper_parallel.platform.torch.private import same_implementation
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
 __all__ = ["ModuleVerbs"]
@@ -66,7 +67,7 @@ class ModuleVerbs(Platform):
         with no_dispatch(), torch.no_grad():
             local = local.detach()
             gradient, parameter.grad = parameter.grad, None
-            if torch._has_compatible_shallow_copy_type(parameter, local):
+            if same_implementation(parameter, local):
                 # A graph that is still alive holds an accumulator made for the old shape. Torch drops it when the
                 # dtype changes, so take the detour over another dtype.
                 other = torch.float64 if parameter.dtype != torch.float64 else torch.float32

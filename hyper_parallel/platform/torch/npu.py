@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.platform.torch.base import TorchPlatform
 from hyper_parallel.platform.torch.op_table import OP_TABLE, fused_npu
+from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["TorchNpuPlatform"]
 
@@ -48,6 +50,8 @@ class TorchNpuPlatform(TorchPlatform):
     reduce_scatter_dtypes = _REDUCE_SCATTERED
 
     def __init__(self) -> None:
+        super().__init__()
+        warn_of_untested("torch_npu", version("torch-npu"))
         # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and what they save is up
         # to the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")

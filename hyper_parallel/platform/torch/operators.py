@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._C import _is_torch_function_enabled as is_dispatch_on
-from torch._C import _len_torch_function_stack as modes_open
 
 from hyper_parallel.platform.torch.op_table.binding import UnboundCallError, words
+from hyper_parallel.platform.torch.private import function_modes as modes_open
+from hyper_parallel.platform.torch.private import is_dispatch_on
 
 __all__ = ["make_methods", "make_operators"]
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.private import any_autocast
+
 __all__ = ["chunks_of", "run"]
 
 Announce = Callable[[str, torch.Tensor], None]
@@ -32,7 +34,7 @@ def chunks_of(collective: str, x: torch.Tensor, weight: torch.Tensor, size: int,
     """
     if x.dim() < 2 or weight.dim() != 2 or 0 in x.shape or 0 in weight.shape:
         return 1
-    if not x.is_floating_point() or x.dtype is not weight.dtype or torch._C._is_any_autocast_enabled():
+    if not x.is_floating_point() or x.dtype is not weight.dtype or any_autocast():
         return 1
     if collective == "all_reduce":
         return min(wanted, x.numel() // x.shape[-1])

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
-from torch._C import _is_torch_function_enabled as is_dispatch_on
 
 from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.torch.functional import direct_calls
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
+from hyper_parallel.platform.torch.private import is_dispatch_on
 
 __all__ = [
     "HANDLERS",

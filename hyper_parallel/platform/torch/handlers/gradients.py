@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
 from hyper_parallel.platform.torch.op_table.binding import signature
+from hyper_parallel.platform.torch.private import make_grads, run_engine
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 
 __all__ = ["as_cotangent"]
@@ -106,7 +107,7 @@ def autograd_backward(func: Any, args: tuple, kwargs: dict) -> None:
 def _accumulate(tensors: tuple, gradients: tuple, retain_graph: Any, create_graph: bool, inputs: Any) -> None:
     if inputs is not None and len(_to_tuple(inputs)) == 0:
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
-    graph._engine_run_backward(
+    run_engine(
         tensors,
         tuple(_root_cotangent(t, g) for t, g in zip(tensors, gradients, strict=True)),
         create_graph if retain_graph is None else retain_graph,
@@ -142,7 +143,7 @@ def autograd_grad(func: Any, args: tuple, kwargs: dict) -> tuple:
             "for each of the grad_outputs, with retain_graph=True"
         )
     outputs, inputs = _to_tuple(outputs), _to_tuple(inputs)
-    results = graph._engine_run_backward(
+    results = run_engine(
         outputs,
         tuple(_root_cotangent(t, g) for t, g in zip(outputs, _one_each(gradients, outputs), strict=True)),
         create_graph if retain_graph is None else retain_graph,
@@ -171,7 +172,7 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
     if layout is None:
         if is_dtensor(gradient):
             raise TypeError("the gradient of a plain tensor must be plain: use gradient.full_tensor() or to_local()")
-        return torch.autograd._make_grads((x,), (gradient,), is_grads_batched=False)[0]
+        return make_grads((x,), (gradient,), is_grads_batched=False)[0]
     if gradient is not None:
         gradient = as_cotangent(gradient, layout, "the gradient passed to backward")
         with no_dispatch():

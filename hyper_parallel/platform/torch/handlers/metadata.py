@@ -43,7 +43,8 @@ def _functions() -> list[Any]:
     for name in _METHODS:
         found.append(getattr(T, name, None))
         found.append(getattr(torch, name, None) if name.startswith("is_") else None)
-    return [*found, torch._has_compatible_shallow_copy_type, torch.result_type, torch.promote_types, torch.can_cast]
+    found.append(getattr(torch, "_has_compatible_shallow_copy_type", None))
+    return [*found, torch.result_type, torch.promote_types, torch.can_cast]
 
 
 @handles(*_functions())

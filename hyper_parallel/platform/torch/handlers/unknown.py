@@ -6,12 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hyper_parallel.core.dtensor.operands import name_of
+from hyper_parallel.platform.torch.private import OpOverload, OpOverloadPacket, graph_task, in_dispatch_mode
 from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor
 
 __all__ = ["run_unknown"]
@@ -73,7 +71,7 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
     Torch itself calls overloads on tensors saved for backward while a `TorchDispatchMode` is active (selective
     checkpointing, FLOP counters): these are local computations.
     """
-    if is_in_torch_dispatch_mode() and torch._C._current_graph_task_id() != -1:
+    if in_dispatch_mode() and graph_task() != -1:
         with no_dispatch():
             return func(*args, **kwargs)
     if kwargs.get("out") is not None or any(s.is_mutable for s in _schemas(func)):

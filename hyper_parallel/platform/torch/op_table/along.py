@@ -19,6 +19,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     to_dims,
     words,
 )
+from hyper_parallel.platform.torch.private import any_autocast
 
 __all__ = ["table"]
 
@@ -30,7 +31,7 @@ def table() -> Table:
     rows: Table = {}
     for name in ("softmax", "log_softmax"):
         call = _call_softmax(getattr(torch, name))
-        row = NativeOp(name, _bind_softmax, call, binds_by_function=False, varies=torch._C._is_any_autocast_enabled)
+        row = NativeOp(name, _bind_softmax, call, binds_by_function=False, varies=any_autocast)
         rows.update(dict.fromkeys(find([name], torch, T, F, torch.special), row))
     for name, results in (("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 2), ("cummin", 2)):
         row = NativeOp("along_dims", _bind_cumulative(results), _call_cumulative(getattr(torch, name)))

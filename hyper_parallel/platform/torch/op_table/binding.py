@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.torch.private import native_functions
 
 __all__ = [
     "Table",
@@ -120,7 +121,7 @@ def find(names: Iterable[str], *owners: Any) -> list[Any]:
     """Every function of these names in ``owners`` (default: torch, its tensor methods, functional and special)."""
     found = []
     for name in names:
-        for owner in owners or (torch, torch.Tensor, F, torch.special, torch._C._nn):
+        for owner in owners or (torch, torch.Tensor, F, torch.special, native_functions):
             function = getattr(owner, name, None)
             if function is not None and function not in found:
                 found.append(function)

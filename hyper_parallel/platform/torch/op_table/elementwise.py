@@ -17,6 +17,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     signature,
     words,
 )
+from hyper_parallel.platform.torch.private import native
 
 __all__ = ["CONVERSIONS", "table"]
 
@@ -175,11 +176,11 @@ def _activations() -> Table:
     """Activations whose Python wrapper takes ``inplace``: the wrapper is skipped, the kernel called directly."""
     kernels: dict[Any, Any] = {
         F.relu: torch.relu,
-        F.silu: torch._C._nn.silu,
-        F.relu6: torch._C._nn.relu6,
-        F.mish: torch._C._nn.mish,
-        F.hardswish: torch._C._nn.hardswish,
-        F.hardsigmoid: torch._C._nn.hardsigmoid,
+        F.silu: native("silu"),
+        F.relu6: native("relu6"),
+        F.mish: native("mish"),
+        F.hardswish: native("hardswish"),
+        F.hardsigmoid: native("hardsigmoid"),
         F.selu: torch.selu,
     }
 

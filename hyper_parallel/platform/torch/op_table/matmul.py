@@ -13,7 +13,7 @@ from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallErr
 __all__ = ["table"]
 
 T: Any = torch.Tensor
-_linear = torch._C._nn.linear
+_linear = F.linear
 _no_statics: tuple = ()
 
 

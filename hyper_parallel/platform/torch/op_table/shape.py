@@ -17,6 +17,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     signature,
     to_dims,
 )
+from hyper_parallel.platform.torch.private import native
 
 __all__ = ["table"]
 
@@ -203,7 +204,7 @@ def _sizes_one() -> Table:
         lambda func, operands, statics: T.repeat_interleave(operands[0], statics[0], statics[1]),
     )
     rows.update(dict.fromkeys([torch.repeat_interleave, T.repeat_interleave], interleave))
-    rows[F.pad] = rows[torch._C._nn.pad] = NativeOp("pad", _bind_pad, _call_pad)
+    rows[F.pad] = rows[native("pad")] = NativeOp("pad", _bind_pad, _call_pad)
     return rows
 
 

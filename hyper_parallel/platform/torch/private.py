@@ -1,0 +1,244 @@
+"""What the backends take from torch's private parts: the only place that names them.
+
+Each is looked at when this module is imported, before anything relies on it. One that is missing, or not of the kind
+that is expected, is replaced by a public way that is slower, where there is one (`REPLACED` lists those). Without one,
+importing the backend fails, with an error that names torch's version and those that are tested. The other modules
+import plain names from here, so that using one costs what using torch's own does.
+
+What patches of torch need is checked where they are made. ``torch._C.DisableTorchFunctionSubclass`` is public, whatever
+it is called: torch documents it for subclasses of tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.modules import module as nn_module
+
+from hyper_parallel.platform.versions import tested_versions
+
+__all__ = [
+    "REPLACED",
+    "OpOverload",
+    "OpOverloadPacket",
+    "UnknownTorchError",
+    "any_autocast",
+    "bare_apply",
+    "calls_quickly",
+    "current_node",
+    "default_store",
+    "dispatch_modes",
+    "function_modes",
+    "global_backward_hooks",
+    "global_backward_pre_hooks",
+    "global_forward_hooks",
+    "global_forward_pre_hooks",
+    "graph_task",
+    "in_dispatch_mode",
+    "is_dispatch_on",
+    "make_grads",
+    "native",
+    "native_functions",
+    "run_engine",
+    "same_implementation",
+    "saved_tensor_hooks",
+    "tracer",
+    "will_execute",
+]
+
+
+class UnknownTorchError(RuntimeError):
+    """This torch lacks something private that a backend cannot do without."""
+
+
+#: What this torch does not have as expected, and is done in another way here.
+REPLACED: list[str] = []
+
+_NO_OTHER_WAY: Any = object()
+
+
+def _find(path: str) -> Any:
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, _NO_OTHER_WAY)
+        if found is _NO_OTHER_WAY:
+            break
+    return found
+
+
+def _take(path: str, suits: Callable[[Any], bool], otherwise: Any = _NO_OTHER_WAY) -> Any:
+    """What torch has at ``path`` if it ``suits``, else ``otherwise``.
+
+    Raises:
+        UnknownTorchError: when there is nothing else.
+    """
+    found = _find(path)
+    try:
+        if found is not _NO_OTHER_WAY and suits(found):
+            return found
+    except Exception:  # whatever a function of torch's raises that takes or does something else
+        found = _NO_OTHER_WAY
+    if otherwise is _NO_OTHER_WAY:
+        raise UnknownTorchError(
+            f"torch.{path} is missing from torch {torch.__version__}, or is not what HyperParallel expects. Use a "
+            f"version of torch that is tested: {tested_versions('torch')}"
+        )
+    if f"torch.{path}" not in REPLACED:
+        REPLACED.append(f"torch.{path}")
+    return otherwise
+
+
+def _returns(kind: type) -> Callable[[Any], bool]:
+    return lambda function: type(function()) is kind
+
+
+def _has_parameters(*names: str) -> Callable[[Any], bool]:
+    return lambda function: list(inspect.signature(function).parameters)[: len(names)] == list(names)
+
+
+# ---------------------------------------------------------------------------------------------- interception
+
+is_dispatch_on: Callable[[], bool] = _take("_C._is_torch_function_enabled", _returns(bool))
+#: How many modes see torch's functions, and torch's kernels, before tensors do. Not knowing, as if there were one: the
+#: short ways round torch's own entry are then not taken.
+function_modes: Callable[[], int] = _take("_C._len_torch_function_stack", _returns(int), lambda: 1)
+dispatch_modes: Callable[[], int] = _take("_C._len_torch_dispatch_stack", _returns(int), lambda: 1)
+in_dispatch_mode: Callable[[], bool] = _take(
+    "utils._python_dispatch.is_in_torch_dispatch_mode", _returns(bool), lambda: dispatch_modes() > 0
+)
+OpOverload: Any = _take("_ops.OpOverload", inspect.isclass)
+OpOverloadPacket: Any = _take("_ops.OpOverloadPacket", inspect.isclass)
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+
+def _any_autocast() -> bool:
+    return any(map(_is_autocast, ("cpu", "cuda", "npu")))
+
+
+def _is_autocast(device: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(device)
+    except RuntimeError:  # no such device without torch_npu
+        return False
+
+
+any_autocast: Callable[[], bool] = _take("_C._is_any_autocast_enabled", _returns(bool), _any_autocast)
+#: Called with True, None where no hooks on saved tensors are set. Not knowing, as if there were some.
+saved_tensor_hooks: Callable[[bool], Any] = _take(
+    "_C._autograd._top_saved_tensors_default_hooks",
+    lambda function: function(True) is None or isinstance(function(True), tuple),
+    lambda _: (None, None),
+)
+#: The node that backward is at, and whether it will come to another. Not knowing, gradients are not delayed.
+current_node: Callable[[], Any] = _take("_C._current_autograd_node", lambda f: f() is None, lambda: None)
+will_execute: Callable[[Any], bool] = _take("_C._will_engine_execute_node", callable, lambda _: False)
+#: -1 outside of backward.
+graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int))
+run_engine: Callable[..., Any] = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
+
+
+def _make_grads(outputs: tuple, grads: tuple, is_grads_batched: bool) -> tuple:
+    if any(g is None and y.requires_grad and y.numel() != 1 for y, g in zip(outputs, grads, strict=True)):
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    return tuple(
+        torch.ones_like(y) if g is None and y.requires_grad else g for y, g in zip(outputs, grads, strict=True)
+    )
+
+
+make_grads: Callable[..., tuple] = _take(
+    "autograd._make_grads", _has_parameters("outputs", "grads", "is_grads_batched"), _make_grads
+)
+
+
+def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply` of an autograd function, without torch's Python wrapper, which is there for functorch and takes half of
+    the time."""
+    return _apply.__get__(None, function) if _apply is not None else function.apply
+
+
+_apply: Any = _take("_C._FunctionBase", lambda base: inspect.ismethoddescriptor(base.__dict__["apply"]), None)
+_apply = None if _apply is None else _apply.__dict__["apply"]
+
+
+def _check_tensors() -> None:
+    """Nodes get their hooks as one table for many, and some facts about tensors are read that torch keeps to itself."""
+    for name in ("_backward_hooks", "_base", "_grad", "_is_view", "_post_accumulate_grad_hooks", "_version"):
+        _take(f"Tensor.{name}", lambda _: True)
+    with torch.enable_grad(), torch.inference_mode(False):
+        node = torch.ones(1, device="meta", requires_grad=True).view(1).grad_fn
+    if not callable(getattr(node, "_register_hook_dict", None)):
+        _take("autograd.graph.Node._register_hook_dict", lambda _: False)
+
+
+_check_tensors()
+
+# ---------------------------------------------------------------------------------------------- functions and modules
+
+
+#: The functions below those of `torch.nn.functional`.
+native_functions: Any = _take("_C._nn", inspect.ismodule, F)
+
+
+def native(name: str) -> Any:
+    """The native function below the one of `torch.nn.functional`, which is there for arguments that are not given here.
+
+    Where there is none, the function of `torch.nn.functional`.
+    """
+    return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
+
+
+#: Whether one tensor can get the data of another and stay the same object. Not knowing, it is asked what it comes to.
+same_implementation: Callable[[Any, Any], bool] = _take(
+    "_has_compatible_shallow_copy_type", callable, lambda x, y: x.device.type == y.device.type and x.layout == y.layout
+)
+#: None where nothing is being traced.
+tracer: Callable[[], Any] = _take(
+    "_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None
+)
+
+_HOOKS = {
+    *("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+}
+_GLOBAL_HOOKS = {
+    *("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks"),
+    *("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"),
+}
+#: Hooks that have to do with other things than calling a module.
+_ELSEWHERE = ("registration", "state_dict", "is_full_backward")
+
+
+def _knows_all_hooks() -> bool:
+    """Whether a call of a module can be surrounded by nothing but what `calls` looks at."""
+
+    def about_calls(names: Any) -> set[str]:
+        return {n for n in names if "hook" in n and not any(word in n for word in _ELSEWHERE)}
+
+    own = about_calls(torch.nn.Module().__dict__)
+    everywhere = about_calls(n for n in vars(nn_module) if n.startswith("_global"))
+    return (own, everywhere) == (_HOOKS, _GLOBAL_HOOKS)
+
+
+#: Where torch has other kinds of hooks than those that are known, modules are called in torch's own way.
+calls_quickly = _knows_all_hooks()
+if not calls_quickly:
+    REPLACED.append("torch.nn.Module.__call__")
+_of_all_modules = vars(nn_module)
+global_forward_hooks: Any = _of_all_modules.get("_global_forward_hooks")
+global_forward_pre_hooks: Any = _of_all_modules.get("_global_forward_pre_hooks")
+global_backward_hooks: Any = _of_all_modules.get("_global_backward_hooks")
+global_backward_pre_hooks: Any = _of_all_modules.get("_global_backward_pre_hooks")
+
+# ---------------------------------------------------------------------------------------------- torch.distributed
+
+if dist.is_available():
+    for _name in ("_get_backend", "_allgather_base", "_reduce_scatter_base"):
+        _take(f"distributed.ProcessGroup.{_name}", callable)
+    default_store: Callable[[], Any] = _take("distributed.distributed_c10d._get_default_store", callable)

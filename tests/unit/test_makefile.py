@@ -1,0 +1,64 @@
+"""Which environment the targets make, and with which release of torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """What make would do, if nothing had been made yet (-B)."""
+    # A make above the tests hands its own variables down.
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "PLATFORM", "TORCH")}
+    return subprocess.run(["make", "-nB", *words], cwd=ROOT, env=own, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "pins"),
+    [
+        (("test", "PLATFORM=torch-cpu"), "torch-cpu", ""),
+        (("test", "PLATFORM=torch-cpu", "TORCH=2.14.1"), "torch-cpu-2.14.1", "2.14.1"),
+        (("test", "PLATFORM=torch-npu", "TORCH=2.13.0"), "torch-npu-2.13.0", "2.13.0"),
+        (("demo", "PLATFORM=torch-cpu", "TORCH=2.14.1"), "torch-cpu-2.14.1", "2.14.1"),
+        (("demo",), "torch-cpu-2.13.0", "2.13.0"),
+        (("demo", "PLATFORM=mindspore"), "mindspore", ""),
+    ],
+)
+def test_environment(words: tuple[str, ...], environment: str, pins: str) -> None:
+    done = make(*words)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"-m venv (\S+)", done.stdout) == [f".venv/{environment}"]
+    assert re.findall(r"torch\|torch-npu\)==\.\*/\\1==(\S+?)/'", done.stdout) == ([pins] if pins else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("test", "TORCH=2.14.1"), "set PLATFORM too, to one of: torch-cpu torch-cuda torch-npu"),
+        (("test", "PLATFORM=mindspore", "TORCH=2.14.1"), "set PLATFORM too, to one of: torch-cpu torch-cuda torch-npu"),
+        (("demo", "PLATFORM=mindspore", "TORCH=2.14.1"), "TORCH=2.14.1 chooses the torch of one backend"),
+        (("test", "PLATFORM=torch-cpu", "TORCH=newest"), "TORCH=newest is no release of torch, such as 2.14.1"),
+        (("test", "PLATFORM=tpu"), "PLATFORM=tpu is none of: "),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    done = make(*words)
+    assert done.returncode != 0
+    assert sentence in done.stderr
+
+
+def test_pins_are_replaced() -> None:
+    """As the rule for another torch does it: torch and torch_npu, nothing else."""
+    pattern = re.search(r"sed -E '([^']+)'", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert pattern is not None
+    script = pattern.group(1).replace("$(2)", "2.13.0")
+    before = (ROOT / "platform/torch-npu/requirements.txt").read_text(encoding="utf-8")
+    done = subprocess.run(["sed", "-E", script], input=before, capture_output=True, text=True, check=True)
+    after = dict(line.split("==") for line in done.stdout.split() if "==" in line)
+    assert (after["torch"], after["torch-npu"], after["safetensors"]) == ("2.13.0", "2.13.0", "0.8.0")
