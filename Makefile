@@ -1,4 +1,5 @@
 # make test [PLATFORM=mindspore]          all tests, or those of one backend, with coverage
+# make test PLATFORM=torch-cpu TORCH=2.14.1   those of a backend of torch with another release of it
 # make test-npu                           those of torch-npu, on simulated NPUs
 # make readme-table                       the README's table of backends, from the last run of the tests
 # make demo [PLATFORM=mindspore] [TP=2]   train a small Llama on TP processes
@@ -7,10 +8,11 @@
 # make clean                              remove environments and build output
 #
 # Each target makes the virtual environment it needs under .venv/, and makes it again when its requirements change.
-# PYTHON chooses the interpreter, PIP_ARGS goes to every `pip install`.
+# PYTHON chooses the interpreter, PIP_ARGS goes to every `pip install`, TORCH chooses the release of torch (and torch_npu).
 
 PYTHON := python3
 PLATFORM :=
+TORCH :=
 TP := 2
 PIP_ARGS :=
 
@@ -22,13 +24,27 @@ ifneq ($(filter-out $(PLATFORMS),$(PLATFORM)),)
 $(error PLATFORM=$(PLATFORM) is none of: $(PLATFORMS))
 endif
 
+ifneq ($(TORCH),)
+ifeq ($(filter torch-%,$(PLATFORM)),)
+$(error TORCH=$(TORCH) chooses the torch of one backend: set PLATFORM too, to one of: $(filter torch-%,$(PLATFORMS)))
+endif
+ifeq ($(shell echo '$(TORCH)' | grep -E '^[0-9]+(\.[0-9]+)+$$'),)
+$(error TORCH=$(TORCH) is no release of torch, such as 2.14.1)
+endif
+endif
+
 DEMO_PLATFORM := $(or $(PLATFORM),torch-cpu)
+# The oldest torch that is supported, which is the quickest to install: see docs/dependencies.md.
+DEMO_TORCH := $(or $(TORCH),$(if $(filter torch-cpu,$(DEMO_PLATFORM)),2.13.0))
+DEMO_ENVIRONMENT := $(DEMO_PLATFORM)$(addprefix -,$(DEMO_TORCH))
 
 # Without a GPU the tests of torch-cuda use fake tensors, for which the torch of torch-cpu will do.
 ENVIRONMENT := $(PLATFORM)
 ifeq ($(PLATFORM)$(shell command -v nvidia-smi),torch-cuda)
 ENVIRONMENT := torch-cpu
 endif
+BACKEND_OF_ENVIRONMENT := $(ENVIRONMENT)
+ENVIRONMENT := $(ENVIRONMENT)$(addprefix -,$(TORCH))
 
 .PHONY: test test-npu readme-table demo bench lint clean
 
@@ -50,11 +66,11 @@ readme-table:
 	$(PYTHON) ci/table.py
 
 # Without CANN, NPUs are simulated.
-DEMO_PYTHON := .venv/$(DEMO_PLATFORM)/bin/python
+DEMO_PYTHON := .venv/$(DEMO_ENVIRONMENT)/bin/python
 ifeq ($(DEMO_PLATFORM)$(ASCEND_HOME_PATH),torch-npu)
 DEMO_PYTHON += -m tests.simulated_npu run $(DEMO_PYTHON)
 endif
-demo: .venv/$(DEMO_PLATFORM)/.ready
+demo: .venv/$(DEMO_ENVIRONMENT)/.ready
 	HYPER_PARALLEL_PLATFORM=$(DEMO_PLATFORM) $(DEMO_PYTHON) examples/train_llama/train.py --tp $(TP)
 
 CASES :=
@@ -78,7 +94,19 @@ define environment
 	touch $$@
 endef
 
+# $(call other_torch,BACKEND,TORCH): a rule for .venv/BACKEND-TORCH, which has this torch in place of the gate's.
+define other_torch
+.venv/$(1)-$(2)/.ready: platform/$(1)/requirements.txt ci/requirements-test.txt pyproject.toml
+	$(PYTHON) -m venv .venv/$(1)-$(2)
+	sed -E 's/^(torch|torch-npu)==.*/\1==$(2)/' $$< > .venv/$(1)-$(2)/requirements.txt
+	.venv/$(1)-$(2)/bin/python -m pip install --quiet $(PIP_ARGS) -r .venv/$(1)-$(2)/requirements.txt \
+	    -r ci/requirements-test.txt -e .
+	touch $$@
+endef
+
 requirements = $(patsubst %,platform/%/requirements.txt,$(1)) ci/requirements-test.txt
 $(eval $(call environment,all,$(call requirements,$(CPU_PLATFORMS)),-e .))
 $(foreach name,$(PLATFORMS),$(eval $(call environment,$(name),$(call requirements,$(name)),-e .)))
 $(eval $(call environment,lint,ci/requirements-lint.txt,))
+$(if $(TORCH),$(eval $(call other_torch,$(BACKEND_OF_ENVIRONMENT),$(TORCH))))
+$(if $(DEMO_TORCH),$(if $(filter $(DEMO_ENVIRONMENT),$(ENVIRONMENT)),,$(eval $(call other_torch,$(DEMO_PLATFORM),$(DEMO_TORCH)))))
