@@ -211,7 +211,7 @@ def lose_a_rank_of_a_group(world: Any) -> tuple | None:
         store.set(f"{key}1", "theirs")
         here = faults.roll_call(group, (0, 1), "mine")
         patch.setattr(faults, "_fail_waiting_ranks", lambda group: None)
-        patch.setattr(distributed_c10d, "_get_default_store", lambda: Broken())
+        patch.setattr(faults, "default_store", Broken)
         dead = [faults.roll_call(group, ranks, "mine") for ranks in ((0, 1), (1, 2))]
         patch.setattr(torch.distributed, "get_rank", lambda: 1)
         dead.append(faults.roll_call(group, (0, 1), "mine"))

@@ -192,10 +192,10 @@ def without_privates() -> Iterator[None]:
 def train_without_privates() -> None:
     with without_privates():
         for lib, mesh in meshes(2)[1:]:
-            wanted = train(decoder(), Sizes(), "AdamW", {})
-            sharded = lib.parallelize_module(decoder(), mesh, plan(lib))
-            assert "__call__" not in vars(type(sharded)), "modules are called in torch's own way"
-            compare(train(sharded, Sizes(), "AdamW", {}), wanted, "without privates")
+            wanted = train(decoder(dtype=torch.float32), Sizes(), "SGD", {}, steps=3)
+            sharded = lib.parallelize_module(decoder(dtype=torch.float32), mesh, plan(lib))
+            assert "__call__" not in vars(type(sharded.block.attention)), "modules are called in torch's own way"
+            compare(train(sharded, Sizes(), "SGD", {}, steps=3), wanted, "without privates", 1e-4)
 
 
 def test_training_without_privates(pool: Any) -> None:

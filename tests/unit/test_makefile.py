@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 def make(*words: str) -> subprocess.CompletedProcess[str]:
     """What make would do, if nothing had been made yet (-B)."""
     # A make above the tests hands its own variables down.
-    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "PLATFORM", "TORCH")}
+    handed_down = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "PLATFORM", "TORCH")
+    own = {name: value for name, value in os.environ.items() if name not in handed_down}
     return subprocess.run(["make", "-nB", *words], cwd=ROOT, env=own, capture_output=True, text=True, check=False)
 
 
