@@ -30,7 +30,7 @@ SHOWN = {
     ("torch-cpu", "CPU"): "gloo; conformance suite on 1 to 4 ranks, `tests/torch`",
     ("mindspore", "CPU"): "mccl; conformance suite on 1 to 4 ranks, `tests/mindspore`",
     ("torch-npu", "simulated NPU"): (
-        "the real torch_npu 2.13.0 on a [simulated CANN runtime](docs/simulated_npu.md); conformance suite on 1 to 4 "
+        "the real torch_npu 2.14.0 on a [simulated CANN runtime](docs/simulated_npu.md); conformance suite on 1 to 4 "
         "ranks, `tests/torch`, `tests/npu`"
     ),
     ("torch-cuda", "fake GPU"): (

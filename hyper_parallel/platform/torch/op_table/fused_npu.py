@@ -2,7 +2,7 @@
 
 Only with torch_npu in the process: `hyper_parallel.platform.torch.npu` adds these rows to the table.
 
-Source: the schemas of torch_npu 2.13, for example ``torch.ops.npu.npu_rms_norm.default._schema``.
+Source: the schemas of torch_npu 2.13 and 2.14, for example ``torch.ops.npu.npu_rms_norm.default._schema``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _bind_add_rms_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """npu_add_rms_norm, whose derivative torch_npu 2.13 does not have; it is that of npu_rms_norm of the sum."""
+    """npu_add_rms_norm, of which torch_npu 2.14 has no derivative yet; it is that of npu_rms_norm of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> Any:
