@@ -20,7 +20,7 @@ from hyper_parallel.platform import torch as torch_package
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch import op_table
 from hyper_parallel.platform.torch.handlers.copying import rebuild_dtensor
-from hyper_parallel.platform.torch.handlers.optimizers import _wrapped
+from hyper_parallel.platform.torch.handlers.optimizers import local_step
 from hyper_parallel.platform.torch.tensor import make_dtensor_class
 from hyper_parallel.testing.spmd import on_mesh
 from tests.conftest import PLATFORM
@@ -110,7 +110,7 @@ def optimizers(mesh: Any) -> None:
         Descent([randn(2).requires_grad_()])
         assert Descent.step.hooked  # type: ignore[attr-defined]
         p = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
-        Descent.step = _wrapped(Descent.step, type(p))  # type: ignore[method-assign]
+        Descent.step = local_step(Descent.step)  # type: ignore[method-assign]
         optimizer, seen = Descent([p]), []
         optimizer.register_step_post_hook(lambda *_: seen.append(True))
         for _ in range(2):

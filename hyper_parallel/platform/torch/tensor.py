@@ -19,6 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import Dispatch
+from hyper_parallel.platform.patching import Unpatched
 from hyper_parallel.platform.torch.functional import direct_calls
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
@@ -27,10 +28,12 @@ from hyper_parallel.platform.torch.private import is_dispatch_on
 __all__ = [
     "HANDLERS",
     "Handler",
+    "allow_dtensors",
     "dispatch",
     "handles",
     "is_dtensor",
     "layout_of",
+    "made_class",
     "make_dtensor_class",
     "replicated",
     "wrap",
@@ -51,6 +54,8 @@ class _State:
 
     tensor_class: Any = None
     dispatch: Dispatch | None = None
+    #: The same class, while torch is patched.
+    wrapping: Any = Unpatched("torch")
 
 
 def handles(*functions: Any) -> Callable[[Handler], Handler]:
@@ -74,6 +79,16 @@ def is_dtensor(x: Any) -> bool:
     return type(x) is _State.tensor_class
 
 
+def made_class() -> Any:
+    """The DTensor class, None before it is made."""
+    return _State.tensor_class
+
+
+def allow_dtensors(allowed: bool) -> None:
+    """Whether `wrap` may make DTensors: while torch is patched."""
+    _State.wrapping = _State.tensor_class if allowed else Unpatched("torch")
+
+
 def layout_of(x: Any) -> Any:
     """Layout of a DTensor, None for anything else."""
     return x._layout if type(x) is _State.tensor_class else None
@@ -85,7 +100,7 @@ def wrap(local: Any, layout: Any) -> Any:
     An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
     layout that is the result, otherwise a new view of it is, since an object has one layout.
     """
-    cls = _State.tensor_class
+    cls = _State.wrapping
     if type(local) is cls:
         if local._layout is layout:
             return local
@@ -139,7 +154,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
             raise RuntimeError(f"the DTensor class has been made already, with {_State.tensor_class.__mro__[1]}")
         return _State.tensor_class
     # Imported here, because the handlers register themselves in this module.
-    from hyper_parallel.platform.torch import handlers
+    from hyper_parallel.platform.torch import handlers, patches
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
     table = {**computing, **direct_calls(computing), **HANDLERS}
@@ -171,7 +186,9 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
     }
     _State.tensor_class = type(mixin)("DTensor", (mixin, base), namespace)
     _State.dispatch = core_dispatch
-    handlers.hook_autograd_functions()
-    handlers.hook_optimizers(_State.tensor_class)
-    handlers.hook_clipping(_State.tensor_class)
+    try:
+        patches.PATCHES.install()
+    except RuntimeError:
+        _State.tensor_class = None  # every attempt is to say so
+        raise
     return _State.tensor_class

@@ -1,6 +1,6 @@
 """Gradient clipping: the functions of `torch.nn.utils` work on local gradients, with one all-reduce for the norm.
 
-They are wrapped once, when the DTensor class is made. Torch's own code computes the norm of the gradients that this
+They are wrapped (`platform.torch.patches`). Torch's own code computes the norm of the gradients that this
 rank counts, and scales local gradients; what the ranks counted is added up in between. A tensor that is the same on
 several ranks is counted by the first of them.
 
@@ -18,38 +18,30 @@ from types import GeneratorType
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch.nn.utils import clip_grad
 
 from hyper_parallel.core.dtensor.bounded import Table
 from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
-from hyper_parallel.platform.torch.tensor import layout_of, replicated
+from hyper_parallel.platform.torch.tensor import layout_of, made_class, replicated
 
-__all__ = ["hook_clipping"]
+__all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
 
 T: Any = torch.Tensor
-
-
-def hook_clipping(tensor_class: Any) -> None:
-    """Wrap the functions where they are defined, and so call each other, and in `torch.nn.utils`."""
-    module: Any = nn.utils.clip_grad
-    functions = {name: getattr(module, name) for name in _WRAPPERS}
-    for name, original in functions.items():
-        wrapped = functools.wraps(original)(_WRAPPERS[name](functions, tensor_class))
-        for holder in (module, nn.utils):
-            for public in [n for n, value in vars(holder).items() if value is original]:
-                setattr(holder, public, wrapped)
 
 
 # ---------------------------------------------------------------------------------------------------- the functions
 
 
-def _clip_grad_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
-    original, total_norm = functions["clip_grad_norm_"], functions["_get_total_norm"]
-    clip_with_norm = functions["_clip_grads_with_norm_"]
+def norm_clipping(original: Any) -> Any:
+    """What stands for ``clip_grad_norm_``."""
+    tensor_class = made_class()
+    # Torch's own as well: nothing has been replaced yet.
+    total_norm, clip_with_norm = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
+    @functools.wraps(original)
     def clip_grad_norm_(
         parameters: Any,
         max_norm: float,
@@ -73,9 +65,11 @@ def _clip_grad_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any)
     return clip_grad_norm_
 
 
-def _get_total_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
-    original = functions["_get_total_norm"]
+def total_norm_of_all(original: Any) -> Any:
+    """What stands for ``get_total_norm``."""
+    tensor_class = made_class()
 
+    @functools.wraps(original)
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Any:
@@ -92,9 +86,11 @@ def _get_total_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any)
     return get_total_norm
 
 
-def _clip_grads_with_norm(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
-    original = functions["_clip_grads_with_norm_"]
+def scaling_to_norm(original: Any) -> Any:
+    """What stands for ``clip_grads_with_norm_``."""
+    tensor_class = made_class()
 
+    @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
         parameters = _listed(parameters)
         if tensor_class not in map(type, parameters):
@@ -109,9 +105,11 @@ def _clip_grads_with_norm(functions: dict[str, Callable[..., Any]], tensor_class
     return clip_grads_with_norm_
 
 
-def _clip_grad_value(functions: dict[str, Callable[..., Any]], tensor_class: Any) -> Callable[..., Any]:
-    original = functions["clip_grad_value_"]
+def value_clipping(original: Any) -> Any:
+    """What stands for ``clip_grad_value_``."""
+    tensor_class = made_class()
 
+    @functools.wraps(original)
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
         parameters = _listed(parameters)
         if tensor_class not in map(type, parameters):
@@ -121,14 +119,6 @@ def _clip_grad_value(functions: dict[str, Callable[..., Any]], tensor_class: Any
             return original(parameters, clip_value, foreach)
 
     return clip_grad_value_
-
-
-_WRAPPERS: dict[str, Callable[[dict[str, Callable[..., Any]], Any], Callable[..., Any]]] = {
-    "_get_total_norm": _get_total_norm,
-    "_clip_grads_with_norm_": _clip_grads_with_norm,
-    "clip_grad_norm_": _clip_grad_norm,
-    "clip_grad_value_": _clip_grad_value,
-}
 
 
 def _listed(tensors: Any) -> Any:

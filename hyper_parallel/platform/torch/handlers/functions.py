@@ -2,7 +2,7 @@
 
 Torch has no interception point there: ``forward`` gets the DTensors, but since the engine works on local tensors,
 ``backward`` would get plain local gradients beside distributed saved tensors. So `torch.autograd.Function.apply` is
-wrapped once, when the DTensor class is made: on calls with DTensors it hooks the node, so that ``backward`` sees the
+wrapped (`platform.torch.patches`): on calls with DTensors it hooks the node, so that ``backward`` sees the
 gradients of distributed outputs as DTensors, and what it returns is brought to the layouts of the inputs.
 """
 
@@ -17,16 +17,14 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of, wrap
 
-__all__ = ["hook_autograd_functions"]
+__all__ = ["hooked_apply"]
 
 T: Any = torch.Tensor
 
 
-def hook_autograd_functions() -> None:
-    """Wrap `torch.autograd.Function.apply`."""
-    function: Any = torch.autograd.Function
-    found = function.__dict__["apply"]
-    # Until torch 2.13 a class method written in Python, from 2.14 on one written in C, which is called with the class.
+def hooked_apply(found: Any) -> Any:
+    """What stands for `torch.autograd.Function.apply`, which is given as it stands in its class: until torch 2.13 a
+    class method written in Python, from 2.14 on one written in C, which is called with the class."""
     original = getattr(found, "__func__", found)
 
     @functools.wraps(original)
@@ -38,7 +36,7 @@ def hook_autograd_functions() -> None:
                 break
         return result
 
-    function.apply = classmethod(apply)
+    return classmethod(apply)
 
 
 def _hook_node(args: tuple, results: tuple) -> None:

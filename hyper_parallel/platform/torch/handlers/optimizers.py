@@ -1,7 +1,7 @@
 """Optimizers whose arithmetic is element-wise step on the local tensors, at the speed of plain ones.
 
 Every optimizer is right without this module, one intercepted operation after the other. Here ``step`` of the listed
-classes is wrapped once, when the DTensor class is made. While it runs, parameters, gradients and state *are* plain
+classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain
 tensors: a DTensor is a local tensor with another class, and changing the class of an object there and back costs less
 than torch takes to find out, for each argument of each kernel, that a subclass is a tensor. Closures, and hooks on
 optimizers, see DTensors.
@@ -16,46 +16,31 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.torch.handlers.gradients import as_cotangent
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import wrap
+from hyper_parallel.platform.torch.tensor import made_class, wrap
 
-__all__ = ["hook_optimizers"]
+__all__ = ["ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
 
 T: Any = torch.Tensor
 
-_ELEMENTWISE = words("SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
+ELEMENTWISE = words("SGD Adam Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
 #: Whose step puts what ``_init_group`` has looked up into the state again, so that it must be that very tensor.
-_STORES = words("SGD")
+STORES = words("SGD")
 #: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
 _ATTRIBUTE = "_hyper_parallel_step"
 
 
-def hook_optimizers(tensor_class: type) -> None:
-    """Wrap ``step`` of the element-wise optimizers, and let optimizers and gradient clipping choose the variants over
-    lists for DTensors wherever they choose them for plain tensors."""
-    for module in (torch_optimizer, _foreach_utils):
-        getattr(module, "_foreach_supported_types", []).append(tensor_class)
-    for name in _ELEMENTWISE:
-        cls = getattr(torch.optim, name)
-        if "step" in vars(cls):
-            cls.step = _wrapped(cls.step, tensor_class)
-        if "_init_group" in vars(cls):
-            cls._init_group = _collecting(cls._init_group, name not in _STORES)
-    base: Any = torch.optim.Optimizer
-    base.zero_grad = _clearing(base.zero_grad, tensor_class)
-
-
-def _wrapped(step: Any, tensor_class: type) -> Any:
+def local_step(step: Any) -> Any:
+    """What stands for ``step`` of an optimizer of `ELEMENTWISE`."""
+    tensor_class = made_class()
     # Once a class has an instance, torch has put profiling and hooks around its step: these stay outside.
     is_hooked = getattr(step, "hooked", False)
     inner = step.__wrapped__ if is_hooked else step
 
     @functools.wraps(inner)
-    def local_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step_locally(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         groups = self.param_groups
         parameters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
         distributed = [p for p in parameters if type(p) is tensor_class]
@@ -78,15 +63,24 @@ def _wrapped(step: Any, tensor_class: type) -> Any:
             finally:
                 local.end(self)
 
-    if not is_hooked:
-        return local_step
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(local_step)
+    return _hooked(step_locally) if is_hooked else step_locally
+
+
+def without_local_step(found: Any, step: Any) -> Any:
+    """What to put back in place of ``found``, when that is not what `local_step` made of ``step``: torch has put its
+    hooks around it, and would not do so again for the optimizers that exist."""
+    return _hooked(step) if getattr(found, "hooked", False) else step
+
+
+def _hooked(step: Any) -> Any:
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return hooked
 
 
-def _clearing(zero_grad: Any, tensor_class: type) -> Any:
-    """``zero_grad`` of all optimizers: what it does is done to local gradients."""
+def clear_locally(zero_grad: Any) -> Any:
+    """What stands for ``zero_grad`` of all optimizers: what it does is done to local gradients."""
+    tensor_class: Any = made_class()
     local_classes = {tensor_class, tensor_class.__bases__[-1], torch.nn.Parameter}
 
     @functools.wraps(zero_grad)
@@ -101,8 +95,8 @@ def _clearing(zero_grad: Any, tensor_class: type) -> Any:
     return zero_local_gradients
 
 
-def _collecting(init_group: Any, aliases: bool) -> Any:
-    """``_init_group``, which fills lists with the tensors that an optimizer has for the parameters of a group.
+def collect_locals(init_group: Any, aliases: bool) -> Any:
+    """What stands for ``_init_group``, which fills lists with the tensors that an optimizer has for a group.
 
     Args:
         init_group: torch's. In all listed classes it does nothing but look state up, once there is some.

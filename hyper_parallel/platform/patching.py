@@ -1,0 +1,412 @@
+"""Patches of a framework: all of them installed or none, each checked before, and taken back on request.
+
+A framework has places where a DTensor is not noticed, or not served well enough. What the library puts there is listed
+in one module a backend, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`, which is installed when
+the DTensor class is made: a process that never makes a DTensor has nothing patched. Replacements do for plain tensors
+what the originals do. docs/patches.md shows the lists:
+
+    python -m hyper_parallel.platform.patching torch         # writes torch's table into docs/patches.md
+    python -m hyper_parallel.platform.patching mindspore
+
+This module imports no framework.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Patch", "PatchSet", "Unpatched", "alive", "installed", "table", "takes", "uninstall", "with_table"]
+
+_ABSENT: Any = object()
+#: The sets that are installed now.
+_INSTALLED: list[PatchSet] = []
+
+
+def _is_callable(original: Any) -> str | None:
+    # A class method as it stands in the class is no function itself.
+    return None if callable(getattr(original, "__func__", original)) else "is not a function"
+
+
+def takes(parameters: str) -> Callable[[Any], str | None]:
+    """A check for `Patch`: the original is a function of exactly these parameters.
+
+    Example:
+        >>> takes("a b")(lambda a, c: 0)
+        "takes ('a', 'c') and not ('a', 'b')"
+    """
+    names = tuple(parameters.split())
+
+    def check(original: Any) -> str | None:
+        try:
+            found = tuple(inspect.signature(getattr(original, "__func__", original)).parameters)
+        except (TypeError, ValueError):
+            return "is not a function of known parameters"
+        return None if found == names else f"takes {found} and not {names}"
+
+    return check
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to a framework: an attribute of a module or class replaced, or an entry in a list or dict.
+
+    Attributes:
+        targets: the places, by dotted name, all of which hold one and the same object. ``"torch.optim.Adam.step"`` is
+            an attribute; ``"package.module.names[]"`` a further entry of a list; ``"package.module.table[key]"`` an
+            entry of a dict.
+        reason: what would go wrong without it.
+        versions: of the framework, with which it was tested.
+        make: the original -> what is put there; of an entry, the list or dict -> the entry. All are made before
+            anything is replaced.
+        held: how the attribute is found: in the module or class itself; in a class that it derives from; or not at all.
+            `PatchSet.uninstall` puts back what was there itself, and deletes the others.
+        check: original -> what is wrong with it, or None.
+        required: without it results would be wrong, so that there are no DTensors where a target is not as expected.
+            Others are left out, with a warning.
+        everywhere: every loaded module of the framework that has the object, under any name, is a target too.
+        rewrapped: (what is there, original) -> what to put back where somebody has wrapped the replacement since. None
+            leaves it as it is, with a warning.
+    """
+
+    targets: tuple[str, ...]
+    reason: str
+    versions: str
+    make: Callable[[Any], Any]
+    held: Literal["own", "inherited", "absent"] = "own"
+    check: Callable[[Any], str | None] = _is_callable
+    required: bool = True
+    everywhere: bool = False
+    rewrapped: Callable[[Any, Any], Any] | None = None
+
+    @property
+    def undone(self) -> str:
+        """What `PatchSet.uninstall` does, in words."""
+        if any(name.endswith("]") for name in self.targets):
+            return "the entry is removed"
+        return "the original is put back" if self.held == "own" else "the attribute is deleted"
+
+
+# ------------------------------------------------------------------------------------------------------------- places
+class _Attribute:
+    """An attribute of a module or class."""
+
+    def __init__(self, target: str) -> None:
+        path, _, self._name = target.rpartition(".")
+        self._holder = pkgutil.resolve_name(path)
+
+    def held(self) -> str:
+        if self._name in vars(self._holder):
+            return "own"
+        return "absent" if self.original() is _ABSENT else "inherited"
+
+    def original(self) -> Any:
+        return inspect.getattr_static(self._holder, self._name, _ABSENT)
+
+    def write(self, value: Any) -> None:
+        setattr(self._holder, self._name, value)
+
+    def put_back(self, patch: Patch, replacement: Any, original: Any) -> bool:
+        """Undo, unless somebody has put something else there and nothing is known about it."""
+        found = self.original()
+        if found is not replacement:
+            if patch.rewrapped is None or patch.held != "own":
+                return False
+            original = patch.rewrapped(found, original)
+        if patch.held == "own":
+            setattr(self._holder, self._name, original)
+        else:
+            delattr(self._holder, self._name)
+        return True
+
+
+class _Entry:
+    """A further entry of a list, or of a dict under a key."""
+
+    def __init__(self, target: str) -> None:
+        path, self._key = target[:-1].rsplit("[", 1)
+        self._holder = pkgutil.resolve_name(path)
+
+    def held(self) -> str:
+        if self._key:
+            return "own" if self._key in self._holder else "absent"
+        return "absent"
+
+    def original(self) -> Any:
+        return self._holder
+
+    def write(self, value: Any) -> None:
+        if self._key:
+            self._holder[self._key] = value
+        else:
+            self._holder.append(value)
+
+    def put_back(self, patch: Patch, replacement: Any, original: Any) -> bool:
+        if self._key:
+            return self._holder.pop(self._key, None) is replacement
+        if replacement in self._holder:
+            self._holder.remove(replacement)
+            return True
+        return False
+
+
+_Place = _Attribute | _Entry
+
+
+def _place(target: str) -> _Place:
+    return _Entry(target) if target.endswith("]") else _Attribute(target)
+
+
+def _all_targets(patch: Patch, original: Any) -> list[str]:
+    """The targets, and where the loaded modules of the framework have the object besides."""
+    targets = list(patch.targets)
+    if patch.everywhere:
+        framework = targets[0].partition(".")[0]
+        for name, module in list(sys.modules.items()):
+            if module is not None and name.partition(".")[0] == framework:
+                targets += [f"{name}.{key}" for key, value in list(vars(module).items()) if value is original]
+    return list(dict.fromkeys(targets))
+
+
+# ----------------------------------------------------------------------------------------------------------- the set
+@dataclass(frozen=True)
+class _Done:
+    patch: Patch
+    place: _Place
+    target: str
+    original: Any
+    replacement: Any
+
+
+class PatchSet:
+    """All patches of one framework, which are installed and taken back together.
+
+    Args:
+        framework: its name, for messages.
+        version: its version.
+        patches: in the order in which they are installed.
+        in_use: the objects that need the patches: `uninstall` refuses while there are any.
+        switch: called with True when all patches are there, and with False before they go: may DTensors be made?
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        version: str,
+        patches: Sequence[Patch],
+        in_use: Callable[[], Sequence[Any]] = tuple,
+        switch: Callable[[bool], None] = lambda on: None,
+    ) -> None:
+        self.framework, self.version, self.patches = framework, version, tuple(patches)
+        self._in_use, self._switch = in_use, switch
+        self._done: list[_Done] | None = None
+
+    @property
+    def installed(self) -> tuple[Patch, ...]:
+        """The patches that are installed now."""
+        return tuple(dict.fromkeys(done.patch for done in self._done or ()))
+
+    def install(self) -> None:
+        """Install all patches; does nothing when they are installed.
+
+        Raises:
+            RuntimeError: a target that must be there is not what is expected. Then nothing has been replaced.
+        """
+        if self._done is not None:
+            return
+        wanted = self._verified()
+        done: list[_Done] = []
+        for patch, original in wanted:
+            replacement = patch.make(original)
+            for target in _all_targets(patch, original):
+                done.append(_Done(patch, _place(target), target, original, replacement))
+        for i, change in enumerate(done):
+            try:
+                change.place.write(change.replacement)
+            except BaseException:
+                self._take_back(done[:i])
+                raise
+        self._done = done
+        _INSTALLED.append(self)
+        self._switch(True)
+
+    def uninstall(self) -> None:
+        """Put everything back as it was; does nothing when nothing is installed. Making a DTensor is an error from then
+        on, until `install`.
+
+        Raises:
+            RuntimeError: DTensors still exist, which would compute wrong numbers.
+        """
+        if self._done is None:
+            return
+        users = self._in_use()
+        if users:
+            shapes = ", ".join(str(tuple(x.shape)) for x in users[:5]) + (", ..." if len(users) > 5 else "")
+            raise RuntimeError(
+                f"the patches of {self.framework} cannot be uninstalled while {len(users)} DTensors exist, of global "
+                f"shapes {shapes}: without them they would compute wrong numbers. Delete the models, optimizers and "
+                "tensors first"
+            )
+        self._switch(False)
+        done, self._done = self._done, None
+        _INSTALLED.remove(self)
+        self._take_back(done)
+
+    def _verified(self) -> list[tuple[Patch, Any]]:
+        """The patches that can be installed, with the originals."""
+        found = []
+        for patch in self.patches:
+            original, wrong = _inspected(patch)
+            if not wrong:
+                found.append((patch, original))
+                continue
+            message = f"{self.framework} {self.version}: {wrong}; tested with {patch.versions}. "
+            if patch.required:
+                raise RuntimeError(
+                    f"{message}Without this patch: {patch.reason}. So no DTensor can be made with this version, and "
+                    f"nothing was changed in {self.framework}: install a tested one"
+                )
+            warnings.warn(f"{message}The patch is left out: {patch.reason}", RuntimeWarning, stacklevel=2)
+        return found
+
+    def _take_back(self, changes: Sequence[_Done]) -> None:
+        for change in reversed(changes):
+            if not change.place.put_back(change.patch, change.replacement, change.original):
+                warnings.warn(
+                    f"{change.target} has been changed since hyper_parallel patched it, and is left as it is",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+
+def _inspected(patch: Patch) -> tuple[Any, str | None]:
+    """The original, and what is wrong with a target, if anything is."""
+    first: Any = _ABSENT
+    for i, target in enumerate(patch.targets):
+        try:
+            place = _place(target)
+        except (ImportError, AttributeError) as error:
+            return None, f"{target} is not there ({error})"
+        held, original = place.held(), place.original()
+        if held != patch.held:
+            return None, f"{target} is {_HELD[held]}, and was {_HELD[patch.held]}"
+        if i and original is not first:
+            return None, f"{target} is not the same object as {patch.targets[0]}"
+        first = original
+        if isinstance(place, _Attribute) and held != "absent":
+            wrong = patch.check(original)
+            if wrong:
+                return None, f"{target} {wrong}"
+    return first, None
+
+
+_HELD = {"own": "there itself", "inherited": "inherited", "absent": "not there"}
+
+
+class Unpatched:
+    """Stands in a class where the DTensor class belongs while the patches are not installed: reading it is an error."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        raise RuntimeError(
+            f"a DTensor cannot be made while the patches of {self._framework} are not installed: call install() of "
+            f"hyper_parallel.platform.{self._framework}.patches.PATCHES"
+        )
+
+
+def alive(cls: type | None) -> list[Any]:
+    """The instances of ``cls`` that this process holds."""
+    if cls is None:
+        return []
+    gc.collect()
+    return [x for x in gc.get_objects() if issubclass(type(x), cls)]
+
+
+def installed() -> dict[str, tuple[Patch, ...]]:
+    """What is patched in this process now, by framework.
+
+    Example:
+        >>> {framework: [p.targets for p in patches] for framework, patches in installed().items()}  # doctest: +SKIP
+        {'torch': [('torch.autograd.Function.apply',), ...]}
+    """
+    return {one.framework: one.installed for one in _INSTALLED}
+
+
+def uninstall() -> None:
+    """Take back the patches of all frameworks: see `PatchSet.uninstall`."""
+    for one in tuple(_INSTALLED):
+        one.uninstall()
+
+
+# -------------------------------------------------------------------------------------------------- table for the docs
+def table(patches: Sequence[Patch]) -> str:
+    """The patches as a table in Markdown; neighbours that differ in their targets only share a row."""
+    lines = ["| target | without it | tested with | `uninstall()` |", "|---|---|---|---|"]
+    for (reason, versions, undone, everywhere, required), group in groupby(
+        patches, lambda p: (p.reason, p.versions, p.undone, p.everywhere, p.required)
+    ):
+        targets = ", ".join(f"`{name}`" for name in _shortened([t for patch in group for t in patch.targets]))
+        where = " wherever the framework has it" if everywhere else ""
+        left_out = "" if required else " (left out, with a warning, where the target is not as expected)"
+        lines.append(f"| {targets}{where} | {reason}{left_out} | {versions} | {undone} |")
+    return "\n".join(lines)
+
+
+def _shortened(targets: Sequence[str]) -> Iterator[str]:
+    """Targets that differ in one part of their names, one behind the other, in one: ``a.{b,c}.d``."""
+    rest = list(targets)
+    while rest:
+        alike = [rest.pop(0)]
+        position: int | None = None
+        while rest:
+            pairs = list(zip(alike[0].split("."), rest[0].split("."), strict=False))
+            differing = [i for i, (a, b) in enumerate(pairs) if a != b]
+            same_length = alike[0].count(".") == rest[0].count(".")
+            if not same_length or len(differing) != 1 or position not in (None, differing[0]):
+                break
+            position = differing[0]
+            alike.append(rest.pop(0))
+        parts = alike[0].split(".")
+        if position is not None:
+            parts[position] = "{" + ", ".join(name.split(".")[position] for name in alike) + "}"
+        yield ".".join(parts)
+
+
+def with_table(page: str, framework: str, text: str) -> str:
+    """``page`` with ``text`` as the table of ``framework``.
+
+    Raises:
+        ValueError: the page has no place for it.
+    """
+    begin = f"<!-- made by python -m hyper_parallel.platform.patching {framework}: do not edit -->"
+    pattern = re.compile(f"({re.escape(begin)}\n).*?(\n<!-- end -->)", re.DOTALL)
+    if len(pattern.findall(page)) != 1:
+        raise ValueError(f"the page must have this line once, and <!-- end --> after it:\n{begin}")
+    return pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page)
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m hyper_parallel.platform.patching", description=_main.__doc__)
+    parser.add_argument("framework", help="torch or mindspore: what hyper_parallel/platform/ has a folder of")
+    parser.add_argument("page", nargs="?", type=Path, default=Path("docs/patches.md"))
+    arguments = parser.parse_args()
+    patches = importlib.import_module(f"hyper_parallel.platform.{arguments.framework}.patches").PATCHES.patches
+    page = arguments.page.read_text(encoding="utf-8")
+    arguments.page.write_text(with_table(page, arguments.framework, table(patches)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()

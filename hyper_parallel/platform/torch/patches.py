@@ -1,0 +1,118 @@
+"""Every patch of torch. The functions that make the replacements are in the modules of their subjects.
+
+Installed when the DTensor class is made, so never in a process that makes no DTensor; `PatchSet.uninstall` takes them
+back. docs/patches.md shows the list: ``python -m hyper_parallel.platform.patching torch`` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.patching import Patch, PatchSet, alive, takes
+from hyper_parallel.platform.torch.handlers import clipping, functions, optimizers
+from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
+
+__all__ = ["PATCHES"]
+
+_TESTED = "2.13 to 2.15"
+
+
+def _step(name: str) -> Patch:
+    return Patch(
+        targets=(f"torch.optim.{name}.step",),
+        reason="steps are right and slow: every operation of the optimizer is intercepted, parameter by parameter",
+        versions=_TESTED,
+        make=optimizers.local_step,
+        check=takes("self closure"),
+        required=False,
+        rewrapped=optimizers.without_local_step,
+    )
+
+
+def _init_group(name: str) -> Patch:
+    return Patch(
+        targets=(f"torch.optim.{name}._init_group",),
+        reason="steps on local tensors take longer: torch asks each parameter for its state, over and over",
+        versions=_TESTED,
+        make=partial(optimizers.collect_locals, aliases=name not in optimizers.STORES),
+        required=False,
+    )
+
+
+def _supported_types(module: str) -> Patch:
+    return Patch(
+        targets=(f"{module}._foreach_supported_types[]",),
+        reason="optimizers, and clipping by norm, take parameters one by one and not as lists: an all-reduce for each",
+        versions=_TESTED,
+        make=lambda types: made_class(),
+        held="absent",
+        required=False,
+    )
+
+
+def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters: str) -> Patch:
+    """A function where it is defined, and so called by the others, and where users find it."""
+    return Patch(
+        targets=(f"torch.nn.utils.clip_grad.{private}", f"torch.nn.utils.{public}"),
+        reason="clipping is right and slow, every operation intercepted; with parameters on several meshes it is an error",
+        versions=_TESTED,
+        make=make,
+        check=takes(parameters),
+        required=False,
+    )
+
+
+PATCHES = PatchSet(
+    "torch",
+    torch.__version__,
+    [
+        Patch(
+            targets=("torch.autograd.Function.apply",),
+            reason="``backward`` of a user's function gets plain local gradients beside distributed saved tensors",
+            versions=_TESTED,
+            make=functions.hooked_apply,
+        ),
+        *map(_step, optimizers.ELEMENTWISE),
+        *map(_init_group, optimizers.ELEMENTWISE),
+        Patch(
+            targets=("torch.optim.Optimizer.zero_grad",),
+            reason="clearing gradients takes longer: each is made distributed first",
+            versions=_TESTED,
+            make=optimizers.clear_locally,
+            check=takes("self set_to_none"),
+            required=False,
+        ),
+        _supported_types("torch.optim.optimizer"),
+        _supported_types("torch.utils._foreach_utils"),
+        _clipping(
+            "_get_total_norm",
+            "get_total_norm",
+            clipping.total_norm_of_all,
+            "tensors norm_type error_if_nonfinite foreach",
+        ),
+        _clipping(
+            "_clip_grads_with_norm_",
+            "clip_grads_with_norm_",
+            clipping.scaling_to_norm,
+            "parameters max_norm total_norm foreach",
+        ),
+        _clipping(
+            "clip_grad_norm_",
+            "clip_grad_norm_",
+            clipping.norm_clipping,
+            "parameters max_norm norm_type error_if_nonfinite foreach",
+        ),
+        _clipping(
+            "clip_grad_value_",
+            "clip_grad_value_",
+            clipping.value_clipping,
+            "parameters clip_value foreach",
+        ),
+    ],
+    in_use=lambda: alive(made_class()),
+    switch=allow_dtensors,
+)
