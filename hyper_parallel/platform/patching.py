@@ -3,31 +3,23 @@
 A framework has places where a DTensor is not noticed, or not served well enough. What the library puts there is listed
 in one module a backend, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`, which is installed when
 the DTensor class is made: a process that never makes a DTensor has nothing patched. Replacements do for plain tensors
-what the originals do. docs/patches.md shows the lists:
-
-    python -m hyper_parallel.platform.patching torch         # writes torch's table into docs/patches.md
-    python -m hyper_parallel.platform.patching mindspore
-
-This module imports no framework.
+what the originals do. docs/patches.md shows the lists; `patch_table` writes it. This module imports no framework.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import importlib
+import functools
 import inspect
 import pkgutil
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Patch", "PatchSet", "Unpatched", "alive", "installed", "table", "takes", "uninstall", "with_table"]
+from hyper_parallel.platform.unpatched import alive, resume, suspend
+
+__all__ = ["Patch", "PatchSet", "installed", "takes", "uninstall"]
 
 _ABSENT: Any = object()
 #: The sets that are installed now.
@@ -99,12 +91,22 @@ class Patch:
 
 
 # ------------------------------------------------------------------------------------------------------------- places
+def _resolved(path: str) -> Any:
+    """The object of a dotted name, in which one part may be an entry of a dict: ``package.module.table[key].name``."""
+    dotted, bracket, rest = path.partition("[")
+    found = pkgutil.resolve_name(dotted)
+    if not bracket:
+        return found
+    key, _, names = rest.partition("]")
+    return functools.reduce(getattr, filter(None, names.split(".")), found[key])
+
+
 class _Attribute:
     """An attribute of a module or class."""
 
     def __init__(self, target: str) -> None:
         path, _, self._name = target.rpartition(".")
-        self._holder = pkgutil.resolve_name(path)
+        self._holder = _resolved(path)
 
     def held(self) -> str:
         if self._name in vars(self._holder):
@@ -136,7 +138,7 @@ class _Entry:
 
     def __init__(self, target: str) -> None:
         path, self._key = target[:-1].rsplit("[", 1)
-        self._holder = pkgutil.resolve_name(path)
+        self._holder = _resolved(path)
 
     def held(self) -> str:
         if self._key:
@@ -196,8 +198,8 @@ class PatchSet:
         framework: its name, for messages.
         version: its version.
         patches: in the order in which they are installed.
-        in_use: the objects that need the patches: `uninstall` refuses while there are any.
-        switch: called with True when all patches are there, and with False before they go: may DTensors be made?
+        classes: gives the DTensor classes.
+        switch: called with True when all patches are there, with False before they go: may DTensors be made?
     """
 
     def __init__(
@@ -205,12 +207,13 @@ class PatchSet:
         framework: str,
         version: str,
         patches: Sequence[Patch],
-        in_use: Callable[[], Sequence[Any]] = tuple,
+        classes: Callable[[], Sequence[type]] = tuple,
         switch: Callable[[bool], None] = lambda on: None,
     ) -> None:
         self.framework, self.version, self.patches = framework, version, tuple(patches)
-        self._in_use, self._switch = in_use, switch
+        self._classes, self._switch = classes, switch
         self._done: list[_Done] | None = None
+        self._suspended = False
 
     @property
     def installed(self) -> tuple[Patch, ...]:
@@ -240,25 +243,35 @@ class PatchSet:
         self._done = done
         _INSTALLED.append(self)
         self._switch(True)
+        if self._suspended:
+            resume(self._classes(), self.framework)
+            self._suspended = False
 
-    def uninstall(self) -> None:
-        """Put everything back as it was; does nothing when nothing is installed. Making a DTensor is an error from then
-        on, until `install`.
+    def uninstall(self, abandon: bool = False) -> None:
+        """Put everything back as it was; does nothing when nothing is installed.
+
+        Without the patches DTensors would compute wrong numbers here and there. So making one is an error until
+        `install` is called.
+
+        Args:
+            abandon: go on when there are DTensors, and make them unusable, until `install`, as far as the framework
+                asks them: where it does not (that is what patches are for), their local data is what it takes.
 
         Raises:
-            RuntimeError: DTensors still exist, which would compute wrong numbers.
+            RuntimeError: there are DTensors, and they are not to be abandoned.
         """
         if self._done is None:
             return
-        users = self._in_use()
-        if users:
-            shapes = ", ".join(str(tuple(x.shape)) for x in users[:5]) + (", ..." if len(users) > 5 else "")
+        found = [] if abandon else alive(self._classes())
+        if found:
             raise RuntimeError(
-                f"the patches of {self.framework} cannot be uninstalled while {len(users)} DTensors exist, of global "
-                f"shapes {shapes}: without them they would compute wrong numbers. Delete the models, optimizers and "
-                "tensors first"
+                f"there are {len(found)} DTensors, which would compute wrong numbers without the patches of "
+                f"{self.framework}: delete the models, optimizers and tensors first, or give them up with "
+                "uninstall(abandon=True) (MindSpore itself keeps what an optimizer has stepped on)"
             )
         self._switch(False)
+        self._suspended = True
+        suspend(self._classes(), self.framework)
         done, self._done = self._done, None
         _INSTALLED.remove(self)
         self._take_back(done)
@@ -296,7 +309,7 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
     for i, target in enumerate(patch.targets):
         try:
             place = _place(target)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, KeyError) as error:
             return None, f"{target} is not there ({error})"
         held, original = place.held(), place.original()
         if held != patch.held:
@@ -314,27 +327,7 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
 _HELD = {"own": "there itself", "inherited": "inherited", "absent": "not there"}
 
 
-class Unpatched:
-    """Stands in a class where the DTensor class belongs while the patches are not installed: reading it is an error."""
-
-    def __init__(self, framework: str) -> None:
-        self._framework = framework
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        raise RuntimeError(
-            f"a DTensor cannot be made while the patches of {self._framework} are not installed: call install() of "
-            f"hyper_parallel.platform.{self._framework}.patches.PATCHES"
-        )
-
-
-def alive(cls: type | None) -> list[Any]:
-    """The instances of ``cls`` that this process holds."""
-    if cls is None:
-        return []
-    gc.collect()
-    return [x for x in gc.get_objects() if issubclass(type(x), cls)]
-
-
+# -------------------------------------------------------------------------------------------------- what is installed
 def installed() -> dict[str, tuple[Patch, ...]]:
     """What is patched in this process now, by framework.
 
@@ -345,68 +338,7 @@ def installed() -> dict[str, tuple[Patch, ...]]:
     return {one.framework: one.installed for one in _INSTALLED}
 
 
-def uninstall() -> None:
+def uninstall(abandon: bool = False) -> None:
     """Take back the patches of all frameworks: see `PatchSet.uninstall`."""
     for one in tuple(_INSTALLED):
-        one.uninstall()
-
-
-# -------------------------------------------------------------------------------------------------- table for the docs
-def table(patches: Sequence[Patch]) -> str:
-    """The patches as a table in Markdown; neighbours that differ in their targets only share a row."""
-    lines = ["| target | without it | tested with | `uninstall()` |", "|---|---|---|---|"]
-    for (reason, versions, undone, everywhere, required), group in groupby(
-        patches, lambda p: (p.reason, p.versions, p.undone, p.everywhere, p.required)
-    ):
-        targets = ", ".join(f"`{name}`" for name in _shortened([t for patch in group for t in patch.targets]))
-        where = " wherever the framework has it" if everywhere else ""
-        left_out = "" if required else " (left out, with a warning, where the target is not as expected)"
-        lines.append(f"| {targets}{where} | {reason}{left_out} | {versions} | {undone} |")
-    return "\n".join(lines)
-
-
-def _shortened(targets: Sequence[str]) -> Iterator[str]:
-    """Targets that differ in one part of their names, one behind the other, in one: ``a.{b,c}.d``."""
-    rest = list(targets)
-    while rest:
-        alike = [rest.pop(0)]
-        position: int | None = None
-        while rest:
-            pairs = list(zip(alike[0].split("."), rest[0].split("."), strict=False))
-            differing = [i for i, (a, b) in enumerate(pairs) if a != b]
-            same_length = alike[0].count(".") == rest[0].count(".")
-            if not same_length or len(differing) != 1 or position not in (None, differing[0]):
-                break
-            position = differing[0]
-            alike.append(rest.pop(0))
-        parts = alike[0].split(".")
-        if position is not None:
-            parts[position] = "{" + ", ".join(name.split(".")[position] for name in alike) + "}"
-        yield ".".join(parts)
-
-
-def with_table(page: str, framework: str, text: str) -> str:
-    """``page`` with ``text`` as the table of ``framework``.
-
-    Raises:
-        ValueError: the page has no place for it.
-    """
-    begin = f"<!-- made by python -m hyper_parallel.platform.patching {framework}: do not edit -->"
-    pattern = re.compile(f"({re.escape(begin)}\n).*?(\n<!-- end -->)", re.DOTALL)
-    if len(pattern.findall(page)) != 1:
-        raise ValueError(f"the page must have this line once, and <!-- end --> after it:\n{begin}")
-    return pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page)
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m hyper_parallel.platform.patching", description=_main.__doc__)
-    parser.add_argument("framework", help="torch or mindspore: what hyper_parallel/platform/ has a folder of")
-    parser.add_argument("page", nargs="?", type=Path, default=Path("docs/patches.md"))
-    arguments = parser.parse_args()
-    patches = importlib.import_module(f"hyper_parallel.platform.{arguments.framework}.patches").PATCHES.patches
-    page = arguments.page.read_text(encoding="utf-8")
-    arguments.page.write_text(with_table(page, arguments.framework, table(patches)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main()
+        one.uninstall(abandon)

@@ -23,7 +23,7 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
-from hyper_parallel.platform.mindspore.holes import fill_holes
+from hyper_parallel.platform.mindspore.patches import PATCHES
 from hyper_parallel.platform.mindspore.tensor import Unknown
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import error_of, rows_of, whole
@@ -214,7 +214,7 @@ def test_a_scalar_parameter_takes_numbers(pool: Any) -> None:
 def test_wrappers_are_installed_once() -> None:
     distribute_tensor(Tensor(VALUES), init_device_mesh("cpu", (1,)), [Shard(0)])
     wrapped = [ops.Stack.__call__, AllFinite.__call__, Tensor.__getitem__, Parameter.__mul__]
-    fill_holes()
+    PATCHES.install()
     assert wrapped == [ops.Stack.__call__, AllFinite.__call__, Tensor.__getitem__, Parameter.__mul__]
     assert all(hasattr(call, "__wrapped__") for call in wrapped[:3])
 

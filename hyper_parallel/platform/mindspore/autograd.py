@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.base import kept_view
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
-__all__ = ["AutogradVerbs", "DelayedGradients"]
+__all__ = ["AutogradVerbs", "DelayedGradients", "counted_backward", "counted_begin", "counted_end"]
 
 
 class _Recording:
@@ -43,29 +43,50 @@ class _Recording:
         cls.holders.clear()
 
 
-def _follow_recordings() -> None:
-    def follow(name: str, forwards: int, backwards: int) -> None:
-        plain = getattr(_pynative_executor, name)
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            _Recording.forwards += forwards
-            if not backwards:
-                _Recording.forget()
-                return plain(*args, **kwargs)
-            _Recording.backwards += 1
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                _Recording.backwards -= 1
-
-        setattr(_pynative_executor, name, functools.wraps(plain)(followed))
-
-    follow("new_graph", 1, 0)
-    follow("end_graph", -1, 0)
-    follow("grad", 0, 1)
+def forget_recordings() -> None:
+    """Drop what was cached, and what was counted."""
+    _Recording.forget()
+    _Recording.forwards = _Recording.backwards = 0
 
 
-_follow_recordings()
+def counted_begin(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the beginning of a recording."""
+
+    @functools.wraps(plain)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        _Recording.forwards += 1
+        _Recording.forget()
+        return plain(*args, **kwargs)
+
+    return begin
+
+
+def counted_end(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the end of a recording."""
+
+    @functools.wraps(plain)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        # The first DTensor may have been made inside of it, and its beginning not been counted.
+        _Recording.forwards = max(0, _Recording.forwards - 1)
+        _Recording.forget()
+        return plain(*args, **kwargs)
+
+    return end
+
+
+def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for backward."""
+
+    @functools.wraps(plain)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        _Recording.backwards += 1
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _Recording.backwards -= 1
+
+    return grad
+
 
 _is_recording = _pynative_executor._executor.requires_grad
 #: A plain tensor for the same memory to which nothing leads. `ops.stop_gradient` gives one too, in up to 50 us.

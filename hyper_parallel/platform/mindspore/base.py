@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_ops import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS
-from hyper_parallel.platform.mindspore.parameter import make_dtensor_class
+from hyper_parallel.platform.mindspore.parameter import Classes, make_dtensor_class
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
 
@@ -30,7 +30,6 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     name = "mindspore"
     device_type = "cpu"
     comm_backend = "mccl"
-    _dtensor: type | None = None
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)
@@ -45,8 +44,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
         return None
 
     def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
-        self._dtensor = make_dtensor_class(mixin, dispatch)
-        return self._dtensor
+        return make_dtensor_class(mixin, dispatch)
 
     def wrap(self, local: Tensor, layout: Any) -> Any:
         if isinstance(local, (InterceptedTensor, Parameter)):
@@ -54,7 +52,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
             if getattr(local, "_layout", None) is layout:
                 return local
             local = self.alias(local)
-        local.__class__ = self._dtensor
+        local.__class__ = Classes.dtensor
         local._layout = layout
         return local
 

@@ -18,27 +18,25 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, nn
-from mindspore.graph import _parse as parse
-from mindspore.graph import api as graph_api
 from mindspore.graph import jit_trace
-from mindspore.graph._utils import pijit_context
 
 from hyper_parallel.platform.mindspore.optimizers import run_compiled_step
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, distributed_in, is_dispatching
 
-__all__ = ["refuse_graphs"]
+__all__ = [
+    "checked_begin",
+    "checked_compile",
+    "checked_jit",
+    "checked_parser",
+    "checked_preparation",
+    "guarded_enter",
+    "lifted_end",
+    "lifted_exit",
+    "reachable",
+]
 
 #: Functions of these packages are looked through for what they were given, not for what their modules hold.
 _LIBRARIES = ("mindspore", "numpy", "hyper_parallel")
-
-
-def refuse_graphs() -> None:
-    """Install the checks. To be called once."""
-    _check_jit()
-    _check_cells()
-    _check_parser()
-    _check_recording()
-    _check_bytecode()
 
 
 def graph_error(what: str, found: Any) -> RuntimeError:
@@ -138,8 +136,8 @@ def _is_filled(cell: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ from the source
-def _check_jit() -> None:
-    plain_call = graph_api._JitExecutor.__call__
+def checked_jit(plain_call: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the call of a function that is compiled with jit."""
 
     @functools.wraps(plain_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,37 +151,33 @@ def _check_jit() -> None:
         _refuse(f"the function {self.fn.__name__!r} compiled with jit", args, kwargs, self.obj, self.fn)
         return plain_call(self, *args, **kwargs)
 
-    graph_api._JitExecutor.__call__ = call
+    return call
 
 
-def _check_cells() -> None:
-    plain_compile = graph_api._CellGraphExecutor.compile
+def checked_compile(plain_compile: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for compiling a cell, in graph mode."""
 
     @functools.wraps(plain_compile)
     def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse(f"{type(obj).__name__} in graph mode", args, kwargs, obj)
         return plain_compile(self, obj, *args, **kwargs)
 
-    graph_api._CellGraphExecutor.compile = compile_cell
+    return compile_cell
 
 
-def _check_parser() -> None:
-    """What the parser comes across: MindSpore asks these functions of its own for it."""
+def checked_parser(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the functions of its own that MindSpore asks for what the parser comes across."""
 
-    def checked(plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def ask(*args: Any) -> Any:
-            answer = plain(*args)
-            # Not looked through: of a module or a dict of names only a part is used.
-            found = next(distributed_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
-            if found is not None and is_dispatching():
-                raise graph_error("a function or cell that is compiled", found)
-            return answer
+    @functools.wraps(plain)
+    def ask(*args: Any) -> Any:
+        answer = plain(*args)
+        # Not looked through: of a module or a dict of names only a part is used.
+        found = next(distributed_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
+        if found is not None and is_dispatching():
+            raise graph_error("a function or cell that is compiled", found)
+        return answer
 
-        return ask
-
-    for name in ("resolve_symbol", "get_object_key"):
-        setattr(parse, name, checked(getattr(parse, name)))
+    return ask
 
 
 # ------------------------------------------------------------------------------------------------ from a run
@@ -215,10 +209,13 @@ class _Guard:
         NoDispatch.__enter__ = self._plain_enter  # type: ignore[method-assign]
 
 
-def _check_recording() -> None:
-    guard = _Guard()
-    plain_begin, plain_end = jit_trace._jit_trace_begin, jit_trace._jit_trace_end
+_WHILE_RECORDING = _Guard()
 
+
+def checked_begin(plain_begin: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the beginning of a run that is recorded."""
+
+    @functools.wraps(plain_begin)
     def begin(name: str, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatching():
             return plain_begin(name, *args, **kwargs)
@@ -229,14 +226,21 @@ def _check_recording() -> None:
         _refuse(what, args, given, function)
         made = plain_begin(name, *args, **kwargs)
         if made:
-            guard.set(what, _forget_recording)
+            _WHILE_RECORDING.set(what, _forget_recording)
         return made
 
+    return begin
+
+
+def lifted_end(plain_end: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the end of such a run."""
+
+    @functools.wraps(plain_end)
     def end(*outputs: Any, **kwargs: Any) -> Any:
-        guard.lift()
+        _WHILE_RECORDING.lift()
         return plain_end(*outputs, **kwargs)
 
-    jit_trace._jit_trace_begin, jit_trace._jit_trace_end = begin, end
+    return end
 
 
 def _forget_recording() -> None:
@@ -251,10 +255,11 @@ def _forget_recording() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ from the bytecode
-def _check_bytecode() -> None:
-    guard = _Guard()
-    capture = pijit_context.PIJitCaptureContext
-    plain_prepare, plain_enter, plain_exit = pijit_context.PreJit, capture.__enter__, capture.__exit__
+_WHILE_CAPTURING = _Guard()
+
+
+def checked_preparation(plain_prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the look at the arguments before the bytecode is compiled."""
 
     def prepare(args: tuple, kwargs: dict) -> Any:
         if is_dispatching():
@@ -263,14 +268,27 @@ def _check_bytecode() -> None:
             _refuse(f"the function {getattr(function, '__name__', '?')!r} compiled with jit", args, kwargs, function)
         return plain_prepare(args, kwargs)
 
+    return prepare
+
+
+def guarded_enter(plain_enter: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the beginning of a run whose bytecode is compiled."""
+
+    @functools.wraps(plain_enter)
     def enter(self: Any) -> Any:
         if is_dispatching():
-            guard.set(f"the function {self.fn.__name__!r} compiled with jit")
+            _WHILE_CAPTURING.set(f"the function {self.fn.__name__!r} compiled with jit")
         return plain_enter(self)
 
+    return enter
+
+
+def lifted_exit(plain_exit: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the end of such a run."""
+
+    @functools.wraps(plain_exit)
     def leave(self: Any, *error: Any) -> Any:
-        guard.lift()
+        _WHILE_CAPTURING.lift()
         return plain_exit(self, *error)
 
-    pijit_context.PreJit = prepare
-    capture.__enter__, capture.__exit__ = enter, leave
+    return leave

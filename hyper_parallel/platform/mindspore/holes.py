@@ -1,7 +1,7 @@
 """Entry points of MindSpore that neither ``__fallback__`` nor an overridden method sees.
 
-Each is replaced once, when the DTensor class is made, by a wrapper that does nothing for plain tensors. Without them
-MindSpore would compute on the shard in silence.
+What stands for them (`platform.mindspore.patches`) does nothing for plain tensors. Without it MindSpore would compute
+on the shard in silence.
 """
 
 from __future__ import annotations
@@ -11,44 +11,23 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, ops
-from mindspore.ops.operations.nn_ops import AllFinite
+from mindspore import ops
 
-from hyper_parallel.platform.mindspore.graphs import refuse_graphs
-from hyper_parallel.platform.mindspore.losses import wrap_losses
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
-from hyper_parallel.platform.mindspore.optimizers import hook_optimizers
-from hyper_parallel.platform.mindspore.plain import hook_plain_tensors
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
-__all__ = ["fill_holes"]
-
-_installed = False
-
-
-def fill_holes() -> None:
-    """Install the wrappers."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    _wrap_call(ops.Stack, _stack)
-    _wrap_call(ops.AddN, lambda prim, tensors: functools.reduce(ops.add, tensors))
-    _wrap_call(AllFinite, lambda prim, tensors: functools.reduce(ops.logical_or, map(_has_infinity, tensors)))
-    for name in ("__getitem__", "__setitem__"):
-        _check_index(name)
-    _reflect_operators(Parameter._get_base_class(Tensor))
-    hook_plain_tensors()
-    hook_optimizers()
-    wrap_losses()
-    refuse_graphs()
+__all__ = ["REFLECTED", "add_all", "call_on_sequence", "checked_index", "reflected_operator", "see_infinity", "stack"]
 
 
 # -------------------------------------------------------------------- primitives that take a sequence of tensors
-def _wrap_call(primitive: type, distributed: Callable[[Any, tuple], Any]) -> None:
-    """MindSpore looks for subclasses among the arguments of a primitive, not in sequences."""
-    plain_call = primitive.__call__
+def call_on_sequence(plain_call: Callable[..., Any], distributed: Callable[[Any, tuple], Any]) -> Any:
+    """What stands for the call of a primitive: MindSpore looks for subclasses among its arguments, not in sequences.
+
+    Args:
+        plain_call: MindSpore's.
+        distributed: (primitive, tensors) -> result, where one of the tensors is a DTensor.
+    """
 
     @functools.wraps(plain_call)
     def call(self: Any, *args: Any) -> Any:
@@ -57,15 +36,26 @@ def _wrap_call(primitive: type, distributed: Callable[[Any, tuple], Any]) -> Non
             return distributed(self, tuple(tensors))
         return plain_call(self, *args)
 
-    primitive.__call__ = call  # type: ignore[method-assign]
+    return call
 
 
 _STACK = Function("Stack", lambda tensors, dim: ops.stack(tensors, dim))
 
 
-def _stack(prim: Any, tensors: tuple) -> Any:
+def stack(prim: Any, tensors: tuple) -> Any:
+    """`ops.Stack`."""
     dispatch = next(type(t)._dispatch for t in tensors if isinstance(t, InterceptedTensor))
     return dispatch(OPS["Stack"], _STACK, (tensors, prim.axis), {})
+
+
+def add_all(prim: Any, tensors: tuple) -> Any:
+    """`ops.AddN`."""
+    return functools.reduce(ops.add, tensors)
+
+
+def see_infinity(prim: Any, tensors: tuple) -> Any:
+    """`AllFinite`, which says whether there is an infinity or NaN."""
+    return functools.reduce(ops.logical_or, map(_has_infinity, tensors))
 
 
 def _has_infinity(x: Any) -> Any:
@@ -74,9 +64,9 @@ def _has_infinity(x: Any) -> Any:
 
 
 # -------------------------------------------------------------------- plain tensors indexed by DTensors
-def _check_index(name: str) -> None:
-    """``plain[distributed]`` would take this rank's part of the index: core says that it does not mix."""
-    plain_call = getattr(Tensor, name)
+def checked_index(plain_call: Callable[..., Any], name: str) -> Any:
+    """What stands for ``__getitem__`` or ``__setitem__`` of tensors: ``plain[distributed]`` would take this rank's part
+    of the index, and core says that it does not mix."""
     function = Function(name.strip("_"), lambda x, index, *value: plain_call(x, index, *value))
     row = OPS["getitem" if name == "__getitem__" else "setitem_"]
 
@@ -88,27 +78,25 @@ def _check_index(name: str) -> None:
                 return type(found)._dispatch(row, function, (self, index, *value), {})
         return plain_call(self, index, *value)
 
-    setattr(Tensor, name, call)
+    return call
 
 
 _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
 # -------------------------------------------------------------------- plain parameters beside DTensors
-_REFLECTED = {
+#: Operator -> the one that the right operand has for it.
+REFLECTED = {
     **{f"__{n}__": f"__r{n}__" for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")},
     **{f"__{n}__": f"__{n}__" for n in ("eq", "ne")},
 }
 
 
-def _reflect_operators(parameter: type) -> None:
-    """In ``parameter * distributed`` Python does not ask the right operand first, as it does for other plain tensors,
-    of whose class DTensors are subclasses; MindSpore then looks at the left one only."""
-    for name, reflected in _REFLECTED.items():
-        setattr(parameter, name, _reflect(getattr(parameter, name), reflected))
+def reflected_operator(plain_operator: Callable[[Any, Any], Any], reflected: str) -> Callable[[Any, Any], Any]:
+    """What stands for an operator of parameters. In ``parameter * distributed`` Python does not ask the right operand
+    first, as it does for other plain tensors, of whose class DTensors are subclasses; MindSpore then looks at the left
+    one only."""
 
-
-def _reflect(plain_operator: Callable[[Any, Any], Any], reflected: str) -> Callable[[Any, Any], Any]:
     @functools.wraps(plain_operator)
     def operator(self: Any, other: Any) -> Any:
         if isinstance(other, InterceptedTensor) and is_dispatching():

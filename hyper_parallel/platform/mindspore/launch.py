@@ -15,7 +15,6 @@ import mindspore as ms
 from mindspore import communication, ops
 from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
-from mindspore.mint.distributed import distributed as dist_internals
 
 from hyper_parallel.platform.mindspore import faults
 from hyper_parallel.platform.timeout import timeout_seconds
@@ -161,7 +160,6 @@ def _self_group(rank: int) -> str:
 def _adopt() -> World:
     """The default group that `mindspore.communication.init` made."""
     group = GlobalComm.WORLD_COMM_GROUP
-    _name_default_group(group)
     return World(communication.get_rank(), communication.get_group_size(), group)
 
 
@@ -189,13 +187,6 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
         backend=backend, timeout=timeout, world_size=size, rank=rank, store=store, group_name=""
     )
     group = f"{backend}_world_group"
-    _name_default_group(group)
     # Rank 0 serves the store, and where it ended before the others have met, they would wait for it in vain.
     wait_for_group(group)
     return World(rank, size, group, store)
-
-
-def _name_default_group(group: str) -> None:
-    """`mindspore.mint.distributed` looks its ranks up under Ascend's name for the default group unless told."""
-    for function in (dist_internals.get_cache_group_rank, dist_internals.get_cache_group_size):
-        function.__defaults__ = (group,)

@@ -1,43 +1,30 @@
 """Losses, and logsumexp, that MindSpore composes of many primitives: taken whole, before they fall apart.
 
 ``ops.cross_entropy`` is some twenty primitives, of which each is right on DTensors, and which together gather the
-classes. So the functions are replaced by wrappers that hand them to core as one operation, and do nothing for plain
-tensors. A name that a program has imported from MindSpore before the first DTensor was made stays what it was: right,
-but with gathered classes.
+classes. So wrappers stand for the functions (`platform.mindspore.patches`), which hand them to core as one operation
+and do nothing for plain tensors. A name that a program has imported from MindSpore before the first DTensor was made
+stays what it was: right, but with gathered classes.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from mindspore import ops
-from mindspore.ops.function import math_func, nn_func
 
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import Function, arguments, dims_of, row
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
-__all__ = ["wrap_losses"]
+__all__ = ["LOSSES", "dispatched_loss"]
 
 
-def wrap_losses() -> None:
-    """Install the wrappers wherever MindSpore keeps the functions."""
-    for name, native in _ROWS.items():
-        plain = getattr(math_func if name == "logsumexp" else nn_func, name)
-        wrapper = _wrapper(name, plain, native)
-        for module_name, module in list(sys.modules.items()):
-            if module is not None and module_name.partition(".")[0] == "mindspore":
-                for attribute, value in list(vars(module).items()):
-                    if value is plain:
-                        setattr(module, attribute, wrapper)
-
-
-def _wrapper(name: str, plain: Callable[..., Any], native: NativeOp) -> Callable[..., Any]:
-    function = Function(name.removesuffix("_ext"), plain)
+def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """What stands for a function of `LOSSES`."""
+    native, function = LOSSES[name], Function(name.removesuffix("_ext"), plain)
 
     @functools.wraps(plain)
     def loss(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +83,8 @@ def _on_device(func: Any, on_cpu: Any) -> Any:
 
 _CROSS_ENTROPY = row("cross_entropy", _bind_cross_entropy, _cross_entropy)
 _NLL_LOSS = row("nll_loss", _bind_nll_loss, _nll_loss)
-_ROWS = {
+#: Name of the function -> row.
+LOSSES: dict[str, NativeOp] = {
     "cross_entropy": _CROSS_ENTROPY,
     "cross_entropy_ext": _CROSS_ENTROPY,
     "nll_loss": _NLL_LOSS,

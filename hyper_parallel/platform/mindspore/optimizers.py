@@ -10,32 +10,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import mindspore as ms
 from mindspore import Tensor, nn
-from mindspore.ops.function import clip_func
 
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
-__all__ = ["hook_optimizers", "run_compiled_step"]
+__all__ = ["clip_construct", "optimizer_call", "run_compiled_step"]
 
 #: These work with norms, means or factors of whole parameters, which a rank with a shard does not see.
 _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
 
 
-def hook_optimizers() -> None:
-    """Wrap the call of MindSpore's two optimizer base classes, and clipping by the global norm."""
-    for base in (nn.Optimizer, ms.experimental.optim.Optimizer):
-        _wrap_call(base)
-    _wrap_clipping()
-
-
-def _wrap_call(base: type) -> None:
-    plain_call = base.__call__
+def optimizer_call(plain_call: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for ``__call__`` of MindSpore's two optimizer base classes."""
 
     @functools.wraps(plain_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +39,7 @@ def _wrap_call(base: type) -> None:
         with _replicated_state(), _written_in_operations(self):
             return plain_call(self, *args, **kwargs)
 
-    base.__call__ = call  # type: ignore[method-assign]
+    return call
 
 
 def _is_elementwise(optimizer: Any) -> bool:
@@ -121,10 +112,9 @@ def run_compiled_step(plain_call: Any, executor: Any, args: tuple, kwargs: dict)
         return plain_call(executor, *args, **kwargs)
 
 
-def _wrap_clipping() -> None:
-    """`ops.clip_by_global_norm` compares with a plain constant, and takes plain gradients of plain parameters."""
-    clip: Any = clip_func._ClipByGlobalNorm
-    plain_construct = clip.construct
+def clip_construct(plain_construct: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands below `ops.clip_by_global_norm`, which compares with a plain constant, and takes plain gradients of
+    plain parameters."""
 
     @functools.wraps(plain_construct)
     def construct(self: Any, x: Any) -> Any:
@@ -137,4 +127,4 @@ def _wrap_clipping() -> None:
             c if isinstance(g, InterceptedTensor) else c.full_tensor() for c, g in zip(clipped, x, strict=True)
         )
 
-    clip.construct = construct
+    return construct

@@ -12,10 +12,10 @@ from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
 from hyper_parallel.platform.base import Dispatch
-from hyper_parallel.platform.mindspore.holes import fill_holes
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+from hyper_parallel.platform.unpatched import Unpatched
 
-__all__ = ["DistributedParameter", "make_distributed", "make_dtensor_class"]
+__all__ = ["Classes", "DistributedParameter", "make_distributed", "make_dtensor_class"]
 
 
 class DistributedParameter:
@@ -73,7 +73,7 @@ def _new_parameter(local: Tensor, like: Any) -> Any:
 def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
     """Turn a parameter, in place, into a distributed one that holds ``local``."""
     info, requires_grad = parameter.param_info, parameter.requires_grad
-    parameter.__class__ = _Classes.parameter
+    parameter.__class__ = Classes.parameter
     with NoDispatch():
         # A new tensor inside the same object: primitives of the old kind keep the shape that they have seen with the
         # tensor, so that new data alone would not do. The state has a copy, so the data comes after.
@@ -109,22 +109,32 @@ def _local_part(parameter: Any, data: Any) -> Any:
     )
 
 
-class _Classes:
-    """The classes that `make_dtensor_class` made."""
+class Classes:
+    """The classes that `make_dtensor_class` made: they are given out while MindSpore is patched."""
 
-    parameter: type = Parameter
+    made: tuple[type, ...] = ()
+    dtensor: Any = Unpatched("mindspore")
+    parameter: Any = Unpatched("mindspore")
+
+    @classmethod
+    def allow(cls, allowed: bool) -> None:
+        """Whether DTensors may be made."""
+        cls.dtensor, cls.parameter = cls.made if allowed else (Unpatched("mindspore"),) * 2
 
 
 def make_dtensor_class(mixin: type, dispatch: Dispatch) -> type:
     """The DTensor class: core's ``mixin`` over `InterceptedTensor`; and the parameter class that goes with it."""
+    # The patches are imported here, because they use this module.
+    from hyper_parallel.platform.mindspore.patches import PATCHES
+
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
     dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), {**names, "_dispatch": staticmethod(dispatch)})
-    # MindSpore would derive it with Tensor before Parameter, which hides Parameter's methods.
-    _Classes.parameter = type(Tensor)(
+    parameter = type(Tensor)(
         "DTensorParameter",
         (DistributedParameter, dtensor, Parameter, Tensor),
         {**names, "__init__": Parameter.__init__},
     )
-    Parameter._base_type["ParameterDTensor"] = _Classes.parameter
-    fill_holes()
+    Classes.made = (dtensor, parameter)
+    Parameter._get_base_class(Tensor)  # the class of plain parameters, which MindSpore makes with the first of them
+    PATCHES.install()
     return dtensor

@@ -1,40 +1,43 @@
 """Plain tensors that meet DTensors, where MindSpore would fail without an explanation or take this rank's part.
 
 Where a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees that a tensor of another class takes
-part and asks the plain one for ``__fallback__``. `_Fallback` answers, for plain tensors and nothing else: a parameter
+part and asks the plain one for ``__fallback__``. `Fallback` answers, for plain tensors and nothing else: a parameter
 that had the attribute would count as a tensor of another class itself, in every operation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
-__all__ = ["hook_plain_tensors"]
+__all__ = ["Fallback", "checked_assign", "checked_init"]
 
 
-def hook_plain_tensors() -> None:
-    """Install the hooks. To be called once."""
-    Tensor.__fallback__ = _Fallback()
-    plain_init, plain_assign = Tensor.__init__, Tensor.assign_value
+def checked_init(plain_init: Callable[..., None]) -> Callable[..., None]:
+    """What stands for ``Tensor.__init__``."""
 
     @functools.wraps(plain_init)
     def init(self: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
         _refuse(self, input_data, "Tensor() of")
         plain_init(self, input_data, *args, **kwargs)
 
+    return init
+
+
+def checked_assign(plain_assign: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
+
     @functools.wraps(plain_assign)
     def assign_value(self: Any, value: Any) -> Any:
         _refuse(self, value, f"the value of the plain {type(self).__name__} set to")
         return plain_assign(self, value)
 
-    Tensor.__init__ = init
-    Tensor.assign_value = assign_value  # `Parameter.set_data` and `load_param_into_net` come here
+    return assign_value
 
 
 def _refuse(target: Any, value: Any, what: str) -> None:
@@ -47,7 +50,7 @@ def _refuse(target: Any, value: Any, what: str) -> None:
         )
 
 
-class _Fallback:
+class Fallback:
     """``__fallback__`` of plain tensors."""
 
     def __get__(self, tensor: Any, owner: type | None = None) -> Any:

@@ -1,7 +1,7 @@
 """Every patch of torch. The functions that make the replacements are in the modules of their subjects.
 
 Installed when the DTensor class is made, so never in a process that makes no DTensor; `PatchSet.uninstall` takes them
-back. docs/patches.md shows the list: ``python -m hyper_parallel.platform.patching torch`` writes it.
+back. docs/patches.md shows the list: ``python -m hyper_parallel.platform.patch_table torch`` writes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.patching import Patch, PatchSet, alive, takes
+from hyper_parallel.platform.patching import Patch, PatchSet, takes
 from hyper_parallel.platform.torch.handlers import clipping, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
@@ -58,7 +58,7 @@ def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters:
     """A function where it is defined, and so called by the others, and where users find it."""
     return Patch(
         targets=(f"torch.nn.utils.clip_grad.{private}", f"torch.nn.utils.{public}"),
-        reason="clipping is right and slow, every operation intercepted; with parameters on several meshes it is an error",
+        reason="clipping is right and slow, every operation intercepted; an error with parameters on several meshes",
         versions=_TESTED,
         make=make,
         check=takes(parameters),
@@ -113,6 +113,6 @@ PATCHES = PatchSet(
             "parameters clip_value foreach",
         ),
     ],
-    in_use=lambda: alive(made_class()),
+    classes=lambda: [made_class()],
     switch=allow_dtensors,
 )

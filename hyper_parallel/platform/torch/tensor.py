@@ -19,11 +19,11 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import Dispatch
-from hyper_parallel.platform.patching import Unpatched
 from hyper_parallel.platform.torch.functional import direct_calls
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
 from hyper_parallel.platform.torch.private import is_dispatch_on
+from hyper_parallel.platform.unpatched import Unpatched
 
 __all__ = [
     "HANDLERS",
@@ -85,7 +85,7 @@ def made_class() -> Any:
 
 
 def allow_dtensors(allowed: bool) -> None:
-    """Whether `wrap` may make DTensors: while torch is patched."""
+    """Whether DTensors may be made: while torch is patched."""
     _State.wrapping = _State.tensor_class if allowed else Unpatched("torch")
 
 

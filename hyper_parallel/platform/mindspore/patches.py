@@ -1,0 +1,139 @@
+"""Every patch of MindSpore. The functions that make the replacements are in the modules of their subjects.
+
+Installed when the DTensor class is made, so never in a process that makes no DTensor; `PatchSet.uninstall` takes them
+back. docs/patches.md shows the list: ``python -m hyper_parallel.platform.patch_table mindspore`` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mindspore
+
+from hyper_parallel.platform.mindspore import autograd, graphs, holes, losses, optimizers, plain
+from hyper_parallel.platform.mindspore.parameter import Classes
+from hyper_parallel.platform.patching import Patch, PatchSet, takes
+
+__all__ = ["PATCHES"]
+
+_TESTED = "2.10"
+_IN_A_GRAPH = "a compiled graph takes this rank's part of a DTensor for the whole tensor"
+_STALE = "what was kept in one recording of gradients is used in the next, where it is stale"
+
+
+def _patch(target: str, reason: str, make: Callable[[Any], Any], **more: Any) -> Patch:
+    return Patch((target,), reason, _TESTED, make, **more)
+
+
+def _sequence(primitive: str, distributed: Callable[[Any, tuple], Any], held: str = "inherited") -> Patch:
+    reason = "tensors in a list or tuple are not looked at, and the operation runs on this rank's parts"
+    make = partial(holes.call_on_sequence, distributed=distributed)
+    return _patch(f"mindspore.ops.operations.{primitive}.__call__", reason, make, held=held)
+
+
+def _index(name: str) -> Patch:
+    reason = "a plain tensor indexed by a DTensor takes this rank's part of the index"
+    return _patch(f"mindspore.Tensor.{name}", reason, partial(holes.checked_index, name=name), held="inherited")
+
+
+def _operator(name: str, reflected: str) -> Patch:
+    return _patch(
+        f"mindspore.Parameter._base_type[Parameter].{name}",
+        "an operator between a plain parameter and a DTensor runs on this rank's part",
+        partial(holes.reflected_operator, reflected=reflected),
+        held="inherited",
+    )
+
+
+def _loss(name: str) -> Patch:
+    module = "math_func" if name == "logsumexp" else "nn_func"
+    return _patch(
+        f"mindspore.ops.function.{module}.{name}",
+        "losses are right and gather the classes: MindSpore composes them of some twenty primitives",
+        partial(losses.dispatched_loss, name=name),
+        everywhere=True,
+        required=False,
+    )
+
+
+def _optimizer(base: str) -> Patch:
+    reason = "optimizers that need whole parameters step on this rank's parts, the others mix plain and distributed"
+    return _patch(f"{base}.__call__", reason, optimizers.optimizer_call, held="inherited")
+
+
+def _allow(allowed: bool) -> None:
+    Classes.allow(allowed)
+    autograd.forget_recordings()
+
+
+PATCHES = PatchSet(
+    "mindspore",
+    mindspore.__version__,
+    [
+        _patch("mindspore.graph.api._PyNativeExecutor.new_graph", _STALE, autograd.counted_begin),
+        _patch("mindspore.graph.api._PyNativeExecutor.end_graph", _STALE, autograd.counted_end),
+        _patch(
+            "mindspore.graph.api._PyNativeExecutor.grad",
+            "inside ``coalesce_gradients`` nothing tells which backward is the outermost one",
+            autograd.counted_backward,
+        ),
+        _patch(
+            "mindspore.Parameter._base_type[ParameterDTensor]",
+            "``Parameter(dtensor)`` gets a class of MindSpore's making, in which methods of parameters are hidden",
+            lambda classes: Classes.made[1],
+            held="absent",
+        ),
+        _sequence("array_ops.Stack", holes.stack),
+        _sequence("math_ops.AddN", holes.add_all),
+        _sequence("nn_ops.AllFinite", holes.see_infinity, held="own"),
+        *map(_index, ("__getitem__", "__setitem__")),
+        *(_operator(name, reflected) for name, reflected in holes.REFLECTED.items()),
+        _patch(
+            "mindspore.Tensor.__fallback__",
+            "in ``plain.mul(distributed)`` MindSpore asks the plain tensor for this attribute, and fails",
+            lambda _: plain.Fallback(),
+            held="absent",
+        ),
+        _patch(
+            "mindspore.Tensor.__init__",
+            "``Tensor(dtensor)`` is this rank's part",
+            plain.checked_init,
+            held="inherited",
+        ),
+        _patch(
+            "mindspore.Tensor.assign_value",
+            "a plain parameter set to a DTensor becomes this rank's part",
+            plain.checked_assign,
+            check=takes("self value"),
+        ),
+        *map(_optimizer, ("mindspore.nn.Optimizer", "mindspore.experimental.optim.Optimizer")),
+        _patch(
+            "mindspore.ops.function.clip_func._ClipByGlobalNorm.construct",
+            "``ops.clip_by_global_norm`` fails: it compares the distributed norm with a plain number",
+            optimizers.clip_construct,
+            check=takes("self x"),
+        ),
+        *map(_loss, losses.LOSSES),
+        _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, graphs.checked_jit),
+        _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, graphs.checked_compile),
+        _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, graphs.checked_parser),
+        _patch("mindspore.graph._parse.get_object_key", _IN_A_GRAPH, graphs.checked_parser),
+        _patch("mindspore.graph.jit_trace._jit_trace_begin", _IN_A_GRAPH, graphs.checked_begin),
+        _patch("mindspore.graph.jit_trace._jit_trace_end", _IN_A_GRAPH, graphs.lifted_end),
+        _patch("mindspore.graph._utils.pijit_context.PreJit", _IN_A_GRAPH, graphs.checked_preparation),
+        _patch(
+            "mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__",
+            _IN_A_GRAPH,
+            graphs.guarded_enter,
+        ),
+        _patch(
+            "mindspore.graph._utils.pijit_context.PIJitCaptureContext.__exit__",
+            _IN_A_GRAPH,
+            graphs.lifted_exit,
+        ),
+    ],
+    classes=lambda: Classes.made,
+    switch=_allow,
+)

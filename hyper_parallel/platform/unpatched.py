@@ -1,0 +1,71 @@
+"""DTensors of a framework whose patches are not installed: they can be neither made nor used (`platform.patching`)."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Unpatched", "alive", "resume", "suspend"]
+
+
+def _error(framework: str) -> RuntimeError:
+    return RuntimeError(
+        f"the patches of {framework} are not installed, without which DTensors would compute wrong numbers: call "
+        f"hyper_parallel.platform.{framework}.patches.PATCHES.install() before DTensors are made or used"
+    )
+
+
+class Unpatched:
+    """Stands in a class where the DTensor class belongs while there are no patches: reading it is an error."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        raise _error(self._framework)
+
+
+class _Suspended:
+    """What a DTensor is while there are no patches: nothing can be asked of it."""
+
+    __slots__ = ()
+    _framework = ""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__class__", "__torch_function__", "__fallback__"):  # what `isinstance` and frameworks ask for
+            return object.__getattribute__(self, name)
+        raise _error(type(self)._framework)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _error(cls._framework)
+
+    def __fallback__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _error(type(self)._framework)
+
+
+@functools.cache
+def _suspended(cls: Any, framework: str) -> type:
+    return type(cls)(cls.__name__, (_Suspended, cls), {"__module__": cls.__module__, "_framework": framework})
+
+
+def alive(classes: Sequence[type]) -> list[Any]:
+    """The objects of these classes."""
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) in classes]
+
+
+def suspend(classes: Sequence[Any], framework: str) -> None:
+    """Make the DTensors of these classes unusable."""
+    unusable = {cls: _suspended(cls, framework) for cls in classes}
+    for x in alive(classes):
+        object.__setattr__(x, "__class__", unusable[type(x)])
+
+
+def resume(classes: Sequence[Any], framework: str) -> None:
+    """Undo `suspend`."""
+    usable = {_suspended(cls, framework): cls for cls in classes}
+    for x in alive(tuple(usable)):
+        object.__setattr__(x, "__class__", usable[type(x)])
