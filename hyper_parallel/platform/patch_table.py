@@ -20,14 +20,17 @@ __all__ = ["table", "with_table"]
 
 def table(patches: Sequence[Patch]) -> str:
     """The patches as a table in Markdown; neighbours that differ in their targets only share a row."""
-    lines = ["| target | without it | tested with | `uninstall()` |", "|---|---|---|---|"]
-    for (reason, versions, undone, everywhere, required), group in groupby(
-        patches, lambda p: (p.reason, p.versions, p.undone, p.everywhere, p.required)
+    lines = [
+        "| target | without it | tested with | where it is not as expected | `uninstall()` |",
+        "|---|---|---|---|---|",
+    ]
+    for (reason, versions, required, undone, everywhere), group in groupby(
+        patches, lambda p: (p.reason, p.versions, p.required, p.undone, p.everywhere)
     ):
         targets = ", ".join(f"`{name}`" for name in _shortened([t for patch in group for t in patch.targets]))
-        where = " wherever the framework has it" if everywhere else ""
-        left_out = "" if required else " (left out, with a warning, where the target is not as expected)"
-        lines.append(f"| {targets}{where} | {reason}{left_out} | {versions} | {undone} |")
+        where = ", wherever the framework has it" if everywhere else ""
+        otherwise = "no DTensors" if required else "left out"
+        lines.append(f"| {targets}{where} | {reason} | {versions} | {otherwise} | {undone} |")
     return "\n".join(lines)
 
 
@@ -58,10 +61,10 @@ def with_table(page: str, framework: str, text: str) -> str:
         ValueError: the page has no place for it.
     """
     begin = f"<!-- made by python -m hyper_parallel.platform.patch_table {framework}: do not edit -->"
-    pattern = re.compile(f"({re.escape(begin)}\n).*?(\n<!-- end -->)", re.DOTALL)
+    pattern = re.compile(f"({re.escape(begin)}\n).*?(<!-- end -->)", re.DOTALL)
     if len(pattern.findall(page)) != 1:
         raise ValueError(f"the page must have this line once, and <!-- end --> after it:\n{begin}")
-    return pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page)
+    return pattern.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page)
 
 
 def _main() -> None:

@@ -155,9 +155,10 @@ class _Entry:
             self._holder.append(value)
 
     def put_back(self, patch: Patch, replacement: Any, original: Any) -> bool:
-        if self._key:
-            return self._holder.pop(self._key, None) is replacement
-        if replacement in self._holder:
+        if self._key and self._holder.get(self._key) is replacement:
+            del self._holder[self._key]
+            return True
+        if not self._key and replacement in self._holder:
             self._holder.remove(replacement)
             return True
         return False

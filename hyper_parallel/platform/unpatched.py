@@ -27,28 +27,20 @@ class Unpatched:
         raise _error(self._framework)
 
 
-class _Suspended:
-    """What a DTensor is while there are no patches: nothing can be asked of it."""
-
-    __slots__ = ()
-    _framework = ""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("__class__", "__torch_function__", "__fallback__"):  # what `isinstance` and frameworks ask for
-            return object.__getattribute__(self, name)
-        raise _error(type(self)._framework)
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise _error(cls._framework)
-
-    def __fallback__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _error(type(self)._framework)
-
-
 @functools.cache
 def _suspended(cls: Any, framework: str) -> type:
-    return type(cls)(cls.__name__, (_Suspended, cls), {"__module__": cls.__module__, "_framework": framework})
+    """What a DTensor of class ``cls`` is while there are no patches: nothing can be asked of it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _error(framework)
+
+    def get(self: Any, name: str) -> Any:
+        if name in ("__class__", "__torch_function__", "__fallback__"):  # what `isinstance` and frameworks ask for
+            return object.__getattribute__(self, name)
+        raise _error(framework)
+
+    methods = {"__getattribute__": get, "__torch_function__": classmethod(refuse), "__fallback__": refuse}
+    return type(cls)(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
 def alive(classes: Sequence[type]) -> list[Any]:

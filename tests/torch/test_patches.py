@@ -1,0 +1,200 @@
+"""What is patched in torch: nothing before the first DTensor, then what is listed, and nothing after `uninstall`."""
+
+from __future__ import annotations
+
+import socket
+
+from hyper_parallel.platform.patch_table import table
+from hyper_parallel.platform.torch.patches import PATCHES
+from tests.support.patched_programs import fresh, page_has
+
+BEGINNING = """
+import torch
+import torch._dynamo, torch.distributed.tensor  # optimizers load them
+from tests.support.framework_snapshot import changes, snapshot
+lists = [torch.optim.optimizer._foreach_supported_types, torch.utils._foreach_utils._foreach_supported_types]
+plain, plain_lists = snapshot("torch"), [tuple(x) for x in lists]
+import hyper_parallel as hp
+from hyper_parallel import Shard
+from hyper_parallel.platform import patching
+from hyper_parallel.core.tensor_parallel import api  # every module that a plan uses
+
+def unpatched():
+    assert not changes(plain, snapshot("torch")), list(changes(plain, snapshot("torch")))
+    assert [tuple(x) for x in lists] == plain_lists and not patching.installed()
+
+mesh = hp.init_device_mesh("cpu", (WORLD,))
+unpatched()
+"""
+
+
+def program(code: str, world: int = 1) -> str:
+    return BEGINNING.replace("WORLD", str(world)) + code
+
+
+def test_nothing_is_patched_without_dtensors() -> None:
+    """Platform, mesh, groups, collectives and a barrier leave torch as it is."""
+    code = """
+platform = hp.get_platform()
+platform.barrier(mesh.get_group())
+import hyper_parallel.platform.torch.patches, hyper_parallel.integrations.huggingface, hyper_parallel.debug
+unpatched()
+hp.DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+assert patching.installed()["torch"] == hyper_parallel.platform.torch.patches.PATCHES.patches
+print("passed")
+platform.destroy_process_group()
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert fresh(program(code, world=2), ranks=2, port=port).split() == ["passed"] * 2
+
+
+def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
+    """After training, too; then optimizers step plain parameters as before, and hooks are called."""
+    code = """
+import warnings
+from torch import nn
+from hyper_parallel.platform.torch.patches import PATCHES
+warnings.simplefilter("error")
+
+def train(net, x):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(True))
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    return net(x).detach(), called, optimizer
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+def parallel():
+    plan = {"0": hp.ColwiseParallel(), "1": hp.RowwiseParallel()}
+    return hp.parallelize_module(net(), mesh, plan)
+
+x = torch.ones(2, 3)
+before_any_instance = torch.optim.AdamW.step
+expected = train(net(), x)[0]
+hooked = torch.optim.AdamW.step  # torch has put its hooks around it
+assert hooked is not before_any_instance
+plain = snapshot("torch")
+result, called, optimizer = train(parallel(), x)
+assert torch.allclose(result, expected) and called == [True] * 2
+found = {id(value) for value in changes(plain, snapshot("torch")).values()}
+listed = {t for p in PATCHES.patches for t in p.targets if not t.endswith("]")}
+import inspect, pkgutil
+put = {id(inspect.getattr_static(pkgutil.resolve_name(t.rpartition(".")[0]), t.rpartition(".")[2])) for t in listed}
+assert found == put, (found - put, put - found)
+assert [len(x) for x in lists] == [len(x) + 1 for x in plain_lists]
+
+try:
+    patching.uninstall()
+except RuntimeError as error:
+    assert "delete the models, optimizers and tensors first" in str(error)
+del optimizer
+import gc; gc.collect()
+patching.uninstall()
+unpatched()
+assert torch.optim.AdamW.step is hooked
+result, called, _ = train(net(), x)
+assert torch.equal(result, expected) and called == [True] * 2
+
+try:
+    parallel()
+    raise SystemExit("a plan was applied without patches")
+except RuntimeError as error:
+    assert "platform.torch.patches.PATCHES.install()" in str(error)
+PATCHES.install()
+result, called, _ = train(parallel(), x)
+assert torch.allclose(result, expected) and called == [True] * 2
+print("passed")
+"""
+    assert fresh(program(code)).split() == ["passed"]
+
+
+def test_hooks_of_optimizers_made_in_between_stay() -> None:
+    """Torch hooks a class with its first instance, which may come after the patch; the instance outlives the patch."""
+    code = """
+called = []
+hp.DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+p = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([p], lr=0.5)
+optimizer.register_step_post_hook(lambda *_: called.append(True))
+patching.uninstall()
+p.grad = torch.ones(2)
+optimizer.step()
+assert called == [True] and p.tolist() == [0.5, 0.5]
+changed = changes(plain, snapshot("torch"))
+assert list(changed) == ["torch.optim.sgd.SGD.step"], list(changed)
+assert changed["torch.optim.sgd.SGD.step"].__wrapped__ is plain["torch.optim.sgd.SGD.step"]
+print("passed")
+"""
+    assert fresh(program(code)).split() == ["passed"]
+
+
+def test_dtensors_that_were_given_up_are_refused_until_the_patches_are_back() -> None:
+    code = """
+from torch import nn
+x = hp.DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+p = nn.Parameter(x)
+p.grad = x + 1
+optimizer = torch.optim.SGD([p], lr=0.5)
+plain_x = torch.ones(2, 3)
+patching.uninstall(abandon=True)
+for use in (
+    optimizer.step, optimizer.zero_grad, lambda: x + 1, lambda: plain_x + x, lambda: torch.stack([plain_x, x]),
+    lambda: x.shape, lambda: repr(x), lambda: plain_x[x], lambda: nn.functional.linear(plain_x, p),
+    lambda: nn.utils.clip_grad_norm_([p], 1.0), lambda: nn.utils.clip_grad_value_([p], 1.0), lambda: p.grad,
+    lambda: x.to_local(), lambda: hp.DTensor.from_local(plain_x, mesh, [Shard(0)]),
+    lambda: hp.distribute_tensor(plain_x, mesh, [Shard(0)]),
+):
+    try:
+        use()
+    except RuntimeError as error:
+        assert "the patches of torch are not installed" in str(error), error
+    else:
+        raise SystemExit("not refused")
+from hyper_parallel.platform.torch.patches import PATCHES
+PATCHES.install()
+optimizer.step()
+assert p.full_tensor().tolist() == [[0, 0, 0]] * 2 and (x + 1).shape == (2, 3)
+print("passed")
+"""
+    assert fresh(program(code)).split() == ["passed"]
+
+
+def test_a_torch_that_is_not_as_expected() -> None:
+    """No DTensor can be made, however often one tries; what only saves time is left out."""
+    code = """
+import warnings
+del torch.optim.NAdam._init_group
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    hp.DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+assert [f"torch {torch.__version__}: torch.optim.NAdam._init_group is" in str(w.message) or str(w.message) for w in seen] == [True]
+print("passed")
+"""
+    assert fresh(program(code)).split() == ["passed"]
+    code = """
+torch.autograd.Function.apply = 3
+there = snapshot("torch")
+for _ in range(2):
+    try:
+        hp.DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        raise SystemExit("a DTensor was made")
+    except RuntimeError as error:
+        assert f"torch {torch.__version__}: torch.autograd.Function.apply is not a function" in str(error), error
+    assert not changes(there, snapshot("torch")) and not patching.installed()
+print("passed")
+"""
+    assert fresh(program(code)).split() == ["passed"]
+
+
+def test_the_page_shows_what_is_listed() -> None:
+    """If not: python -m hyper_parallel.platform.patch_table torch."""
+    assert page_has("torch", table(PATCHES.patches))

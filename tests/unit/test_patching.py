@@ -1,0 +1,256 @@
+"""Installing and taking back patches, on a framework made here."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hyper_parallel.platform.patch_table import table, with_table
+from hyper_parallel.platform.patching import Patch, PatchSet, installed, takes, uninstall
+from hyper_parallel.platform.unpatched import Unpatched
+
+
+class Base:
+    def inherited(self) -> str:
+        return "plain"
+
+
+@pytest.fixture
+def framework() -> Iterator[Any]:
+    """A module with what frameworks have: a class, functions, a list, a dict; and one that holds a function of it."""
+    module: Any = types.ModuleType("fw")
+    exec("def clip(x, limit): return min(x, limit)\ndef other(x): return x", module.__dict__)
+
+    class Tensor(Base):
+        def step(self) -> str:
+            return "plain step"
+
+        @classmethod
+        def apply(cls) -> str:
+            return cls.__name__
+
+    module.Tensor, module.names, module.table = Tensor, ["a"], {"Tensor": Tensor}
+    sub: Any = types.ModuleType("fw.sub")
+    sub.clip = sub.again = module.clip
+    module.sub = sub
+    sys.modules.update({"fw": module, "fw.sub": sub})
+    yield module
+    uninstall(abandon=True)
+    del sys.modules["fw"], sys.modules["fw.sub"]
+
+
+def marked(original: Any) -> Any:
+    """A replacement that says so."""
+    function = getattr(original, "__func__", original)
+
+    def replaced(*args: Any) -> str:
+        return f"patched {function(*args)}"
+
+    replaced.__wrapped__ = function  # type: ignore[attr-defined]
+    return classmethod(replaced) if isinstance(original, classmethod) else replaced
+
+
+def patch(*targets: str, make: Callable[[Any], Any] = marked, **more: Any) -> Patch:
+    return Patch(targets, "numbers are wrong", "1.0 to 1.2", make, **more)
+
+
+EVERY_KIND = (
+    patch("fw.Tensor.step"),
+    patch("fw.Tensor.apply"),
+    patch("fw.Tensor.inherited", held="inherited"),
+    patch("fw.Tensor.added", make=lambda _: "added", held="absent"),
+    patch("fw.table[Tensor].more", make=lambda _: "more", held="absent"),
+    patch("fw.names[]", make=lambda names: "mine", held="absent"),
+    patch("fw.table[Mine]", make=lambda names: int, held="absent"),
+    patch("fw.clip", "fw.sub.clip", check=takes("x limit")),
+)
+
+
+def state_of(framework: Any) -> tuple:
+    return (
+        dict(vars(framework.Tensor)),
+        dict(vars(framework.sub)),
+        framework.clip,
+        framework.other,
+        list(framework.names),
+        dict(framework.table),
+    )
+
+
+def test_every_kind_is_installed_and_taken_back(framework: Any) -> None:
+    before, patches = state_of(framework), PatchSet("fw", "1.0", EVERY_KIND)
+    assert patches.installed == () and "fw" not in installed()
+    for _ in range(2):
+        patches.install()
+        assert patches.installed == EVERY_KIND == installed()["fw"]
+        x = framework.Tensor()
+        assert (x.step(), x.apply(), x.inherited()) == ("patched plain step", "patched Tensor", "patched plain")
+        assert (x.added, x.more, framework.names) == ("added", "more", ["a", "mine"])
+        assert framework.table == {"Tensor": framework.Tensor, "Mine": int}
+        assert framework.clip is framework.sub.clip and framework.clip(3, 2) == "patched 2"
+        assert framework.sub.again(3, 2) == 2
+        there = state_of(framework)
+        patches.install()  # is there already
+        assert state_of(framework) == there
+        uninstall()
+        assert state_of(framework) == before and "fw" not in installed()
+        patches.uninstall()  # is not there any more
+
+
+def test_everywhere(framework: Any) -> None:
+    before, patches = state_of(framework), PatchSet("fw", "1.0", [patch("fw.clip", everywhere=True)])
+    patches.install()
+    assert framework.sub.again is framework.sub.clip is framework.clip is not before[2]
+    patches.uninstall()
+    assert state_of(framework) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (patch("fw.Tensor.gone"), r"fw.Tensor.gone is not there, and was there itself"),
+        (patch("fw.Tensor.inherited"), r"fw.Tensor.inherited is inherited, and was there itself"),
+        (patch("fw.Tensor.step", held="inherited"), r"fw.Tensor.step is there itself, and was inherited"),
+        (patch("fw.Tensor.step", held="absent"), r"fw.Tensor.step is there itself, and was not there"),
+        (patch("fw.table[Tensor]", held="absent"), r"fw.table\[Tensor\] is there itself, and was not there"),
+        (patch("fw.gone.clip"), r"fw.gone.clip is not there \("),
+        (patch("fw.table[Gone].step"), r"fw.table\[Gone\].step is not there \("),
+        (patch("gone.clip"), r"gone.clip is not there \("),
+        (patch("fw.clip", "fw.other"), r"fw.other is not the same object as fw.clip"),
+        (patch("fw.clip", check=takes("x norm")), r"fw.clip takes \('x', 'limit'\) and not \('x', 'norm'\)"),
+        (patch("fw.names"), r"fw.names is not a function;"),
+        (patch("fw.names", check=takes("x")), r"fw.names is not a function of known parameters"),
+    ],
+)
+def test_all_or_nothing(framework: Any, wrong: Patch, what: str) -> None:
+    """A target that is not as expected stops all; the message says what is wrong, with which version, and why."""
+    before, patches = state_of(framework), PatchSet("fw", "9.9", [*EVERY_KIND, wrong])
+    with pytest.raises(RuntimeError, match=rf"^fw 9\.9: {what}.*tested with 1.0 to 1.2.*numbers are wrong.*nothing"):
+        patches.install()
+    assert state_of(framework) == before and "fw" not in installed() and patches.installed == ()
+
+
+def test_what_only_saves_time_is_left_out(framework: Any) -> None:
+    patches = PatchSet("fw", "9.9", [patch("fw.gone", required=False), patch("fw.clip")])
+    with pytest.warns(RuntimeWarning, match=r"^fw 9.9: fw.gone is not there.*left out: numbers are wrong"):
+        patches.install()
+    assert patches.installed == patches.patches[1:]
+
+
+def test_what_cannot_be_written_stops_all(framework: Any) -> None:
+    """Also when it shows as late as this."""
+    before = state_of(framework)
+    patches = PatchSet("fw", "1.0", [patch("fw.clip"), patch("builtins.int.real", check=lambda original: None)])
+    with pytest.raises(TypeError, match="real"):
+        patches.install()
+    assert state_of(framework) == before and patches.installed == ()
+
+
+def test_what_somebody_changed_since_is_left(framework: Any) -> None:
+    patches = PatchSet("fw", "1.0", EVERY_KIND)
+    patches.install()
+    framework.clip = theirs = marked(framework.clip)
+    framework.names.remove("mine")
+    framework.table["Mine"] = str
+    with pytest.warns(RuntimeWarning) as seen:
+        patches.uninstall()
+    assert sorted(str(w.message).partition(" has")[0] for w in seen) == [
+        "fw.clip",
+        "fw.names[]",
+        "fw.table[Mine]",
+    ]
+    assert framework.clip is theirs and framework.clip(3, 2) == "patched patched 2"
+    assert framework.table["Mine"] is str
+    assert framework.Tensor().step() == "plain step"
+
+
+def test_what_the_framework_wraps_is_undone_as_it_would_have_it(framework: Any) -> None:
+    def hooked(found: Any, original: Any) -> Any:
+        return ("hooked", original)
+
+    original = framework.Tensor.step
+    patches = PatchSet("fw", "1.0", [patch("fw.Tensor.step", rewrapped=hooked)])
+    patches.install()
+    framework.Tensor.step = marked(framework.Tensor.step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patches.uninstall()
+    assert framework.Tensor.step == ("hooked", original)
+
+
+class Distributed:
+    """As a DTensor class is."""
+
+    shape = (2, 3)
+
+    def __repr__(self) -> str:
+        return f"Distributed{self.shape}"
+
+
+def test_distributed_tensors_need_the_patches(framework: Any) -> None:
+    """They keep `uninstall` from running, or are given up, and come back with the patches."""
+    switched: list[bool] = []
+    patches = PatchSet("fw", "1.0", [patch("fw.clip")], lambda: [Distributed], switched.append)
+    patches.install()
+    x: Any = Distributed()
+    with pytest.raises(RuntimeError, match=r"there are 1 DTensors.*delete the models.*uninstall\(abandon=True\)"):
+        patches.uninstall()
+    assert patches.installed and x.shape == (2, 3)
+    patches.uninstall(abandon=True)
+    assert isinstance(x, Distributed)
+    for use in (
+        lambda y: y.shape,
+        repr,
+        lambda y: y.__torch_function__(None, (), ()),
+        lambda y: y.__fallback__(None, ()),
+    ):
+        with pytest.raises(RuntimeError, match=r"patches of fw are not installed.*fw\.patches\.PATCHES\.install"):
+            use(x)
+    patches.install()
+    assert repr(x) == "Distributed(2, 3)"
+    assert switched == [True, False, True]
+    del x
+    patches.uninstall()
+
+
+def test_none_can_be_made_without_the_patches() -> None:
+    class Classes:
+        dtensor: Any = Unpatched("fw")
+
+    for holder in (Classes, Classes()):
+        with pytest.raises(RuntimeError, match="the patches of fw are not installed"):
+            holder.dtensor  # noqa: B018
+
+
+def test_table() -> None:
+    """Neighbours that differ in their targets share a row; targets that differ in one part share a name."""
+    text = table(
+        [
+            patch("fw.Tensor.step"),
+            patch("fw.Other.step", "fw.Third.step", "fw.clip"),
+            patch("fw.a.b", "fw.c.d", required=False),
+            patch("fw.names[]", held="absent", everywhere=True),
+            patch("fw.Tensor.added", held="absent"),
+        ]
+    )
+    assert text.splitlines()[2:] == [
+        "| `fw.{Tensor, Other, Third}.step`, `fw.clip` | numbers are wrong | 1.0 to 1.2 | no DTensors | "
+        "the original is put back |",
+        "| `fw.a.b`, `fw.c.d` | numbers are wrong | 1.0 to 1.2 | left out | the original is put back |",
+        "| `fw.names[]`, wherever the framework has it | numbers are wrong | 1.0 to 1.2 | no DTensors | "
+        "the entry is removed |",
+        "| `fw.Tensor.added` | numbers are wrong | 1.0 to 1.2 | no DTensors | the attribute is deleted |",
+    ]
+
+
+def test_table_in_its_page() -> None:
+    page = "a\n<!-- made by python -m hyper_parallel.platform.patch_table fw: do not edit -->\nold\n<!-- end -->\nb\n"
+    made = with_table(page, "fw", "new")
+    assert made == page.replace("\nold\n", "\n\nnew\n\n") and with_table(made, "fw", "new") == made
+    with pytest.raises(ValueError, match="patch_table other: do not edit"):
+        with_table(page, "other", "new")
