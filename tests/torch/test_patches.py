@@ -9,10 +9,11 @@ from hyper_parallel.platform.torch.patches import PATCHES
 from tests.support.patched_programs import fresh, page_has
 
 BEGINNING = """
+import importlib
 import torch
-import torch._dynamo, torch.distributed.tensor  # optimizers load them
 from tests.support.framework_snapshot import changes, snapshot
-lists = [torch.optim.optimizer._foreach_supported_types, torch.utils._foreach_utils._foreach_supported_types]
+modules = ["torch.optim.optimizer", "torch.utils._foreach_utils"]
+lists = [importlib.import_module(name)._foreach_supported_types for name in modules]
 plain, plain_lists = snapshot("torch"), [tuple(x) for x in lists]
 import hyper_parallel as hp
 from hyper_parallel import Shard
@@ -36,7 +37,7 @@ def test_nothing_is_patched_without_dtensors() -> None:
     """Platform, mesh, groups, collectives and a barrier leave torch as it is."""
     code = """
 platform = hp.get_platform()
-platform.barrier(mesh.get_group())
+torch.distributed.barrier(mesh.get_group())
 import hyper_parallel.platform.torch.patches, hyper_parallel.integrations.huggingface, hyper_parallel.debug
 unpatched()
 hp.DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
@@ -47,7 +48,7 @@ platform.destroy_process_group()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert fresh(program(code, world=2), ranks=2, port=port).split() == ["passed"] * 2
+    fresh(program(code, world=2), ranks=2, port=port)
 
 
 def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
@@ -82,7 +83,7 @@ before_any_instance = torch.optim.AdamW.step
 expected = train(net(), x)[0]
 hooked = torch.optim.AdamW.step  # torch has put its hooks around it
 assert hooked is not before_any_instance
-plain = snapshot("torch")
+plain, plain_lists = snapshot("torch"), [tuple(x) for x in lists]  # torch has loaded more of itself
 result, called, optimizer = train(parallel(), x)
 assert torch.allclose(result, expected) and called == [True] * 2
 found = {id(value) for value in changes(plain, snapshot("torch")).values()}
@@ -114,13 +115,15 @@ result, called, _ = train(parallel(), x)
 assert torch.allclose(result, expected) and called == [True] * 2
 print("passed")
 """
-    assert fresh(program(code)).split() == ["passed"]
+    fresh(program(code))
 
 
 def test_hooks_of_optimizers_made_in_between_stay() -> None:
     """Torch hooks a class with its first instance, which may come after the patch; the instance outlives the patch."""
     code = """
 called = []
+torch.optim.Adagrad([torch.ones(1)])  # loads more of torch
+plain = snapshot("torch")
 hp.DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
 p = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([p], lr=0.5)
@@ -134,7 +137,7 @@ assert list(changed) == ["torch.optim.sgd.SGD.step"], list(changed)
 assert changed["torch.optim.sgd.SGD.step"].__wrapped__ is plain["torch.optim.sgd.SGD.step"]
 print("passed")
 """
-    assert fresh(program(code)).split() == ["passed"]
+    fresh(program(code))
 
 
 def test_dtensors_that_were_given_up_are_refused_until_the_patches_are_back() -> None:
@@ -165,7 +168,7 @@ optimizer.step()
 assert p.full_tensor().tolist() == [[0, 0, 0]] * 2 and (x + 1).shape == (2, 3)
 print("passed")
 """
-    assert fresh(program(code)).split() == ["passed"]
+    fresh(program(code))
 
 
 def test_a_torch_that_is_not_as_expected() -> None:
@@ -176,10 +179,11 @@ del torch.optim.NAdam._init_group
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     hp.DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-assert [f"torch {torch.__version__}: torch.optim.NAdam._init_group is" in str(w.message) or str(w.message) for w in seen] == [True]
+message, = [str(w.message) for w in seen]
+assert message.startswith(f"torch {torch.__version__}: torch.optim.NAdam._init_group is not there"), message
 print("passed")
 """
-    assert fresh(program(code)).split() == ["passed"]
+    fresh(program(code))
     code = """
 torch.autograd.Function.apply = 3
 there = snapshot("torch")
@@ -192,7 +196,7 @@ for _ in range(2):
     assert not changes(there, snapshot("torch")) and not patching.installed()
 print("passed")
 """
-    assert fresh(program(code)).split() == ["passed"]
+    fresh(program(code))
 
 
 def test_the_page_shows_what_is_listed() -> None:
