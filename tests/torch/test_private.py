@@ -204,6 +204,15 @@ def test_training_without_privates(pool: Any) -> None:
 
 # ---------------------------------------------------------------------- nothing else is taken
 
+
+def test_all_of_it_is_in_the_docs() -> None:
+    table = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    paths = re.findall(r'_take\(\s*f?"([\w.]+)"', Path(private.__file__).read_text(encoding="utf-8"))
+    assert len(paths) > 15
+    missing = [path for path in paths if path.rpartition(".")[2] not in table]
+    assert missing == []
+
+
 #: Where torch is patched: what that takes is checked there.
 PATCHES = {"patches.py", "handlers/functions.py", "handlers/optimizers.py", "handlers/clipping.py"}
 PUBLIC = {"torch._C.DisableTorchFunctionSubclass"}

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from mindspore import Tensor
-from mindspore._c_expression import FunctionBase, TensorPy
-from mindspore.common._grad_function import _Function
-from mindspore.common.api import _no_grad, _pynative_executor
+from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.base import kept_view
+from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
+from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy
+from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
 __all__ = ["AutogradVerbs", "DelayedGradients", "counted_backward", "counted_begin", "counted_end"]

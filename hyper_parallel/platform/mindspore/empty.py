@@ -15,10 +15,10 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.indexing import decode_index
+from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
+from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
 __all__ = ["connected_zeros", "guarded"]
 

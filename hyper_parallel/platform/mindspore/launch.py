@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import mindspore as ms
 from mindspore import communication, ops
-from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.mindspore import faults
+from hyper_parallel.platform.mindspore.private import GlobalComm
 from hyper_parallel.platform.timeout import timeout_seconds
 
 __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]

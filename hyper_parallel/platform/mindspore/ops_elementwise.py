@@ -7,11 +7,11 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor
-from mindspore._c_expression.typing import type_id_to_type
 
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.op_bind import elementwise, row, rows
+from hyper_parallel.platform.mindspore.private import type_id_to_type
 
 __all__ = ["OPS", "VARIANTS"]
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
-from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
 from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
+from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
 __all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "distributed_in", "is_dispatching"]
 

@@ -1,0 +1,61 @@
+"""What the backend takes from MindSpore's private parts: the only place that names them.
+
+Each is looked at when this module is imported. None has another way, so one that is missing or not what is expected
+makes the import of the backend fail, with an error that names MindSpore's version and the tested one. What patches of
+MindSpore need is checked where they are made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+
+from hyper_parallel.platform.versions import tested_versions
+
+__all__ = [
+    "AutogradFunction",
+    "FunctionBase",
+    "GlobalComm",
+    "NoFallbackGuard",
+    "TensorPy",
+    "UnknownMindSporeError",
+    "no_grad",
+    "type_id_to_type",
+]
+
+
+class UnknownMindSporeError(RuntimeError):
+    """This MindSpore lacks something private that the backend cannot do without."""
+
+
+def _take(module: str, name: str, suits: Callable[[Any], bool]) -> Any:
+    try:
+        found = getattr(importlib.import_module(f"mindspore.{module}"), name)
+        if suits(found):
+            return found
+    except Exception:  # no such module or name, or whatever looking at something else raises
+        found = None
+    raise UnknownMindSporeError(
+        f"mindspore.{module}.{name} is missing from MindSpore {mindspore.__version__}, or is not what HyperParallel "
+        f"expects. Use the version of MindSpore that is tested: {tested_versions('mindspore')}"
+    )
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda owner: inspect.isclass(owner) and all(hasattr(owner, name) for name in names)
+
+
+#: Autograd functions: the class of the user's, and the one below it, whose ``apply`` is called directly.
+AutogradFunction: Any = _take("common._grad_function", "_Function", _has("apply"))
+FunctionBase: Any = _take("_c_expression", "FunctionBase", lambda base: "apply" in base.__dict__)
+TensorPy: Any = _take("_c_expression", "TensorPy", _has("data"))
+#: Within it, operations are not intercepted.
+NoFallbackGuard: Any = _take("_c_expression", "NoFallbackGuard", _has("__enter__", "__exit__"))
+no_grad: Any = _take("common.api", "_no_grad", _has("__enter__", "__exit__"))
+#: Whether communication is initialised, and the group of all ranks.
+GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))
+type_id_to_type: Callable[[int], Any] = _take("_c_expression.typing", "type_id_to_type", callable)
