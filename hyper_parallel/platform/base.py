@@ -133,6 +133,12 @@ class Platform(ABC):
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
 
+    def foreign_tensor(self, x: Any) -> str | None:
+        """What ``x`` is, for messages ("a tensor of the class ..., of torch.distributed.tensor"), and what to do about
+        it, if it is a tensor of the framework that cannot be, or meet, the local part of a DTensor: of a class that
+        computes in its own way, or stored in another way than as one dense array. None for all other values."""
+        return None
+
     def is_linear_module(self, module: Module) -> bool:
         """Whether ``module`` computes ``x @ weight.T + bias``, or ``x @ weight + bias`` where its kind says so."""
         return _kind_of(module, self.linear_kinds) is not None

@@ -11,12 +11,12 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
+from hyper_parallel.core.tensor_parallel.held import name_module, remember_layouts, title, watch
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
 __all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "mark_applied", "name_module", "title"]
 
 _APPLIED = "_hyper_parallel_styles"
-_PATH = "_hyper_parallel_path"
 
 
 class ParallelStyle(ABC):
@@ -71,19 +71,26 @@ class ModuleStyle(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         self._partition(module, device_mesh)
+        remember_layouts(module, device_mesh)
         device_mesh.platform.replace_forward(
             module,
-            lambda forward: self._forward(forward, self._local_forward(module, forward, device_mesh), device_mesh),
+            lambda forward: self._forward(
+                module, forward, self._local_forward(module, forward, device_mesh), device_mesh
+            ),
         )
         mark_applied(module, self)
         return module
 
-    def _forward(self, forward: Callable[..., Any], local: LocalForward | None, mesh: DeviceMesh) -> Callable[..., Any]:
+    def _forward(
+        self, module: Any, forward: Callable[..., Any], local: LocalForward | None, mesh: DeviceMesh
+    ) -> Callable[..., Any]:
         """What a call of the module runs in place of ``forward``: ``local`` for a single input that it knows, else that
-        between the styles' conversions."""
+        between the styles' conversions, with parameters that are still distributed as they are now."""
+        check = watch(module, mesh)
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
+            check(module)
             args, kwargs = self._before(module, args, kwargs, mesh)
             if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
                 y = local.distributed(module, args[0])
@@ -161,17 +168,6 @@ class ModuleStyle(ParallelStyle):
 def mark_applied(module: Any, style: ParallelStyle) -> None:
     """Remember on ``module`` that ``style`` was applied to it."""
     object.__setattr__(module, _APPLIED, (*getattr(module, _APPLIED, ()), style))
-
-
-def name_module(module: Any, path: str) -> None:
-    """Remember on ``module`` what the plan calls it, for messages."""
-    object.__setattr__(module, _PATH, path)
-
-
-def title(module: Any) -> str:
-    """What messages call a module: its class, and its path where a plan named it."""
-    path = getattr(module, _PATH, "")
-    return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
 
 def check_flag(value: Any, keyword: str, style: str) -> bool:

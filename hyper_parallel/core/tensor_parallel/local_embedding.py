@@ -45,7 +45,7 @@ def embedding_forward(
 
     def forward(module: Any, ids: Any) -> Any:
         matrix = own_parameters(module).get(name)
-        if matrix is None:  # something that computes it has taken its place
+        if getattr(matrix, "_layout", None) is not weight:  # something else has taken its place, or computes it
             return NotImplemented
         shape = (*ids.shape, weight.shape[1])
         ndim = len(shape)

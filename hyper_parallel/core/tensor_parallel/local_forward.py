@@ -26,8 +26,9 @@ from hyper_parallel.core.dtensor.redistribute import (
     plan_redistribution,
 )
 from hyper_parallel.core.dtensor.transitions import summation, transitions_of
+from hyper_parallel.core.tensor_parallel.held import layouts_held
 
-__all__ = ["LocalForward", "column_forward", "keeps_bias", "norm_forward", "row_forward"]
+__all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
 
 _FIRST = (0,)
 _shape_of, _layout_of = attrgetter("shape"), attrgetter("_layout")
@@ -37,8 +38,8 @@ _shape_of, _layout_of = attrgetter("shape"), attrgetter("_layout")
 class LocalForward:
     """What a module runs in place of its forward, by what its only input is.
 
-    Both give NotImplemented, having done nothing, for an input that they do not know, and where something that computes
-    the parameters has taken their place (a parametrization).
+    Both give NotImplemented, having done nothing, for an input that they do not know, and for a module whose parameters
+    are not those of the plan any more: something else was put in their place, or computes them (a parametrization).
 
     Attributes:
         plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
@@ -49,7 +50,9 @@ class LocalForward:
     distributed: Callable[[Any, Any], Any]
 
 
-def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_local_output: bool) -> LocalForward:
+def column_forward(
+    mesh: DeviceMesh, of_weight: Layout, of_bias: Layout | None, takes_plain: bool, use_local_output: bool
+) -> LocalForward:
     """``x`` (..., in), the same on every rank -> this rank's features (..., out / ranks).
 
     The gradient of ``x`` is all-reduced, once for all such layers that read it; or reduce-scattered, where ``x`` was
@@ -57,7 +60,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
 
     Args:
         mesh: 1-D mesh.
-        weight: layout of the weight.
+        of_weight, of_bias: layouts of the weight and of the bias, None without one.
         takes_plain: whether a plain input is as described.
         use_local_output: give a plain tensor.
     """
@@ -65,7 +68,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
     linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
     wrap, view = platform.wrap, linear_input_view(mesh, _FIRST)
     read_cache, key = platform.read_cache, linear_key(mesh, _FIRST)
-    (shard,), features = weight.placements, weight.shape[0]
+    (shard,), features = of_weight.placements, of_weight.shape[0]
 
     def output_of(shape: tuple[int, ...]) -> Layout:
         placement = shard.with_dim(len(shape) - 1)  # type: ignore[attr-defined]
@@ -77,7 +80,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
     def plain(module: Any, x: Any) -> Any:
         own = own_parameters(module)
         weight, bias = own.get("weight"), own.get("bias")
-        if weight is None or (bias is None and "bias" not in own and keeps_bias(module)):
+        if getattr(weight, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
             return NotImplemented
         with no_dispatch():
             rows = view(x, weight)
@@ -91,7 +94,7 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
             return NotImplemented
         own = own_parameters(module)
         weight, bias = own.get("weight"), own.get("bias")
-        if weight is None or (bias is None and "bias" not in own and keeps_bias(module)):
+        if getattr(weight, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
             return NotImplemented
         with no_dispatch():
             if x._gathered is None:
@@ -107,14 +110,19 @@ def column_forward(mesh: DeviceMesh, weight: Layout, takes_plain: bool, use_loca
 
 
 def row_forward(
-    mesh: DeviceMesh, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool
+    mesh: DeviceMesh,
+    of_weight: Layout,
+    of_bias: Layout | None,
+    desired: Placement,
+    takes_plain: bool,
+    use_local_output: bool,
 ) -> LocalForward:
     """``x`` (..., in / ranks), this rank's features -> (..., out), summed over the ranks: the same on every rank by one
     all-reduce, or sharded by one reduce-scatter. The bias is added once.
 
     Args:
         mesh: 1-D mesh.
-        weight: layout of the weight.
+        of_weight, of_bias: layouts of the weight and of the bias, None without one.
         desired: `Replicate`, or a `Shard` of another dimension than the features.
         takes_plain: whether a plain input is as described.
         use_local_output: give a plain tensor.
@@ -124,7 +132,7 @@ def row_forward(
     whole = desired is Replicate()
     all_reduce, take_step, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
     of_one_rank = summation(mesh, 0).reversed
-    (shard,), features = weight.placements, weight.shape[0]
+    (shard,), features = of_weight.placements, of_weight.shape[0]
 
     def output_of(shape: tuple[int, ...]) -> tuple[Any, Layout] | None:
         """For the global shape of an input: the function from summands to shards, and the layout of the output; None
@@ -148,7 +156,7 @@ def row_forward(
                 return NotImplemented
             own = own_parameters(module)
             weight, bias = own.get("weight"), own.get("bias")
-            if weight is None or (bias is None and "bias" not in own and keeps_bias(module)):
+            if getattr(weight, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
                 return NotImplemented
             with no_dispatch():
                 if whole:
@@ -183,7 +191,8 @@ def norm_forward(
     """
     platform = mesh.platform
     no_dispatch, own_parameters, wrap = platform.no_dispatch, platform.own_parameters, platform.wrap
-    view, call, count = parameter_view(mesh, 0), platform.norm_call(norm), len(own_parameters(norm))
+    view, call = parameter_view(mesh, 0), platform.norm_call(norm)
+    planned = tuple(layouts_held(own_parameters(norm)).items())
 
     def shard_of(ndim: int) -> Placement | None:
         place = dim + ndim if dim < 0 else dim
@@ -216,8 +225,14 @@ def norm_forward(
             if layout is None:
                 return NotImplemented
             own: Any = own_parameters(module)
+            if len(own) != len(planned):
+                return NotImplemented
+            for name, wanted in planned:
+                p = own.get(name, own)
+                if p is not None and getattr(p, "_layout", p) is not wanted:
+                    return NotImplemented
             with no_dispatch():
-                if call is None or len(own) < count:
+                if call is None:
                     y = run_with_views(module, x, own)
                 else:
                     y = call(module, x, {name: p if p is None else view(p) for name, p in own.items()})
@@ -233,11 +248,6 @@ def _add(y: Any, bias: Any, platform: Any) -> Any:
     z = y.add(bias)
     # Automatic mixed precision computes in another dtype than that of the parameters.
     return z if z.dtype == y.dtype else y.add(platform.to_dtype(bias, y.dtype))
-
-
-def keeps_bias(module: Any) -> bool:
-    """Whether a layer that has no parameter of that name has a bias all the same: something else computes it."""
-    return module.__dict__.get("bias", module) is not None
 
 
 def _is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:

@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.faults import explain_along
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, keeps_bias
+from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
 __all__ = ["overlap_collectives", "overlapped_first"]
 
@@ -79,7 +79,8 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
 def overlapped_first(
     local: LocalForward,
     mesh: DeviceMesh,
-    weight: Layout,
+    of_weight: Layout,
+    of_bias: Layout | None,
     input_layout: Placement,
     output_layout: Placement,
     use_local_output: bool,
@@ -92,13 +93,13 @@ def overlapped_first(
     Args:
         local: what runs otherwise.
         mesh: 1-D mesh.
-        weight: layout of the weight (out, in).
+        of_weight, of_bias: layouts of the weight (out, in) and of the bias, None without one.
         input_layout, output_layout: of the style.
         use_local_output: give a plain tensor.
     """
-    platform, (shard,), size = mesh.platform, weight.placements, mesh.size()
+    platform, (shard,), size = mesh.platform, of_weight.placements, mesh.size()
     # All ranks must go one way, and where sizes do not divide they have tensors of different shapes.
-    if size == 1 or type(shard) is not Shard or weight.shape[shard.dim] % size:
+    if size == 1 or type(shard) is not Shard or of_weight.shape[shard.dim] % size:
         return local
     rows = shard.dim == 1
     moved: Any = output_layout if rows else input_layout
@@ -108,7 +109,7 @@ def overlapped_first(
         collective = "reduce_scatter" if rows else "all_gather"
     else:
         return local
-    features, group = weight.shape[0], mesh.platform_group(0)
+    features, group = of_weight.shape[0], mesh.platform_group(0)
     run_plain, run_distributed = local.plain, local.distributed
 
     def multiply(module: Any, x: Any, shape: tuple[int, ...]) -> Any:
@@ -122,7 +123,7 @@ def overlapped_first(
         chunks = overlap.chunks if overlap is not None and elements >= overlap.least and not CHECKS else 1
         own = platform.own_parameters(module)
         matrix, bias = own.get("weight"), own.get("bias")
-        if matrix is None or (bias is None and "bias" not in own and keeps_bias(module)):
+        if getattr(matrix, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
             return NotImplemented
         with platform.no_dispatch():
             try:

@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
 from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
+from hyper_parallel.core.tensor_parallel.held import planned_layouts
 from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
@@ -69,6 +70,8 @@ class _WeightParallel(ModuleStyle):
             )
         if not linear and (self.packed is not None or self.heads is not None):
             raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
+        if platform.kind_of(module).weight not in dict(platform.named_parameters(module)):
+            raise ValueError(f"{name} on {where!r}: {_no_weight(module, platform)}")
         parts = self._parts(module, platform, where) or (self.features(module, platform),)
         super().check(module, device_mesh, where)
         if self.heads is not None:
@@ -101,8 +104,7 @@ class _WeightParallel(ModuleStyle):
             size = None
             if linear and isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
                 # The weight knows the number of features, so uneven shards of them need no word from the user.
-                kind = platform.kind_of(module)
-                size = getattr(module, kind.weight).shape[1 - kind.out_dim]
+                size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
             return place(x, mesh, layout, needed, f"the input of {title(module)}", size)
 
         return self._on_first_input(args, kwargs, convert, title(module))
@@ -121,8 +123,8 @@ class _WeightParallel(ModuleStyle):
         linear = platform.is_plain_linear(module)
         if not (linear or platform.is_plain_embedding(module)) or self._whole(mesh):
             return None
-        name = platform.kind_of(module).weight
-        weight = getattr(module, name)._layout
+        name, held = platform.kind_of(module).weight, planned_layouts(module)
+        weight, bias = held[name], held.get("bias")
         (shard,) = weight.placements
         if 0 in shard_sizes(shard, weight.shape[shard.dim], mesh.size()):
             # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go
@@ -135,10 +137,10 @@ class _WeightParallel(ModuleStyle):
             return embedding_forward(mesh, name, weight, desired, given is Replicate(), self.use_local_output)
         takes_plain = given is self._default_input
         if self._splits_outputs:
-            local = column_forward(mesh, weight, takes_plain, self.use_local_output)
+            local = column_forward(mesh, weight, bias, takes_plain, self.use_local_output)
         else:
-            local = row_forward(mesh, weight, desired, takes_plain, self.use_local_output)
-        return overlapped_first(local, mesh, weight, given, desired, self.use_local_output)
+            local = row_forward(mesh, weight, bias, desired, takes_plain, self.use_local_output)
+        return overlapped_first(local, mesh, weight, bias, given, desired, self.use_local_output)
 
     def _whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
@@ -149,8 +151,7 @@ class _WeightParallel(ModuleStyle):
 
     def features(self, module: Any, platform: Platform) -> int:
         """How many features are split."""
-        kind = platform.kind_of(module)
-        return int(getattr(module, kind.weight).shape[self._split_dim(kind)])
+        return _weight_shape(module, platform)[self._split_dim(platform.kind_of(module))]
 
     def _parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
         """Features of each matrix in a packed weight, None for a weight that is one matrix."""
@@ -177,6 +178,27 @@ class _WeightParallel(ModuleStyle):
             f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
             f"use_local_output={self.use_local_output}{further})"
         )
+
+
+def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:
+    """Global shape of the weight, without computing one that is computed.
+
+    Raises:
+        ValueError: for a weight that was computed already when the style was applied.
+    """
+    name = platform.kind_of(module).weight
+    held = platform.own_parameters(module).get(name)
+    if held is None and (held := planned_layouts(module).get(name)) is None:
+        raise ValueError(f"{title(module)}: {_no_weight(module, platform)}")
+    return tuple(held.shape)
+
+
+def _no_weight(module: Any, platform: Platform) -> str:
+    return (
+        f"{platform.kind_of(module).weight!r} of this {type(module).__name__} is no parameter of its own, something "
+        "computes it (a parametrization, weight or spectral normalisation): apply that after parallelize_module, to "
+        "the distributed weight"
+    )
 
 
 class ColwiseParallel(_WeightParallel):

@@ -1,0 +1,98 @@
+"""Whether a module still holds the parameters that its style distributed.
+
+Whoever replaces a parameter after `parallelize_module` - a state dict that is assigned, a library that wraps models -
+leaves a module whose forward would take a plain tensor for this rank's part. The short forwards compare the layout of
+each parameter with that of the plan and leave all else to the general one, which asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layout import Layout
+
+__all__ = ["layouts_held", "name_module", "planned_layouts", "remember_layouts", "title", "watch"]
+
+_PATH = "_hyper_parallel_path"
+_LAYOUTS = "_hyper_parallel_layouts"
+
+
+def name_module(module: Any, path: str) -> None:
+    """Remember on ``module`` what the plan calls it, for messages."""
+    object.__setattr__(module, _PATH, path)
+
+
+def title(module: Any) -> str:
+    """What messages call a module: its class, and its path where a plan named it."""
+    path = getattr(module, _PATH, "")
+    return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+
+def layouts_held(own: Mapping[str, Any]) -> dict[str, Layout | None]:
+    """The layout of each parameter in the table of a module, None of what is not distributed."""
+    return {name: getattr(p, "_layout", None) for name, p in own.items()}
+
+
+def remember_layouts(module: Any, mesh: DeviceMesh) -> None:
+    """Remember on ``module`` the layouts that its parameters have now, for `planned_layouts`."""
+    object.__setattr__(module, _LAYOUTS, layouts_held(mesh.platform.own_parameters(module)))
+
+
+def planned_layouts(module: Any) -> Mapping[str, Layout | None]:
+    """The layouts that the parameters of ``module`` had when its style was applied; none before."""
+    return getattr(module, _LAYOUTS, {})
+
+
+def watch(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
+    """``check(module)``, of ``module`` or a copy of it: that its parameters, and those of the modules below it, are
+    distributed as they are now.
+
+    ``check`` raises ValueError for a parameter that is plain, of another mesh or placed otherwise, on all ranks that
+    have it, before anything is communicated.
+    """
+    own_parameters = mesh.platform.own_parameters
+    below = []
+    for path, submodule in mesh.platform.named_modules(module):
+        held = layouts_held(own_parameters(submodule))
+        # What a style has left plain is its own affair.
+        known = {name: layout for name, layout in held.items() if layout is not None}
+        if known:
+            below.append((path, attrgetter(path) if path else None, known))
+
+    def check(module: Any) -> None:
+        for path, find, known in below:
+            submodule = module if find is None else find(module)
+            own = own_parameters(submodule)
+            for name, layout in known.items():
+                p = own.get(name)
+                if p is not None and getattr(p, "_layout", p) is not layout:
+                    _check_parameter(p, f"{path}.{name}" if path else name, layout, module)
+
+    return check
+
+
+def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
+    """Raise ValueError unless ``p``, which stands where a parameter of layout ``planned`` was, is placed like it."""
+    layout = getattr(p, "_layout", None)
+    mesh, placements = planned.mesh, list(planned.placements)
+    if layout is not None and layout.mesh is mesh and layout.placements == planned.placements:
+        return  # of another shape
+    what = f"parameter {name!r} of {title(module)}"
+    if layout is not None:
+        where = "" if layout.mesh is mesh else f" on {layout.mesh}"
+        raise ValueError(
+            f"{what} is placed {list(layout.placements)}{where}, and the style that was applied placed it {placements} "
+            f"on {mesh}: give it a value that is placed so, with value.redistribute(placements={placements}) or "
+            f"distribute_tensor(value.full_tensor(), mesh, {placements})"
+        )
+    foreign = mesh.platform.foreign_tensor(p)
+    raise ValueError(
+        f"{what} is {foreign or 'a plain tensor'}, and the style that was applied made it a DTensor of shape "
+        f"{tuple(planned.shape)} placed {placements}: something has put another parameter in its place since. Copy "
+        "values into the parameter that is there (loading a state dict does, unless it assigns), or assign a parameter "
+        f"made of distribute_tensor(value, mesh, {placements}). What exchanges parameters for its own in forward, such "
+        "as fully_shard, cannot be applied on top of parallelize_module"
+    )
