@@ -554,13 +554,14 @@ class Platform(ABC):
     @abstractmethod
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
         """The tensor stored on ``holder`` with `write_cache` under ``key``, if it is still valid: the same gradient
-        recording, and ``holder`` not changed in place since. Otherwise None. Called with interception off."""
+        recording, and ``holder`` neither changed in place nor given other data since. Otherwise None. Called with
+        interception off."""
 
     @abstractmethod
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
-        """Keep ``value``, computed from ``holder``, for `read_cache`, without keeping either alive for longer than
-        it would be. A backend that cannot do so safely for this ``holder`` stores nothing. Called with interception
-        off."""
+        """Keep ``value``, which has the data of ``holder``, for `read_cache`, without keeping either alive for longer
+        than it would be. A backend that cannot do so safely for this ``holder`` stores nothing. Called with
+        interception off."""
 
     @abstractmethod
     def clear_cache(self, holder: Tensor) -> None:

@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.dtensor.transitions import by_rank
@@ -55,6 +56,7 @@ def distribute_tensor(
     platform = bind_platform(mesh.platform)
     if not platform.is_tensor(tensor):
         raise TypeError(f"distribute_tensor takes a tensor of the platform, got {type(tensor).__name__}")
+    refuse_foreign(tensor, platform, "distribute_tensor")
     if isinstance(tensor, DTensor):
         normal = normalize_placements(placements, mesh, tensor._layout.ndim)
         if tensor._layout is not get_layout(mesh, normal, tensor._layout.shape):
@@ -98,6 +100,7 @@ def distribute_parameter(
                 "share a parameter need styles that shard it the same way"
             )
         return
+    refuse_foreign(parameter, platform, f"distribute_parameter({name!r}) of {type(module).__name__}")
     shape = tuple(platform.shape_of(parameter))
     layout = get_layout(
         device_mesh, normalize_placements(placements, device_mesh, len(shape), f"parameter {name!r}"), shape

@@ -25,6 +25,7 @@ from hyper_parallel.core.dtensor.operands import (
     mixed_error,
     name_of,
     operand_key,
+    refuse_foreign,
 )
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.rules import RULES
@@ -118,8 +119,10 @@ class _Plan:
         if self.statics is not None:
             statics = self.statics
         with self.no_dispatch():
-            if self.mixes is not None and not is_implicit_replication():
-                raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+            if self.mixes is not None:
+                refuse_foreign(operands[self.mixes], self.mesh.platform, name_of(func))
+                if not is_implicit_replication():
+                    raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
             local_operands = self._read(operands) if self.reads else operands
             if self.replacement is None:
                 result = self.call(func, local_operands, statics)
@@ -158,7 +161,7 @@ class _Plan:
     def _written(self, x: Any) -> Any:
         """Operand 0 after an operation in place: what was computed from its old value is void."""
         self.mesh.platform.clear_cache(x)
-        x._gathered = None
+        x._gathered = x._origin = None
         return x
 
 
@@ -256,6 +259,7 @@ def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics
         return None
     plain = tuple(i for i, key in enumerate(layouts) if isinstance(key, tuple))
     for i in plain:
+        refuse_foreign(operands[i], mesh.platform, name_of(func))
         if layouts[i] and not is_implicit_replication():
             raise mixed_error(func, layouts, i)
     known = tuple(get_layout(mesh, all_replicated(mesh), key) if isinstance(key, tuple) else key for key in layouts)

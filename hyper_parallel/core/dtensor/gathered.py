@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
-from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of
+from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, refuse_foreign
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.platform.base import Platform
 
@@ -40,6 +40,7 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
     if sharded and op_name != "replicate":
         _report(func, sharded[0], writes)
     for x in _plain_tensors((args, kwargs), platform):
+        refuse_foreign(x, platform, name_of(func))
         if platform.shape_of(x) and not is_implicit_replication():
             shapes = (tuple(platform.shape_of(x)), found[0]._layout)
             raise mixed_error(func, shapes, 0)
@@ -90,7 +91,7 @@ def _plain_tensors(tree: Any, platform: Platform) -> Iterator[Any]:
             yield from _plain_tensors(item, platform)
     elif isinstance(tree, dict):
         yield from _plain_tensors(tuple(tree.values()), platform)
-    elif platform.is_tensor(tree) and getattr(tree, "_layout", None) is None:
+    elif getattr(tree, "_layout", None) is None and (platform.is_tensor(tree) or platform.foreign_tensor(tree)):
         yield tree
 
 

@@ -8,7 +8,15 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Replicate
 
-__all__ = ["DTENSOR_CLASSES", "all_replicated", "common_mesh", "mixed_error", "name_of", "operand_key"]
+__all__ = [
+    "DTENSOR_CLASSES",
+    "all_replicated",
+    "common_mesh",
+    "mixed_error",
+    "name_of",
+    "operand_key",
+    "refuse_foreign",
+]
 
 #: The DTensor classes of the platforms in use.
 DTENSOR_CLASSES: set[type] = set()
@@ -23,7 +31,10 @@ def operand_key(x: Any) -> Any:
         return x._layout
     except AttributeError:
         pass
-    shape = getattr(x, "shape", None)
+    try:
+        shape = getattr(x, "shape", None)
+    except RuntimeError:
+        shape = ()  # a nested tensor has none: see `refuse_foreign`
     return None if shape is None else tuple(shape)
 
 
@@ -54,6 +65,13 @@ def mixed_error(func: Any, layouts: tuple, plain: int) -> ValueError:
         "one a DTensor with DTensor.from_local or distribute_tensor, or work on to_local(), or, when it is the same on "
         "all ranks, use `with implicit_replication():`"
     )
+
+
+def refuse_foreign(x: Any, platform: Any, what: str) -> None:
+    """Raise TypeError when ``x`` is a tensor that DTensors cannot be made of or meet; ``what`` names who got it."""
+    foreign = platform.foreign_tensor(x)
+    if foreign is not None:
+        raise TypeError(f"{what} got {foreign}")
 
 
 def name_of(func: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.modes import is_strict
+from hyper_parallel.core.dtensor.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
@@ -146,8 +147,8 @@ def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
                 raise ValueError(
                     f"{path!r} shares its parameter {name!r} with {other_path!r}, which {style!r} places "
                     f"[{placement!r}], and the plan gives {path!r} no style: give it one that places the parameter the "
-                    "same way. An embedding and a head that are tied go together as RowwiseParallel and "
-                    "ColwiseParallel, which both shard the vocabulary"
+                    "same way, in the same plan (one call for both). An embedding and a head that are tied go together "
+                    "as RowwiseParallel and ColwiseParallel, which both shard the vocabulary"
                 )
 
 
@@ -160,11 +161,14 @@ def _check_parameters(
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]],
 ) -> None:
     """Compare the placements of one module's parameters with those that they have, or get by another module."""
+    for name, tensor in (*mesh.platform.named_parameters(module), *mesh.platform.named_buffers(module)):
+        refuse_foreign(tensor, mesh.platform, f"{name!r} of {path or type(module).__name__!r}: {style!r}")
     for name, parameter in mesh.platform.named_parameters(module):
         placement = get_layout(mesh, (placements.get(name, Replicate()),), tuple(parameter.shape)).placements[0]
         if isinstance(parameter, DTensor) and parameter.placements != (placement,):
+            where = path or type(module).__name__
             raise ValueError(
-                f"parameter {name!r} of {path!r} is placed {list(parameter.placements)} already, by a module that "
+                f"parameter {name!r} of {where!r} is placed {list(parameter.placements)} already, by a module that "
                 f"shares it, and {style!r} would place it [{placement!r}]: modules that share a parameter need styles "
                 "that place it the same way"
             )

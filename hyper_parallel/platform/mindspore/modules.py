@@ -36,6 +36,11 @@ class ModuleVerbs:
     def is_tensor(self, x: Any) -> bool:
         return isinstance(x, Tensor)
 
+    def foreign_tensor(self, x: Any) -> str | None:
+        if isinstance(x, _SPARSE):
+            return f"a {type(x).__name__}, which is no dense tensor: give x.to_dense()"
+        return None
+
     def is_floating_point(self, x: Any) -> bool:
         return x.dtype in _FLOATS
 
@@ -112,4 +117,5 @@ def _class_with_replaced_forward(cls: type) -> type:
     return type(cls.__name__, (cls,), {**names, "construct": construct})
 
 
+_SPARSE = (ms.COOTensor, ms.CSRTensor)
 _FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)

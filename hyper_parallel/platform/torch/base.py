@@ -42,6 +42,37 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.is_tensor`."""
         return isinstance(x, torch.Tensor)
 
+    def foreign_tensor(self, x: Any) -> str | None:
+        """See `Platform.foreign_tensor`."""
+        if not isinstance(x, T) or tensor.is_dtensor(x):
+            return None
+        cls = type(x)
+        if cls.__torch_dispatch__ is not T.__torch_dispatch__ and not tensor.is_local_class(cls):
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            if cls.__module__.startswith("torch.distributed.tensor"):
+                return (
+                    f"torch's own DTensor ({name}), which hyper_parallel's cannot be made of and cannot meet: give "
+                    "it x.full_tensor(), or parallelise the model with hyper_parallel alone"
+                )
+            return (
+                f"a {name}, which computes in its own way and is no plain tensor: give the plain tensor that it stands "
+                "for, and convert parameters after parallelize_module or not at all"
+            )
+        with DisableTorchFunctionSubclass():
+            if x.is_nested:
+                return "a nested tensor: give a padded one, x.to_padded_tensor(0.0)"
+            if x.is_quantized:
+                return "a quantised tensor: give x.dequantize()"
+            if x.layout is not torch.strided:
+                return f"a tensor of layout {x.layout}: give x.to_dense()"
+        return None
+
+    def check_local(self, x: torch.Tensor) -> None:
+        """Raise TypeError when ``x`` cannot become the local part of a DTensor."""
+        foreign = self.foreign_tensor(x)
+        if foreign is not None:
+            raise TypeError(f"a DTensor is made of plain dense tensors, got {foreign}")
+
     def is_floating_point(self, x: torch.Tensor) -> bool:
         """See `Platform.is_floating_point`."""
         return x.is_floating_point()
@@ -135,6 +166,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     # ------------------------------------------------------------------------------------------------ devices, random
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.to_device`. A meta tensor stays one."""
+        if type(x) is not T or x.layout is not torch.strided or x.is_nested or x.is_quantized:
+            self.check_local(x)
         return x if x.is_meta or x.device.type == self.device_type else x.to(self.device())
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:

@@ -32,6 +32,7 @@ __all__ = [
     "dispatch",
     "handles",
     "is_dtensor",
+    "is_local_class",
     "layout_of",
     "made_class",
     "make_dtensor_class",
@@ -87,6 +88,12 @@ def made_class() -> Any:
 def allow_dtensors(allowed: bool) -> None:
     """Whether DTensors may be made: while torch is patched."""
     _State.wrapping = _State.tensor_class if allowed else Unpatched("torch")
+
+
+def is_local_class(cls: type) -> bool:
+    """Whether the tensors of ``cls``, which compute by ``__torch_dispatch__``, are what DTensors are made of."""
+    made = _State.tensor_class
+    return made is not None and made.__bases__[-1] is not T and issubclass(cls, made.__bases__[-1])
 
 
 def layout_of(x: Any) -> Any:
@@ -181,6 +188,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
         "shape": property(shape),
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
+        "set_": handlers.composite.set_method,
         **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, unknown),
         **make_operators(table),
     }

@@ -10,14 +10,15 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import signature, to_dims
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
-from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor, replicated
+from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dispatch_on, is_dtensor, replicated
 
-__all__: list[str] = []
+__all__ = ["set_method"]
 
 T: Any = torch.Tensor
 
@@ -177,7 +178,30 @@ def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         func(*args, **kwargs)
     x._layout = view._layout
+    forget_data(x)
     return x
+
+
+@handles(T.resize_, T.resize_as_, T.set_, T.as_strided_)
+def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What gives a tensor another storage, or other sizes over the same one: of a shard that means nothing."""
+    raise TypeError(
+        f"{func.__name__} of a DTensor would change the storage or the sizes of this rank's part alone: make a new "
+        "tensor (reshape, narrow, distribute_tensor), or assign a distributed one to x.data"
+    )
+
+
+def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``x.set_(...)``, which torch lets nobody intercept. Of another DTensor: ``x`` becomes what that is."""
+    if len(args) == 1 and not kwargs and is_dtensor(args[0]) and is_dispatch_on():
+        with no_dispatch():
+            T.set_(self, args[0])
+        self._layout = args[0]._layout
+        forget_data(self)
+        return self
+    return (
+        T.set_(self, *args, **kwargs) if not is_dispatch_on() else refuse_other_storage(T.set_, (self, *args), kwargs)
+    )
 
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
@@ -233,4 +257,10 @@ def copy_into(func: Any, args: tuple, kwargs: dict) -> Any:
             with no_dispatch():
                 x.copy_(source[layout.local_index()])
             return x
+    if is_dtensor(source) and not is_dtensor(x) and source.dim():
+        raise ValueError(  # loading a state dict, torch says of which parameter
+            f"copy_ got a DTensor, global shape {tuple(source.shape)}, placements {list(source.placements)}, for a "
+            f"plain tensor of shape {tuple(x.shape)}: give source.full_tensor(), called on all ranks (for a state dict "
+            "{name: value.full_tensor() for name, value in state_dict.items()}), or distribute the target"
+        )
     return dispatch(OP_TABLE[func], func, args, kwargs)

@@ -18,7 +18,7 @@ from hyper_parallel.platform.torch.op_table.binding import signature
 from hyper_parallel.platform.torch.private import make_grads, run_engine
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 
-__all__ = ["as_cotangent"]
+__all__ = ["as_cotangent", "forget_data"]
 
 T: Any = torch.Tensor
 
@@ -75,8 +75,13 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
     with no_dispatch():
         func(x, value)
     x._layout = layout
-    x.__dict__.pop("_cached", None)
-    x.__dict__.pop("_plain", None)
+    forget_data(x)
+
+
+def forget_data(x: Any) -> None:
+    """Drop what was kept on ``x`` about data, or a shape, that it has no more."""
+    for name in ("_cached", "_gathered", "_origin", "_plain"):
+        x.__dict__.pop(name, None)
 
 
 # ---------------------------------------------------------------------------------------------------- backward
