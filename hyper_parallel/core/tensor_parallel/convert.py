@@ -20,6 +20,7 @@ __all__ = [
     "as_slots",
     "check_placement",
     "check_same_length",
+    "check_tensor_dim",
     "convert_inputs",
     "convert_outputs",
     "leave",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 _WHOLE = (Replicate(),)
+#: MindSpore's limit. Torch has none that is as low, and no layer that a style is for comes near it.
+_MOST_DIMS = 8
 #: (layout, placement wanted) -> layout, of what was redistributed before.
 _TARGETS: dict[tuple[Layout, Placement | None], Layout] = Bounded(1 << 14)
 CACHES.append(_TARGETS.clear)
@@ -207,9 +210,20 @@ def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None
 
 
 def check_placement(value: Any, keyword: str, style: str) -> None:
-    """Raise TypeError unless ``value`` is a placement."""
+    """Raise TypeError unless ``value`` is a placement, ValueError for one of a dimension that no tensor has."""
     if not isinstance(value, Placement):
         raise TypeError(f"{style}({keyword}=...) takes placements such as Shard(0) or Replicate(), got {value!r}")
+    if isinstance(value, Shard):
+        check_tensor_dim(value.dim, f"{style}({keyword}={value!r})")
+
+
+def check_tensor_dim(dim: int, what: str) -> None:
+    """Raise ValueError for a dimension beyond those of any input or output of a module."""
+    if not -_MOST_DIMS <= dim < _MOST_DIMS:
+        raise ValueError(
+            f"{what}: no module is given or gives a tensor of so many dimensions, there are {_MOST_DIMS} at most; "
+            "Shard(-1) is the last one"
+        )
 
 
 def check_same_length(given: Sequence[Any], desired: Sequence[Any], names: tuple[str, str], style: str) -> None:

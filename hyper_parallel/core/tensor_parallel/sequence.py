@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
-from hyper_parallel.core.tensor_parallel.convert import leave, place
+from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim, leave, place
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, norm_forward
 
 __all__ = ["SequenceParallel"]
@@ -24,7 +24,7 @@ class SequenceParallel(ModuleStyle):
         use_local_output: give the output as a plain local tensor.
 
     Raises:
-        TypeError: when ``sequence_dim`` is no int.
+        TypeError: when ``sequence_dim`` is no int. ValueError: for a dimension that no tensor has.
 
     Example:
         >>> from hyper_parallel import SequenceParallel
@@ -37,6 +37,7 @@ class SequenceParallel(ModuleStyle):
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         if not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool):
             raise TypeError(f"SequenceParallel(sequence_dim=...) takes a tensor dimension, got {sequence_dim!r}")
+        check_tensor_dim(sequence_dim, f"SequenceParallel(sequence_dim={sequence_dim})")
         self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 

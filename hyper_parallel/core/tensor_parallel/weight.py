@@ -124,7 +124,8 @@ class _WeightParallel(ModuleStyle):
         if not (linear or platform.is_plain_embedding(module)) or self._whole(mesh):
             return None
         name, held = platform.kind_of(module).weight, planned_layouts(module)
-        weight, bias = held[name], held.get("bias")
+        weight: Any = held[name]
+        bias = held.get("bias")
         (shard,) = weight.placements
         if 0 in shard_sizes(shard, weight.shape[shard.dim], mesh.size()):
             # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go

@@ -31,6 +31,8 @@ def optimizer_call(plain_call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_elementwise(self):
+            if is_dispatching():
+                _check_state(self)
             with NoDispatch():
                 return plain_call(self, *args, **kwargs)
         if not is_dispatching() or _sharded_parameter(self) is None:
@@ -54,6 +56,26 @@ def _is_elementwise(optimizer: Any) -> bool:
     if "AdaFactor" in names:
         return _sharded_parameter(optimizer) is None
     return inspect.unwrap(type(optimizer).construct).__module__.startswith("mindspore.")
+
+
+def _check_state(optimizer: Any) -> None:
+    """Raise ValueError for state that was made before a parameter was sharded, and has its whole shape."""
+    shapes = {
+        p.name: p._layout
+        for p in optimizer.get_parameters()
+        if isinstance(p, InterceptedTensor) and p._layout is not None and not p._layout.replicated
+    }
+    for state in optimizer.get_parameters() if shapes else ():
+        # Named after what it is and the parameter: "moment1.layers.0.weight".
+        layout = shapes.get(state.name.partition(".")[2])
+        if layout is None or isinstance(state, InterceptedTensor) or layout.mesh.size() == 1:
+            continue
+        if tuple(state.shape) == tuple(layout.shape):
+            raise ValueError(
+                f"{type(optimizer).__name__} has the state {state.name!r}, of shape {tuple(state.shape)}, of a "
+                f"parameter that was distributed since, as {list(layout.placements)}: make the optimizer after "
+                "parallelize_module"
+            )
 
 
 def _sharded_parameter(optimizer: Any) -> Any:

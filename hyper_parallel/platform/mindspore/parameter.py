@@ -48,6 +48,14 @@ class DistributedParameter:
         with NoDispatch():
             return Parameter.set_data(self, local, slice_shape=slice_shape)
 
+    def assign_value(self: Any, value: Any) -> Any:
+        """As `set_data`: what is below, in C++, would take whatever shape the value has."""
+        if not is_dispatching():
+            return Tensor.assign_value(self, value)
+        local = _local_part(self, value)
+        with NoDispatch():
+            return Tensor.assign_value(self, local)
+
     def copy(self: Any) -> Any:
         return self.clone() if is_dispatching() else Parameter.copy(self)
 

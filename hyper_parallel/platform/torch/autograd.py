@@ -21,6 +21,7 @@ __all__ = ["AutogradVerbs"]
 
 # Not as methods of DTensors, which first ask whether they are to be intercepted.
 _view_as, _detach = torch.Tensor.view_as, torch.Tensor.detach
+_shape_of, _stride_of, _address_of = torch.Tensor.shape.__get__, torch.Tensor.stride, torch.Tensor.data_ptr
 _is_grad_enabled = torch.is_grad_enabled
 
 _PLAIN = frozenset({torch.Tensor, type(None)})
@@ -34,7 +35,9 @@ class _NoContext:
 
 
 class _Cache(dict):
-    """``key -> (value or weak reference, version of the holder)``, kept in the ``_cached`` attribute of the holder.
+    """``key -> (value or weak reference, version, address, shape, strides of the holder)``, kept in the ``_cached``
+    attribute of the holder. ``x.data = y`` leaves the version as it was. All values share the memory of the holder, so
+    while one lives no other data can have its address.
 
     It belongs to that one tensor object: a copy of the tensor, or one that was saved and loaded, starts empty.
     """
@@ -122,7 +125,7 @@ class AutogradVerbs(Platform):
             if cache is None:
                 cache = x.__dict__["_cached"] = _Cache()
             # Weak, see `write_cache`: the operation keeps it.
-            cache[key] = (weakref.ref(y), x._version)
+            cache[key] = (weakref.ref(y), x._version, _address_of(x), _shape_of(x), _stride_of(x))
             return y
 
         return view
@@ -163,7 +166,14 @@ class AutogradVerbs(Platform):
             if cache:
                 # As `read_cache`, of the weak references that are written below.
                 entry = cache.get(key)
-                if entry is not None and entry[1] == x._version and (found := entry[0]()) is not None:
+                if (
+                    entry is not None
+                    and (found := entry[0]()) is not None
+                    and entry[1] == x._version
+                    and entry[2] == _address_of(x)
+                    and entry[3] == _shape_of(x)
+                    and entry[4] == _stride_of(x)
+                ):
                     return found
             dims = x.dim()
             if dims < 2 or not weight.requires_grad or _any_autocast() or _saved_tensor_hooks(True) is not None:
@@ -177,7 +187,7 @@ class AutogradVerbs(Platform):
             if cache is None:
                 cache = x.__dict__["_cached"] = _Cache()
             # Weak, see `write_cache`: the operation keeps it.
-            cache[key] = (weakref.ref(y), x._version)
+            cache[key] = (weakref.ref(y), x._version, _address_of(x), _shape_of(x), _stride_of(x))
             return y
 
         return view
@@ -233,10 +243,17 @@ class AutogradVerbs(Platform):
         entry = cache.get(key)
         if entry is None:
             return None
-        value, version = entry
-        if version != holder._version:
+        value = entry[0]
+        if type(value) is weakref.ref and (value := value()) is None:
             return None
-        return value() if type(value) is weakref.ref else value
+        if (
+            entry[1] != holder._version
+            or entry[2] != _address_of(holder)
+            or entry[3] != _shape_of(holder)
+            or entry[4] != _stride_of(holder)
+        ):
+            return None
+        return value
 
     def write_cache(self, holder: torch.Tensor, key: Any, value: torch.Tensor) -> None:
         """See `Platform.write_cache`.
@@ -248,7 +265,8 @@ class AutogradVerbs(Platform):
         if not _is_grad_enabled() or holder.is_inference():
             return
         weak = holder.is_leaf or value is holder or value._base is holder
-        entry = (weakref.ref(value) if weak else value, holder._version)
+        kept = weakref.ref(value) if weak else value
+        entry = (kept, holder._version, _address_of(holder), _shape_of(holder), _stride_of(holder))
         cache = holder.__dict__.get("_cached")
         if cache is None:
             cache = holder.__dict__["_cached"] = _Cache()

@@ -126,6 +126,7 @@ class _LocalStep:
         "distributed",
         "found",
         "layouts",
+        "looked_at",
         "plain_class",
         "running",
         "swapped",
@@ -145,6 +146,8 @@ class _LocalStep:
         self.found = 0
         #: Layouts of the distributed parameters, none of them a partial sum.
         self.layouts: list[Any] = []
+        #: The state that `_check_state` has seen. No reference: state may be large.
+        self.looked_at = 0
         #: DTensors that are plain at present.
         self.swapped: list[list[Any]] = []
         #: Which state has been looked at, and its number of entries then. No reference: state may be large.
@@ -165,10 +168,11 @@ class _LocalStep:
                     if type(gradient) is self.tensor_class and gradient._layout is not p._layout:
                         return False
         layouts = [p._layout for p in distributed]
-        if layouts != self.layouts:
-            if any(layout.cotangent is not layout for layout in layouts):
-                return False
-            self.layouts = layouts
+        if layouts != self.layouts and any(layout.cotangent is not layout for layout in layouts):
+            return False
+        if layouts != self.layouts or self.looked_at != id(optimizer.state):
+            _check_state(optimizer, distributed, self.plain_class)
+            self.layouts, self.looked_at = layouts, id(optimizer.state)
         return True
 
     def begin(self, distributed: list[Any], count: int) -> None:
@@ -300,6 +304,27 @@ class _LocalStep:
         # It shares the data and the version, and holds nothing of the distributed tensor, which so holds it safely.
         x._plain = x.detach()
         return x._plain
+
+
+def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> None:
+    """Raise ValueError for state from before a parameter was sharded: whether all ranks have the same nobody knows."""
+    for p in parameters:
+        own = optimizer.state.get(p)
+        layout = p._layout
+        if not isinstance(own, dict) or all(
+            placement.is_replicate() or size == 1
+            for placement, size in zip(layout.placements, layout.mesh.shape, strict=True)
+        ):
+            continue
+        for name, value in own.items():
+            if type(value) is plain_class and value.dim() and tuple(value.shape) == tuple(layout.shape):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(value.shape)}, of a parameter "
+                    f"that was distributed since, as {list(layout.placements)}: make the optimizer after "
+                    f"parallelize_module, or distribute its state as well, if all ranks have the same: "
+                    "state[name] = distribute_tensor(state[name], p.device_mesh, p.placements) for p, state in "
+                    "optimizer.state.items()"
+                )
 
 
 def _name_of(column: list[Any], states: list[dict[str, Any]]) -> str | None:
