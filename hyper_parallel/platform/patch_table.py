@@ -24,11 +24,12 @@ def table(patches: Sequence[Patch]) -> str:
         "| target | without it | tested with | where it is not as expected | `uninstall()` |",
         "|---|---|---|---|---|",
     ]
-    for (reason, versions, required, undone, everywhere), group in groupby(
-        patches, lambda p: (p.reason, p.versions, p.required, p.undone, p.everywhere)
+    for (reason, versions, required, undone, everywhere, after), group in groupby(
+        patches, lambda p: (p.reason, p.versions, p.required, p.undone, p.everywhere, p.after)
     ):
         targets = ", ".join(f"`{name}`" for name in _shortened([t for patch in group for t in patch.targets]))
         where = ", wherever the framework has it" if everywhere else ""
+        where += ", when it is imported" if after else ""
         otherwise = "no DTensors" if required else "left out"
         lines.append(f"| {targets}{where} | {reason} | {versions} | {otherwise} | {undone} |")
     return "\n".join(lines)

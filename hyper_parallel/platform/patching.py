@@ -8,15 +8,16 @@ what the originals do. docs/patches.md shows the lists; `patch_table` writes it.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, Literal
 
+from hyper_parallel.platform.imports import WhenImported
 from hyper_parallel.platform.unpatched import alive, resume, suspend
 
 __all__ = ["Patch", "PatchSet", "installed", "takes", "uninstall"]
@@ -56,11 +57,11 @@ class Patch:
 
     Attributes:
         targets: the places, by dotted name, all of which hold one and the same object. ``"torch.optim.Adam.step"`` is
-            an attribute; ``"package.module.names[]"`` a further entry of a list; ``"package.module.table[key]"`` an
-            entry of a dict.
+            an attribute; ``"package.module.names[]"`` a further entry of a list or set; ``"package.module.table[key]"``
+            an entry of a dict.
         reason: what would go wrong without it.
         versions: of the framework, with which it was tested.
-        make: the original -> what is put there; of an entry, the list or dict -> the entry. All are made before
+        make: the original -> what is put there; of an entry, the list, set or dict -> the entry. All are made before
             anything is replaced.
         held: how the attribute is found: in the module or class itself; in a class that it derives from; or not at all.
             `PatchSet.uninstall` puts back what was there itself, and deletes the others.
@@ -70,6 +71,8 @@ class Patch:
         everywhere: every loaded module of the framework that has the object, under any name, is a target too.
         rewrapped: (what is there, original) -> what to put back where somebody has wrapped the replacement since. None
             leaves it as it is, with a warning.
+        after: a module that holds a target and takes long to import: where it is not there yet, the patch waits until
+            somebody imports it.
     """
 
     targets: tuple[str, ...]
@@ -81,6 +84,12 @@ class Patch:
     required: bool = True
     everywhere: bool = False
     rewrapped: Callable[[Any, Any], Any] | None = None
+    after: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the module that it waits for is not there yet."""
+        return bool(self.after) and self.after not in sys.modules
 
     @property
     def undone(self) -> str:
@@ -98,7 +107,7 @@ def _resolved(path: str) -> Any:
     if not bracket:
         return found
     key, _, names = rest.partition("]")
-    return functools.reduce(getattr, filter(None, names.split(".")), found[key])
+    return reduce(getattr, filter(None, names.split(".")), found[key])
 
 
 class _Attribute:
@@ -134,7 +143,7 @@ class _Attribute:
 
 
 class _Entry:
-    """A further entry of a list, or of a dict under a key."""
+    """A further entry of a list or set, or of a dict under a key."""
 
     def __init__(self, target: str) -> None:
         path, self._key = target[:-1].rsplit("[", 1)
@@ -151,6 +160,8 @@ class _Entry:
     def write(self, value: Any) -> None:
         if self._key:
             self._holder[self._key] = value
+        elif isinstance(self._holder, set):
+            self._holder.add(value)
         else:
             self._holder.append(value)
 
@@ -214,6 +225,7 @@ class PatchSet:
         self.framework, self.version, self.patches = framework, version, tuple(patches)
         self._classes, self._switch = classes, switch
         self._done: list[_Done] | None = None
+        self._waiting: list[WhenImported] = []
         self._suspended = False
 
     @property
@@ -229,9 +241,27 @@ class PatchSet:
         """
         if self._done is not None:
             return
-        wanted = self._verified()
+        done = self._replace([patch for patch in self.patches if not patch.waits])
+        self._waiting = [
+            WhenImported(name, partial(self._install_late, name))
+            for name in dict.fromkeys(patch.after for patch in self.patches if patch.waits)
+        ]
+        self._done = done
+        _INSTALLED.append(self)
+        self._switch(True)
+        if self._suspended:
+            resume(self._classes(), self.framework)
+            self._suspended = False
+
+    def _install_late(self, name: str) -> None:
+        """Install the patches that waited for the module ``name``."""
+        if self._done is not None:
+            self._done += self._replace([patch for patch in self.patches if patch.after == name])
+
+    def _replace(self, patches: Sequence[Patch]) -> list[_Done]:
+        """Install these patches, all or none."""
         done: list[_Done] = []
-        for patch, original in wanted:
+        for patch, original in self._verified(patches):
             replacement = patch.make(original)
             for target in _all_targets(patch, original):
                 done.append(_Done(patch, _place(target), target, original, replacement))
@@ -241,12 +271,7 @@ class PatchSet:
             except BaseException:
                 self._take_back(done[:i])
                 raise
-        self._done = done
-        _INSTALLED.append(self)
-        self._switch(True)
-        if self._suspended:
-            resume(self._classes(), self.framework)
-            self._suspended = False
+        return done
 
     def uninstall(self, abandon: bool = False) -> None:
         """Put everything back as it was; does nothing when nothing is installed.
@@ -273,14 +298,16 @@ class PatchSet:
         self._switch(False)
         self._suspended = True
         suspend(self._classes(), self.framework)
+        for waiting in self._waiting:
+            waiting.cancel()
         done, self._done = self._done, None
         _INSTALLED.remove(self)
         self._take_back(done)
 
-    def _verified(self) -> list[tuple[Patch, Any]]:
-        """The patches that can be installed, with the originals."""
+    def _verified(self, patches: Sequence[Patch]) -> list[tuple[Patch, Any]]:
+        """Those that can be installed, with the originals."""
         found = []
-        for patch in self.patches:
+        for patch in patches:
             original, wrong = _inspected(patch)
             if not wrong:
                 found.append((patch, original))

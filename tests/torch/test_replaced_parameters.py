@@ -21,7 +21,6 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
-from hyper_parallel.platform.torch.fully_shard import refuse_distributed_parameters
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -117,8 +116,6 @@ def fully_sharded(mesh: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    refuse_distributed_parameters()  # the class of DTensors is older than this import
-    refuse_distributed_parameters()
     _, sharded = both(mesh)
     group = init_device_mesh(device().type, (mesh.size(),))
     with CommDebugMode() as comm:

@@ -254,3 +254,32 @@ def test_table_in_its_page() -> None:
     assert made == page.replace("\nold\n", "\n\nnew\n\n") and with_table(made, "fw", "new") == made
     with pytest.raises(ValueError, match="patch_table other: do not edit"):
         with_table(page, "other", "new")
+
+
+def test_a_patch_waits_for_its_module(framework: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fw_late.py").write_text("def slow(): return 'plain'\nmarks = set()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late = (
+        patch("fw_late.slow", after="fw_late"),
+        patch("fw_late.marks[]", make=lambda _: 1, held="absent", after="fw_late"),
+    )
+    finders = list(sys.meta_path)
+    waiting = PatchSet("fw", "1.0", [*EVERY_KIND, *late])
+    waiting.install()
+    assert "fw_late" not in sys.modules and not set(late) & set(waiting.installed)
+    import fw_late
+
+    assert (fw_late.slow(), fw_late.marks) == ("patched plain", {1}) and set(late) <= set(waiting.installed)
+    waiting.uninstall()
+    assert (fw_late.slow(), fw_late.marks) == ("plain", set()) and sys.meta_path == finders
+    waiting.install()
+    assert fw_late.slow() == "patched plain", "it is there now"
+    waiting.uninstall()
+    del sys.modules["fw_late"]
+    waiting.install()
+    waiting.uninstall()
+    assert sys.meta_path == finders
+    import fw_late
+
+    assert fw_late.slow() == "plain", "nothing waits any more"
+    del sys.modules["fw_late"]

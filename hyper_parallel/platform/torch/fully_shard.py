@@ -7,27 +7,16 @@ from rank to rank, so that ranks wait for each other or crash.
 from __future__ import annotations
 
 import functools
-import sys
+from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.platform.torch.tensor import is_dtensor
 
-__all__ = ["FSDP_PARAMETERS", "refuse_distributed_parameters"]
-
-#: The module whose class makes a parameter torch's own. Importing it takes seconds, so nobody does it for this alone.
-FSDP_PARAMETERS = "torch.distributed.fsdp._fully_shard._fsdp_param"
+__all__ = ["refuse_distributed_parameters"]
 
 
-def refuse_distributed_parameters(module: Any = None) -> None:
-    """Let `fully_shard` refuse DTensors, on all ranks, before it communicates. Does nothing when called again.
-
-    Args:
-        module: `FSDP_PARAMETERS`; by default what is imported under that name, if it is.
-    """
-    cls = getattr(module or sys.modules.get(FSDP_PARAMETERS), "FSDPParam", None)
-    make = getattr(cls, "_init_sharded_param", None)
-    if make is None or hasattr(make, "_refuses_dtensors"):
-        return
+def refuse_distributed_parameters(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for ``FSDPParam._init_sharded_param``: it refuses DTensors, on all ranks, before it communicates."""
 
     @functools.wraps(make)
     def init_sharded_param(self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,5 +29,4 @@ def refuse_distributed_parameters(module: Any = None) -> None:
             )
         return make(self, param, *args, **kwargs)
 
-    init_sharded_param._refuses_dtensors = True  # type: ignore[attr-defined]
-    cls._init_sharded_param = init_sharded_param  # type: ignore[union-attr]
+    return init_sharded_param

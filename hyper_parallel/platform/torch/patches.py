@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
+from hyper_parallel.platform.torch import fully_shard
 from hyper_parallel.platform.torch.handlers import clipping, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
 __all__ = ["PATCHES"]
 
 _TESTED = "2.13 to 2.15"
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 
 def _step(name: str) -> Patch:
@@ -111,6 +113,14 @@ PATCHES = PatchSet(
             "clip_grad_value_",
             clipping.value_clipping,
             "parameters clip_value foreach",
+        ),
+        Patch(
+            targets=(f"{_FSDP2}.FSDPParam._init_sharded_param",),
+            reason="``fully_shard`` cuts distributed parameters by operations that differ from rank to rank, and hangs",
+            versions=_TESTED,
+            make=fully_shard.refuse_distributed_parameters,
+            after=_FSDP2,
+            required=False,
         ),
     ],
     classes=lambda: [made_class()],

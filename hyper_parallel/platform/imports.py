@@ -1,0 +1,45 @@
+"""Doing something as soon as somebody imports a module, which may be never, without importing it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+__all__ = ["WhenImported"]
+
+
+class WhenImported(MetaPathFinder):
+    """Calls ``call()`` once, right after the module ``name`` has been imported; the import itself is left to others.
+
+    Args:
+        name: of a module that has not been imported yet.
+        call: what is called.
+    """
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self.name, self.call = name, call
+        sys.meta_path.insert(0, self)
+
+    def cancel(self) -> None:
+        """Wait no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """See `importlib.abc.MetaPathFinder.find_spec`."""
+        if fullname != self.name:
+            return None
+        self.cancel()
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: Any) -> None:
+                execute(module)
+                self.call()
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
