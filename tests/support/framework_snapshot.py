@@ -5,34 +5,43 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["changes", "snapshot"]
+__all__ = ["Snapshot", "changes", "snapshot"]
+
+#: (identity of a module or class, name) -> the module or class, what it has under the name.
+Snapshot = dict[tuple[int, str], tuple[Any, Any]]
 
 
-def snapshot(framework: str) -> dict[str, Any]:
-    """Every function, class and descriptor in the loaded modules of ``framework`` and in their classes, by name."""
-    found: dict[str, Any] = {}
-    classes: dict[type, str] = {}
-    for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] != framework:
-            continue
-        for name, value in list(vars(module).items()):
-            if not _is_code(value):
-                continue
-            found[f"{module_name}.{name}"] = value
-            # Not isinstance: some objects that stand for a class warn when they are asked for theirs.
-            if issubclass(type(value), type) and str(getattr(value, "__module__", "")).partition(".")[0] == framework:
-                classes.setdefault(value, f"{module_name}.{name}")
-    for cls, where in classes.items():
-        found.update({f"{where}.{name}": value for name, value in vars(cls).items() if _is_code(value)})
+def snapshot(framework: str) -> Snapshot:
+    """Every function, class and descriptor in the loaded modules of ``framework`` and in their classes."""
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if module is not None and name.partition(".")[0] == framework
+    ]
+    found = {(id(m), name): (m, value) for m in modules for name, value in list(vars(m).items()) if _is_code(value)}
+    # Not isinstance: some objects that stand for a class warn when they are asked for theirs.
+    classes = [value for _, value in found.values() if issubclass(type(value), type) and _belongs(value, framework)]
+    for cls in classes:
+        found.update({(id(cls), name): (cls, value) for name, value in vars(cls).items() if _is_code(value)})
     return found
+
+
+def _belongs(cls: type, framework: str) -> bool:
+    return str(getattr(cls, "__module__", "")).partition(".")[0] == framework
 
 
 def _is_code(value: Any) -> bool:
     return callable(value) or hasattr(type(value), "__get__")
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     """What was replaced, removed, or added to a class that was there before: name -> what is there after."""
-    added = {name for name in after.keys() - before.keys() if name.rpartition(".")[0] in before}
-    changed = {name for name, value in before.items() if after.get(name) is not value}
-    return {name: after.get(name) for name in added | changed}
+    classes = {id(value) for _, value in before.values() if issubclass(type(value), type)}
+    changed = {}
+    for key in before.keys() | after.keys():
+        holder, value = after.get(key, (before.get(key, (None, None))[0], None))
+        is_changed = before[key][1] is not value if key in before else key[0] in classes
+        if is_changed:
+            where = f"{holder.__module__}.{holder.__qualname__}" if id(holder) in classes else holder.__name__
+            changed[f"{where}.{key[1]}"] = value
+    return changed
