@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
+from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
@@ -27,6 +29,18 @@ class ParallelStyle(ABC):
     """
 
     src_data_rank: int | None = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+            if all(p.kind is p.KEYWORD_ONLY for p in parameters):
+                # Python's own message names the class that defines __init__, which may be a private one.
+                names = [p.name for p in parameters]
+                raise TypeError(
+                    f"{cls.__name__} takes {', '.join(names)} by keyword, got {args[0]!r} by position: write "
+                    f"{cls.__name__}({names[0]}={args[0]!r}), or the keyword that is meant{import_hint(args[0])}"
+                )
+        return super().__new__(cls)
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Parallelise ``module`` in place over a 1-D mesh and return it.

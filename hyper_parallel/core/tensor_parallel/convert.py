@@ -9,6 +9,7 @@ from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
@@ -209,7 +210,10 @@ def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None
 def check_placement(value: Any, keyword: str, style: str) -> None:
     """Raise TypeError unless ``value`` is a placement."""
     if not isinstance(value, Placement):
-        raise TypeError(f"{style}({keyword}=...) takes placements such as Shard(0) or Replicate(), got {value!r}")
+        raise TypeError(
+            f"{style}({keyword}=...) takes placements such as Shard(0) or Replicate(), got {value!r}"
+            f"{import_hint(value)}"
+        )
 
 
 def check_same_length(given: Sequence[Any], desired: Sequence[Any], names: tuple[str, str], style: str) -> None:
