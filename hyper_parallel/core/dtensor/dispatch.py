@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.bounded import Bounded, Table
 from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
@@ -151,6 +152,8 @@ class _Plan:
         """A plain tensor, the same on every rank, as a DTensor."""
         platform = self.mesh.platform
         layout = get_layout(self.mesh, all_replicated(self.mesh), platform.shape_of(x))
+        if CHECKS:
+            check_replicated(x, self.mesh, layout.placements, "a plain tensor that an operation takes for replicated")
         promoted = platform.wrap(platform.alias(x), layout)
         promoted._origin = x
         return promoted

@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
@@ -98,6 +100,8 @@ class ModuleStyle(ParallelStyle):
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if CHECKS:
+                check_call(module)
             args, kwargs = self._before(module, args, kwargs, mesh)
             if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
                 y = local.distributed(module, args[0])
@@ -110,7 +114,7 @@ class ModuleStyle(ParallelStyle):
         by_class = {plain: local.plain, distributed: local.distributed}
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) == 1 and not kwargs:
+            if len(args) == 1 and not kwargs and not CHECKS:
                 run_local = by_class.get(type(args[0]))
                 if run_local is not None:
                     try:

@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.faults import RankMismatchError
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
@@ -73,6 +74,8 @@ def place(
                 )
         try:
             x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
+        except RankMismatchError as error:
+            raise RankMismatchError(f"{what}: {error}", error.ranks) from None
         except ValueError as error:
             _check_dim(layout, x, what)
             raise ValueError(f"{what} does not lie as the plan says: {error}") from None

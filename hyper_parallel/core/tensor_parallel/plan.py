@@ -16,6 +16,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
+from hyper_parallel.core.tensor_parallel.fused import check_fused
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 
 __all__ = ["Plan", "nearest", "path_matches", "plan_facts", "resolve_plan"]
@@ -44,6 +45,7 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
     modules = dict(mesh.platform.named_modules(model))
     matches = _match(plan, modules)
     _check_styles(matches, mesh)
+    check_fused(matches, modules, mesh)
     check_projections(matches, modules, mesh)
     matches += head_norms(matches, modules, mesh)
     # What is inside goes first: a style that replicates all below its module leaves alone what is distributed already.

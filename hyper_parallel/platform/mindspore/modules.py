@@ -42,6 +42,12 @@ class ModuleVerbs:
     def is_meta(self, x: Any) -> bool:
         return x.has_init or x.is_meta
 
+    def bytes_of(self, x: Any) -> bytes:
+        return x.get_bytes()
+
+    def write(self, x: Any, values: Any) -> None:
+        x.copy_(values)
+
     def shape_of(self, local: Any) -> tuple[int, ...]:
         return tuple(local._shape)
 
