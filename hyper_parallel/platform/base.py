@@ -305,7 +305,7 @@ class Platform(ABC):
     @abstractmethod
     def write(self, x: Tensor, values: Tensor) -> None:
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
-        the same object, on its device, and whoever shares its memory sees them. Called without gradients."""
+        the same object, on its device. Called without gradients."""
 
     @abstractmethod
     def shape_of(self, local: Tensor) -> tuple[int, ...]:

@@ -99,10 +99,10 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     shapes, dtypes and ``requires_grad`` of the model's parameters; and leaving the context, also by an exception. The
     exception of one rank is named on the others.
 
-    Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan leaves
-    plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain inputs
-    that a style or `DTensor.from_local` takes for replicated, and the states of the generators of a mesh on which
-    random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may differ:
+    Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan
+    leaves plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain
+    inputs that a style or `DTensor.from_local` takes for replicated, and the states of the generators of a mesh on
+    which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may differ:
     they are compared between the ranks of one collective only.
 
     It is made for finding a mistake: each comparison is a collective of its own, on the host.
@@ -190,11 +190,13 @@ def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, rem
             elif platform.has_values(x):
                 digest = hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]
                 facts[f"the values of {what}"] = f"{x.dtype} {tuple(platform.shape_of(x))} with digest {digest}"
-    step = f"what is the same on all ranks {describe_dim(mesh, mesh_dim)} is compared"
+    step = f"the comparison of what is the same on all ranks {describe_dim(mesh, mesh_dim)}"
     try:
         CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts)
     except RankMismatchError as error:
-        raise RankMismatchError(f"{error}: {remedy}", error.ranks) from None
+        if any(f"differ in {what}." in str(error) for what in facts):
+            raise RankMismatchError(f"{error}: {remedy}", error.ranks) from None
+        raise
 
 
 def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:

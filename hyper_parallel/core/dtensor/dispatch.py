@@ -119,8 +119,12 @@ class _Plan:
         if self.statics is not None:
             statics = self.statics
         with self.no_dispatch():
-            if self.mixes is not None and not is_implicit_replication():
-                raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+            if self.mixes is not None:
+                if not is_implicit_replication():
+                    raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+                if CHECKS:
+                    what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
+                    check_replicated(operands[self.mixes], self.mesh, all_replicated(self.mesh), what)
             local_operands = self._read(operands) if self.reads else operands
             if self.replacement is None:
                 result = self.call(func, local_operands, statics)
@@ -152,8 +156,6 @@ class _Plan:
         """A plain tensor, the same on every rank, as a DTensor."""
         platform = self.mesh.platform
         layout = get_layout(self.mesh, all_replicated(self.mesh), platform.shape_of(x))
-        if CHECKS:
-            check_replicated(x, self.mesh, layout.placements, "a plain tensor that an operation takes for replicated")
         promoted = platform.wrap(platform.alias(x), layout)
         promoted._origin = x
         return promoted

@@ -75,15 +75,17 @@ def _buckets(entries: list[tuple[Any, int]]) -> Iterator[list[Any]]:
 
 def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
     platform = mesh.platform
-    flat = [platform.to_device(platform.detach(x)).reshape((-1,)) for x in tensors]
-    values = collectives.broadcast(
-        platform.contiguous(flat[0]) if len(flat) == 1 else platform.cat(flat, 0), mesh, 0, src
-    )
-    start = 0
+    values = [platform.to_device(platform.detach(x)) for x in tensors]
+    if len(values) == 1 and math.prod(platform.shape_of(values[0])) > BUCKET:
+        platform.write(tensors[0], collectives.broadcast(platform.contiguous(values[0]), mesh, 0, src))
+        return
+    flat = [x.reshape((-1,)) for x in values]
+    sent = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
+    sent, start = collectives.broadcast(sent, mesh, 0, src), 0
     for x in tensors:
         shape = platform.shape_of(x)
         count = math.prod(shape)
-        platform.write(x, platform.narrow(values, 0, start, count).reshape(shape))
+        platform.write(x, platform.narrow(sent, 0, start, count).reshape(shape))
         start += count
 
 
@@ -96,38 +98,42 @@ def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
 
 def check_call(submodule: Any) -> None:
     """To be called when a check is on and a module with a style is called: the first call of a model inside
-    `check_ranks` compares what should be equal in the whole of it; the end of the context does so again."""
+    `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.
+
+    Raises:
+        RankMismatchError: as `check_rest`; also where the mesh's generators differ.
+    """
     root, mesh = _PLANS.get(submodule, (None, None))
     module = None if root is None else root()
-    if module is not None and mesh is not None and (id(module), mesh) not in CHECKS[-1].at_end:
+    if module is None or mesh is None or (id(module), mesh) in CHECKS[-1].at_end:
+        return
+
+    def compare() -> None:
         check_rest(module, mesh)
+        check_generators(mesh)
+
+    compare()
+    CHECKS[-1].at_end[id(module), mesh] = compare
 
 
 def check_rest(module: Any, mesh: DeviceMesh) -> None:
-    """Compare what should be equal on all ranks of a 1-D mesh, now and at the end of the innermost `check_ranks`: plain
-    parameters and buffers, and those that are replicated.
+    """Compare what should be equal on all ranks of a 1-D mesh: parameters and buffers that are plain or replicated.
 
     Raises:
         RankMismatchError: names the first that differs, by its path.
     """
     if mesh.get_coordinate() is None:
         return
-
-    def compare() -> None:
-        held = {
-            what: x
-            for what, x in _held(module, mesh)
-            if not isinstance(x, DTensor) or (x.device_mesh is mesh and x.placements[0] is Replicate())
-        }
-        check_values(
-            held,
-            mesh,
-            0,
-            "parallelize_module gives all ranks those of one, with src_data_rank=0; what changes them afterwards must "
-            "do the same on every rank, and a gradient that differs needs a style, such as SequenceParallel() or "
-            "NoParallel(), for the module",
-        )
-        check_generators(mesh)
-
-    compare()
-    CHECKS[-1].at_end[id(module), mesh] = compare
+    held = {
+        what: x
+        for what, x in _held(module, mesh)
+        if not isinstance(x, DTensor) or (x.device_mesh is mesh and x.placements[0] is Replicate())
+    }
+    check_values(
+        held,
+        mesh,
+        0,
+        "parallelize_module gives all ranks those of one, with src_data_rank=0; what changes them afterwards must do "
+        "the same on every rank, and a gradient that differs needs a style, such as SequenceParallel() or "
+        "NoParallel(), for the module",
+    )

@@ -23,6 +23,7 @@ from hyper_parallel import (
     Shard,
     check_ranks,
     init_device_mesh,
+    manual_seed,
     parallelize_module,
 )
 from hyper_parallel.core.dtensor import agreement
@@ -48,6 +49,7 @@ def tensor(mesh: Any, *shape: int, dtype: str = "float32") -> Any:
 def different_steps(mesh: Any) -> dict[str, tuple]:
     """Each time rank 1 does something else."""
     rank = mesh.get_local_rank()
+    manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 
     def reduced(placement: Any, *shape: int, dtype: str = "float32") -> Any:
         x = DTensor.from_local(tensor(mesh, *shape, dtype=dtype), mesh, [placement])
@@ -105,6 +107,7 @@ def test_each_difference_is_named(pool: Any) -> None:
 def different_plans(mesh: Any) -> dict[str, tuple]:
     """Rank 2 has another plan, another model, another keyword."""
     rank, made = mesh.get_local_rank(), get_lab()
+    manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 
     def apply(plan: dict, hidden: int = 8, frozen: bool = False, **options: Any) -> None:
         model = made.Mlp(4, hidden)
@@ -182,6 +185,7 @@ def test_rows_of_a_mesh_are_compared_by_themselves(pool: Any) -> None:
 def whole_step(mesh: Any) -> list:
     """A step inside `check_ranks` gives what it gives outside, and no more collectives are counted."""
     made, results = get_lab(), []
+    manual_seed(0, mesh)
     for inside in (False, True):
         model = made.Mlp(4, 8)
         x = made.tensor(np.arange(12, dtype=np.float32).reshape(3, 4))
