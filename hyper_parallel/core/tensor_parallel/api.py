@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.rest import broadcast_rest, check_rest, remember_plan
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.tensor_parallel.base import name_module
+from hyper_parallel.core.tensor_parallel.partners import guard_partners
 from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
 
 __all__ = ["parallelize_module"]
@@ -77,12 +78,16 @@ def parallelize_module(
         )
     check_src_data_rank(src_data_rank, mesh)
     matches = resolve_plan(parallelize_plan, module, mesh)
+    guards = guard_partners(matches, dict(mesh.platform.named_modules(module)), mesh)
     if CHECKS:
         CHECKS[-1].agree("parallelize_module", plan_facts(matches, module, mesh, src_data_rank))
     for path, submodule, style in matches:
         name_module(submodule, path)
         style.src_data_rank = src_data_rank
         style._apply(submodule, mesh)
+    for path, submodule, guard in guards:
+        name_module(submodule, path)
+        mesh.platform.register_forward_pre_hook(submodule, guard)
     remember_plan(module, [submodule for _, submodule, _ in matches], mesh)
     broadcast_rest(module, mesh, src_data_rank)
     if CHECKS:

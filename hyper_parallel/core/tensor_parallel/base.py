@@ -15,9 +15,10 @@ from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
+from hyper_parallel.core.tensor_parallel.lengths import uneven_on
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
-__all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "mark_applied", "name_module", "title"]
+__all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "is_styled", "mark_applied", "name_module", "title"]
 
 _APPLIED = "_hyper_parallel_styles"
 _PATH = "_hyper_parallel_path"
@@ -111,10 +112,15 @@ class ModuleStyle(ParallelStyle):
 
         if local is None:
             return convert
-        by_class = {plain: local.plain, distributed: local.distributed}
+        by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
+        compares = self.takes_shards
+        uneven: Any = ()
+        if compares:  # what the ranks have: in the first call, and in all calls once shards are uneven
+            del by_class[plain]
+            uneven = uneven_on(mesh)
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) == 1 and not kwargs and not CHECKS:
+            if len(args) == 1 and not kwargs and not CHECKS and not uneven:
                 run_local = by_class.get(type(args[0]))
                 if run_local is not None:
                     try:
@@ -125,9 +131,17 @@ class ModuleStyle(ParallelStyle):
                         raise
                     if y is not NotImplemented:
                         return y
-            return convert(module, *args, **kwargs)
+            y = convert(module, *args, **kwargs)
+            if compares and args and type(args[0]) is plain:
+                by_class[plain] = local.plain
+            return y
 
         return run
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether a plain input counts as a shard of a dimension whose size only the ranks together know."""
+        return False
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         """A shorter way for single inputs, where style and module are such that all is known now; else None. It must
@@ -179,6 +193,11 @@ class ModuleStyle(ParallelStyle):
 def mark_applied(module: Any, style: ParallelStyle) -> None:
     """Remember on ``module`` that ``style`` was applied to it."""
     object.__setattr__(module, _APPLIED, (*getattr(module, _APPLIED, ()), style))
+
+
+def is_styled(module: Any) -> bool:
+    """Whether a style was applied to ``module``."""
+    return bool(getattr(module, _APPLIED, ()))
 
 
 def name_module(module: Any, path: str) -> None:

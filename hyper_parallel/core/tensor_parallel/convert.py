@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.base import title
+from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT, compare_lengths
 
 __all__ = [
     "as_named",
@@ -43,6 +44,7 @@ def place(
     desired: Placement | None,
     what: str,
     size: int | None = None,
+    taker: Any = None,
 ) -> Any:
     """Make ``x`` a DTensor laid out as ``desired``.
 
@@ -53,6 +55,7 @@ def place(
         desired: placement wanted; None keeps ``layout``.
         what: names the tensor in messages.
         size: global size of the dimension that ``layout`` shards, where it is known; otherwise shards are equal.
+        taker: module whose input or output it is; with it, shards of which the size is not known are compared.
 
     Raises:
         TypeError: when ``x`` is no tensor.
@@ -72,6 +75,8 @@ def place(
                     f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part of "
                     f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
                 )
+        elif taker is not None and isinstance(layout, Shard):
+            compare_lengths(x, mesh, layout, what, taker)
         try:
             x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
         except RankMismatchError as error:
@@ -119,7 +124,10 @@ def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, 
         raise TypeError(f"{what} must be a DTensor here, got {type(y).__name__}")
     if desired is not None:
         y = _redistribute(y, desired, what)
-    return y.to_local() if use_local else y
+    if not use_local:
+        return y
+    HANDED_OUT[y._layout]
+    return y.to_local()
 
 
 def convert_inputs(

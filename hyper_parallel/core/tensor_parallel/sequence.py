@@ -40,10 +40,16 @@ class SequenceParallel(ModuleStyle):
         self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
+    @property
+    def takes_shards(self) -> bool:
+        return True
+
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         (shard,) = self.sequence_sharding
         what = f"the input of {title(module)}"
-        return self._on_first_input(args, kwargs, lambda x: place(x, mesh, shard, shard, what), title(module))
+        return self._on_first_input(
+            args, kwargs, lambda x: place(x, mesh, shard, shard, what, taker=module), title(module)
+        )
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         normalized = mesh.platform.normalized_dims(module)

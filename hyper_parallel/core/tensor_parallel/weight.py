@@ -86,7 +86,7 @@ class _WeightParallel(ModuleStyle):
         kind = platform.kind_of(module)
         if not platform.is_linear_module(module):
             return {kind.weight: self._embedding}
-        if self._whole(mesh):
+        if self.keeps_whole(mesh):
             return {}
         parts = self.parts(module, platform)
         shard = Shard(0) if parts is None else PackedShard(0, parts)
@@ -110,14 +110,14 @@ class _WeightParallel(ModuleStyle):
                 # The weight knows the number of features, so uneven shards of them need no word from the user.
                 kind = platform.kind_of(module)
                 size = getattr(module, kind.weight).shape[1 - kind.out_dim]
-            return place(x, mesh, layout, needed, f"the input of {title(module)}", size)
+            return place(x, mesh, layout, needed, f"the input of {title(module)}", size, module)
 
         return self._on_first_input(args, kwargs, convert, title(module))
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         desired: Placement | None = self.output_layouts[0]
         if self._splits_outputs and desired is Shard(-1):
-            whole = self._whole(mesh)
+            whole = self.keeps_whole(mesh)
             if whole and self.use_local_output:
                 return local_heads(output, self.heads, mesh)
             desired = None if whole or self.is_packed else desired
@@ -126,7 +126,7 @@ class _WeightParallel(ModuleStyle):
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         platform = mesh.platform
         linear = platform.is_plain_linear(module)
-        if not (linear or platform.is_plain_embedding(module)) or self._whole(mesh):
+        if not (linear or platform.is_plain_embedding(module)) or self.keeps_whole(mesh):
             return None
         name = platform.kind_of(module).weight
         weight = getattr(module, name)._layout
@@ -147,7 +147,7 @@ class _WeightParallel(ModuleStyle):
             local = row_forward(mesh, weight, desired, takes_plain, self.use_local_output)
         return overlapped_first(local, mesh, weight, given, desired, self.use_local_output)
 
-    def _whole(self, mesh: DeviceMesh) -> bool:
+    def keeps_whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
         return self.replicate_heads and isinstance(self.heads, int) and self.heads < mesh.size()
 
@@ -158,6 +158,10 @@ class _WeightParallel(ModuleStyle):
 
     def _split_dim(self, kind: ModuleKind) -> int:
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
+
+    @property
+    def takes_shards(self) -> bool:
+        return self._splits_outputs and isinstance(self.input_layouts[0], Shard)
 
     def features(self, module: Any, platform: Platform) -> int:
         """How many features are split."""

@@ -90,12 +90,14 @@ def test_each_difference_is_named(pool: Any) -> None:
         "shape": "differ in the shape of the local tensor. rank 1: (3, 3); rank 0: (2, 3)",
         "empty": "differ in the shape of the local tensor. rank 1: (0, 3); rank 0: (2, 3)",
         "uneven shards": "differ in the sizes of shards. rank 1: (2, 2); rank 0: (3, 3)",
-        "uneven input of a style": "differ in the sizes of shards. rank 1: (2, 2); rank 0: (3, 3)",
         "the end": "rank 1: the end of check_ranks(); rank 0: all_gather along mesh dimension 0",
         "exception": "rank 1: leaving check_ranks() with KeyError: 'no such file'; rank 0: all_gather",
         "mesh": "rank 1 and rank 0 differ in the ranks of the mesh. rank 1: [1, 0]; rank 0: [0, 1]",
         "names": "differ in mesh_dim_names. rank 1: ('tp',); rank 0: ('dp',)",
     }
+    for seen in (zero, one):  # without `check_ranks` too
+        kind, message, _ = seen["uneven input of a style"]
+        assert kind == "ValueError" and "'up' is plain" in message and "(3, 4) (rank 0), (2, 4) (rank 1)" in message
     for case, text in expected.items():
         kind, message, ranks = zero[case]
         assert (kind, ranks) == ("RankMismatchError", (1,)) and text in message, f"{case}: {zero[case]}"
