@@ -66,6 +66,11 @@ def forgotten(mesh: Any) -> list[tuple[str, str]]:
         parallelize_module(table, mesh, {"table": ColwiseParallel()})
         ids = lab.tensor(np.array([[0, 1]]).astype(lab.TARGET_DTYPE))
         found.append(message_of(lambda m=table, ids=ids: lab.call(m.after, lab.call(m.table, ids))))
+    gated = Outer(w1=lab.linear_module(6, 12), w3=lab.linear_module(6, 12), w2=lab.linear_module(12, 6))
+    parallelize_module(gated, mesh, {"w[13]": ColwiseParallel()})  # two sources, one partner
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match=r"'w2' takes 12 features .* as 'w1' gives it"):
+            lab.call(gated.w2, lab.call(gated.w3, lab.tensor(floats(2, 6))))
     # A whole input, a DTensor, and a partner that a second call adds, are fine.
     mlp = parallelize_module(lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), mesh, {"up": ColwiseParallel()})
     lab.call(mlp.down, lab.tensor(floats(2, 12)))
