@@ -56,14 +56,14 @@ def what_stays_plain(mesh: Any) -> None:
             self.nowhere = nn.Parameter(torch.empty(2, device="meta"))
             self.register_buffer("expanded", torch.full((1, 3), float(rank)).expand(4, 3))
             self.register_buffer("sparse", torch.eye(3).to_sparse() * (rank + 1))
-            self.register_buffer("half", torch.full((3,), float(rank), dtype=torch.bfloat16))
+            self.register_buffer("brain", torch.full((3,), float(rank), dtype=torch.bfloat16))
             self.register_buffer("turned", (torch.arange(3) * (1 + 1j) + rank).conj())
 
     model = Model()
     state = {name: (id(p), type(p), p.requires_grad) for name, p in model.named_parameters()}
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     assert torch.equal(model.expanded, torch.zeros(4, 3))
-    assert torch.equal(model.half, torch.zeros(3, dtype=torch.bfloat16))
+    assert torch.equal(model.brain, torch.zeros(3, dtype=torch.bfloat16))
     assert torch.equal(model.turned, (torch.arange(3) * (1 + 1j)).conj())
     # Of another format than the usual one, or without values: left alone.
     assert torch.equal(model.sparse.to_dense(), torch.eye(3) * (rank + 1))

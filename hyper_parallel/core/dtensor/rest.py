@@ -12,6 +12,7 @@ from hyper_parallel.core.dtensor.agreement import CHECKS, check_values
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import check_generators
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.dtensor.weak import WeakTable
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -21,7 +22,7 @@ __all__ = ["broadcast_rest", "check_call", "check_rest", "remember_plan"]
 #: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
 BUCKET = 1 << 17
 #: module with a style -> (the module that was given to parallelize_module with it, mesh).
-_PLANS: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], DeviceMesh]] = weakref.WeakKeyDictionary()
+_PLANS = WeakTable()
 
 
 def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
@@ -93,7 +94,7 @@ def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
 def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
     """Remember that the modules ``styled`` got their styles with ``module``, for `check_call`."""
     for submodule in styled:
-        _PLANS[submodule] = (weakref.ref(module), mesh)
+        _PLANS.set(submodule, (weakref.ref(module), weakref.ref(mesh)))
 
 
 def check_call(submodule: Any) -> None:
@@ -103,8 +104,7 @@ def check_call(submodule: Any) -> None:
     Raises:
         RankMismatchError: as `check_rest`; also where the mesh's generators differ.
     """
-    root, mesh = _PLANS.get(submodule, (None, None))
-    module = None if root is None else root()
+    module, mesh = (known() for known in _PLANS.get(submodule) or (lambda: None, lambda: None))
     if module is None or mesh is None or (id(module), mesh) in CHECKS[-1].at_end:
         return
 

@@ -16,13 +16,14 @@ from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.dtensor.weak import WeakTable
 
 __all__ = ["HANDED_OUT", "compare_lengths", "uneven_on"]
 
 #: mesh -> a list, empty until an uneven shard was handed out.
 _UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
 #: module -> what of it was compared.
-_COMPARED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_COMPARED = WeakTable()
 
 
 def _hand_out(layout: Layout) -> None:
@@ -55,7 +56,7 @@ def compare_lengths(x: Any, mesh: DeviceMesh, placement: Placement, what: str, t
         what: names it in messages.
         taker: the module that takes it.
     """
-    compared = _COMPARED.setdefault(taker, set())
+    compared = _COMPARED.get(taker) or frozenset()
     if mesh.size() == 1 or (what in compared and not uneven_on(mesh)):
         return
     shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)
@@ -67,4 +68,4 @@ def compare_lengths(x: Any, mesh: DeviceMesh, placement: Placement, what: str, t
             "a size that does not divide, pass DTensors between modules (use_local_output=False in the module before, "
             f"or DTensor.from_local(x, mesh, [{placement!r}], shape=...)), or pad"
         )
-    compared.add(what)
+    _COMPARED.set(taker, compared | {what})

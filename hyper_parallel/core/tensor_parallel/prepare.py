@@ -126,7 +126,7 @@ class PrepareModuleInput(ParallelStyle):
         if layout is None or x is None:
             return x
         placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}", taker=module)
-        return leave(placed, mesh, None, self.use_local_output, "")
+        return leave(placed, mesh, None, True, "") if self.use_local_output else placed
 
     def __repr__(self) -> str:
         return (
