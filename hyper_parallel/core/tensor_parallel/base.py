@@ -15,7 +15,7 @@ from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
-from hyper_parallel.core.tensor_parallel.lengths import uneven_on
+from hyper_parallel.core.tensor_parallel.lengths import compare_lengths, uneven_on
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
 __all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "is_styled", "mark_applied", "name_module", "title"]
@@ -113,14 +113,23 @@ class ModuleStyle(ParallelStyle):
         if local is None:
             return convert
         by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
-        compares = self.takes_shards
+        shard, run_plain = self.shard_taken, local.plain
         uneven: Any = ()
-        if compares:  # what the ranks have: in the first call, and in all calls once shards are uneven
-            del by_class[plain]
+        if shard is not None and run_plain is not None:
             uneven = uneven_on(mesh)
 
+            def compare(module: Any, x: Any) -> Any:
+                """In the first call, and in all calls once shards are uneven."""
+                compare_lengths(x, mesh, shard, f"the input of {title(module)}", module)
+                by_class[plain] = run_plain
+                return run_plain(module, x)
+
+            by_class[plain] = compare
+
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) == 1 and not kwargs and not CHECKS and not uneven:
+            if len(args) == 1 and not kwargs and not CHECKS:
+                if uneven:
+                    by_class[plain] = compare
                 run_local = by_class.get(type(args[0]))
                 if run_local is not None:
                     try:
@@ -131,17 +140,14 @@ class ModuleStyle(ParallelStyle):
                         raise
                     if y is not NotImplemented:
                         return y
-            y = convert(module, *args, **kwargs)
-            if compares and args and type(args[0]) is plain:
-                by_class[plain] = local.plain
-            return y
+            return convert(module, *args, **kwargs)
 
         return run
 
     @property
-    def takes_shards(self) -> bool:
-        """Whether a plain input counts as a shard of a dimension whose size only the ranks together know."""
-        return False
+    def shard_taken(self) -> Placement | None:
+        """What a plain input counts as, where that is a shard whose global size only the ranks together know."""
+        return None
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         """A shorter way for single inputs, where style and module are such that all is known now; else None. It must

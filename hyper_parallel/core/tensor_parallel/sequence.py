@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import leave, place
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, norm_forward
@@ -41,8 +41,8 @@ class SequenceParallel(ModuleStyle):
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
     @property
-    def takes_shards(self) -> bool:
-        return True
+    def shard_taken(self) -> Placement | None:
+        return self.sequence_sharding[0]
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         (shard,) = self.sequence_sharding

@@ -160,8 +160,8 @@ class _WeightParallel(ModuleStyle):
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
 
     @property
-    def takes_shards(self) -> bool:
-        return self._splits_outputs and isinstance(self.input_layouts[0], Shard)
+    def shard_taken(self) -> Placement | None:
+        return self.input_layouts[0] if self._splits_outputs and isinstance(self.input_layouts[0], Shard) else None
 
     def features(self, module: Any, platform: Platform) -> int:
         """How many features are split."""

@@ -148,6 +148,12 @@ def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
     whole = DTensor.from_local(lab.tensor(floats(2, length, 6)), mesh).redistribute(placements=[Shard(1)])
     given = model(down=RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)))
     part = lab.call(given.down, lab.tensor(floats(2, length, 12)))
+    ids = lab.tensor(np.zeros((2, length), lab.TARGET_DTYPE))
+    for use_local_output in (True, False):
+        table = Outer(table=lab.embedding_module(8, 6))
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=use_local_output)
+        parallelize_module(table, mesh, {"table": style})
+        assert isinstance(lab.call(table.table, ids), DTensor) != use_local_output
     found["after a local output"] = message_of(lambda: lab.call(norm.norm, part))
     found["and another"] = message_of(lambda: lab.call(column, part))
     lab.call(norm.norm, whole)
