@@ -85,7 +85,9 @@ def _taken(module: Any, mesh: DeviceMesh) -> int | None:
     platform = mesh.platform
     if platform.is_linear_module(module):
         kind = platform.kind_of(module)
-        return int(getattr(module, kind.weight).shape[1 - kind.out_dim])
+        weight = getattr(module, kind.weight)
+        known = not isinstance(weight, DTensor) and (platform.is_meta(weight) or platform.has_values(weight))
+        return int(weight.shape[1 - kind.out_dim]) if known else None
     if platform.normalized_dims(module) == 1:
         sizes = {tuple(parameter.shape) for _, parameter in platform.named_parameters(module)}
         return sizes.pop()[0] if len(sizes) == 1 else None
