@@ -15,7 +15,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.base import title
-from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT, compare_lengths
+from hyper_parallel.core.tensor_parallel.lengths import ANY_UNEVEN, COMPARED, HANDED_OUT, compare_lengths
 
 __all__ = [
     "as_named",
@@ -76,7 +76,8 @@ def place(
                     f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
                 )
         elif taker is not None and isinstance(layout, Shard):
-            compare_lengths(x, mesh, layout, what, taker)
+            if ANY_UNEVEN or what not in taker.__dict__.get(COMPARED, ()):
+                compare_lengths(x, mesh, layout, what, taker)
         try:
             x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
         except RankMismatchError as error:

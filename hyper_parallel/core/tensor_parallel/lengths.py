@@ -16,14 +16,15 @@ from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
-from hyper_parallel.core.dtensor.weak import WeakTable
 
-__all__ = ["HANDED_OUT", "compare_lengths", "uneven_on"]
+__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_lengths", "forget", "uneven_on"]
 
 #: mesh -> a list, empty until an uneven shard was handed out.
 _UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
-#: module -> what of it was compared.
-_COMPARED = WeakTable()
+#: Attribute of a module: what of it was compared.
+COMPARED = "_hyper_parallel_compared"
+#: Not empty when there is such a list on some mesh.
+ANY_UNEVEN: list[bool] = []
 
 
 def _hand_out(layout: Layout) -> None:
@@ -35,6 +36,7 @@ def _hand_out(layout: Layout) -> None:
     sizes = shard_sizes(placement, layout.shape[placement.dim], mesh.size())
     if min(sizes) != max(sizes):
         uneven_on(mesh).append(True)
+        ANY_UNEVEN.append(True)
 
 
 #: ``HANDED_OUT[layout]`` is to be read when a local tensor of that layout, on a 1-D mesh, is handed out.
@@ -56,16 +58,24 @@ def compare_lengths(x: Any, mesh: DeviceMesh, placement: Placement, what: str, t
         what: names it in messages.
         taker: the module that takes it.
     """
-    compared = _COMPARED.get(taker) or frozenset()
-    if mesh.size() == 1 or (what in compared and not uneven_on(mesh)):
-        return
-    shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)
-    if len(set(shapes)) > 1:
-        ranks = mesh.ranks_along(0)
-        raise ValueError(
-            f"{what} is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}, and the "
-            f"ranks have {', '.join(f'{shape} (rank {rank})' for rank, shape in zip(ranks, shapes, strict=True))}: for "
-            "a size that does not divide, pass DTensors between modules (use_local_output=False in the module before, "
-            f"or DTensor.from_local(x, mesh, [{placement!r}], shape=...)), or pad"
-        )
-    _COMPARED.set(taker, compared | {what})
+    compared = taker.__dict__.get(COMPARED, ())
+    if mesh.size() > 1 and (what not in compared or uneven_on(mesh)):
+        shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)
+        if len(set(shapes)) > 1:
+            seen = (f"{shape} (rank {r})" for r, shape in zip(mesh.ranks_along(0), shapes, strict=True))
+            raise ValueError(
+                f"{what} is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}, and "
+                f"the ranks have {', '.join(seen)}: for a size that does not divide, pass DTensors between modules "
+                "(use_local_output=False in the module before, or DTensor.from_local(x, mesh, "
+                f"[{placement!r}], shape=...)), or pad"
+            )
+    if what not in compared:
+        object.__setattr__(taker, COMPARED, (*compared, what))
+
+
+def forget() -> None:
+    """Take it that no uneven shard was ever handed out: for measurements, which begin so."""
+    HANDED_OUT.clear()
+    ANY_UNEVEN.clear()
+    for uneven in _UNEVEN.values():
+        uneven.clear()
