@@ -75,9 +75,12 @@ def place(
                     f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part of "
                     f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
                 )
-        elif taker is not None and isinstance(layout, Shard):
-            if ANY_UNEVEN or what not in taker.__dict__.get(COMPARED, ()):
-                compare_lengths(x, mesh, layout, what, taker)
+        elif (
+            taker is not None
+            and isinstance(layout, Shard)
+            and (ANY_UNEVEN or what not in taker.__dict__.get(COMPARED, ()))
+        ):
+            compare_lengths(x, mesh, layout, what, taker)
         try:
             x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
         except RankMismatchError as error:
