@@ -299,6 +299,20 @@ class Platform(ABC):
     def is_meta(self, x: Tensor) -> bool:
         """Whether ``x`` has a shape and dtype but no data."""
 
+    def has_values(self, x: Tensor) -> bool:
+        """Whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where there
+        are none (`is_meta`), nor in a format other than the usual one. Decided from what all ranks share."""
+        return not self.is_meta(x)
+
+    @abstractmethod
+    def bytes_of(self, x: Tensor) -> bytes:
+        """The values of a plain local tensor on any device, in row-major order."""
+
+    @abstractmethod
+    def write(self, x: Tensor, values: Tensor) -> None:
+        """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
+        the same object, on its device. Called without gradients."""
+
     @abstractmethod
     def shape_of(self, local: Tensor) -> tuple[int, ...]:
         """Shape of a tensor as the framework holds it: of a DTensor, the local shape."""

@@ -7,7 +7,7 @@ a digest of each step; only when digests differ do they exchange the step itself
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +16,9 @@ from hyper_parallel.platform import Platform, get_platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.dtensor.placement_types import Placement
 
-__all__ = ["CHECKS", "Check", "check_collective", "check_ranks"]
+__all__ = ["CHECKS", "Check", "check_collective", "check_ranks", "check_replicated", "check_values"]
 
 Facts = Mapping[str, str]
 
@@ -40,12 +41,17 @@ class Check:
     Args:
         platform: whose collectives carry the comparison.
         axes: (group, global ranks of the group) pairs; gathering along one after the other reaches all ranks.
+
+    Attributes:
+        count: of collectives that were compared.
+        at_end: what is to be compared once more when the context is left, by what it is about.
     """
 
     def __init__(self, platform: Platform, axes: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
         self._platform = platform
         self._axes = [(group, ranks) for group, ranks in axes if len(ranks) > 1]
         self.count = 0
+        self.at_end: dict[Any, Callable[[], None]] = {}
 
     def agree(
         self, step: str, facts: Facts | None = None, row: Sequence[int] = (), row_facts: Facts | None = None
@@ -91,7 +97,12 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     Compared are: each collective (which one, along which mesh dimension, shape and dtype of the local tensors and what
     else it is given); each `DeviceMesh` that is made; each plan that `parallelize_module` applies, with the names,
     shapes, dtypes and ``requires_grad`` of the model's parameters; and leaving the context, also by an exception. The
-    exception of one rank is named on the others. Where a mesh dimension shards a batch unevenly, shapes may differ:
+    exception of one rank is named on the others.
+
+    Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan
+    leaves plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain
+    inputs that a style or `DTensor.from_local` takes for replicated, and the states of the generators of a mesh on
+    which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may differ:
     they are compared between the ranks of one collective only.
 
     It is made for finding a mistake: each comparison is a collective of its own, on the host.
@@ -122,6 +133,8 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
         _report_exception(check, error)
         raise
     else:
+        for compare in check.at_end.values():
+            compare()
         check.agree("the end of check_ranks()")
     finally:
         CHECKS.remove(check)
@@ -155,6 +168,48 @@ def check_collective(
         facts["the shape of the local tensor"] = f"({', '.join('any' if n == -1 else str(n) for n in shape)})"
     facts |= {name: str(value) for name, value in (details or {}).items()}
     check.agree(step, None, mesh.ranks_along(mesh_dim), facts)
+
+
+def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, remedy: str) -> None:
+    """Compare what should be equal along a mesh dimension; to be called when a check is on.
+
+    Args:
+        values: tensors, of which the local values are compared, or bytes; by what messages call them.
+        mesh, mesh_dim: between which ranks.
+        remedy: the end of the message.
+
+    Raises:
+        RankMismatchError: on all ranks, when one differs.
+    """
+    platform = mesh.platform
+    facts = {}
+    with platform.no_dispatch():
+        for what, x in values.items():
+            if isinstance(x, bytes):
+                facts[f"the values of {what}"] = hashlib.sha256(x).hexdigest()[:12]
+            elif platform.has_values(x):
+                digest = hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]
+                facts[f"the values of {what}"] = f"{x.dtype} {tuple(platform.shape_of(x))} with digest {digest}"
+    step = f"the comparison of what is the same on all ranks {describe_dim(mesh, mesh_dim)}"
+    try:
+        CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts)
+    except RankMismatchError as error:
+        if any(f"differ in {what}." in str(error) for what in facts):
+            raise RankMismatchError(f"{error}: {remedy}", error.ranks) from None
+        raise
+
+
+def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
+    """Compare a local tensor along the mesh dimensions on which it is replicated; to be called when a check is on."""
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_replicate() and mesh.shape[mesh_dim] > 1:
+            check_values(
+                {what: x},
+                mesh,
+                mesh_dim,
+                "it is taken to be the same on every rank: give all ranks the same, or say with input_layouts=... or "
+                "placements=... how it is sharded",
+            )
 
 
 def _check_of_world() -> Check:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.dtensor.agreement import CHECKS
+from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
@@ -240,7 +241,9 @@ def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
         raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
-        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}")
+        raise TypeError(
+            f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{import_hint(mesh)}"
+        )
     return mesh
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.bounded import Bounded, Table
 from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
@@ -123,6 +124,9 @@ class _Plan:
                 refuse_foreign(operands[self.mixes], self.mesh.platform, name_of(func))
                 if not is_implicit_replication():
                     raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+                if CHECKS:
+                    what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
+                    check_replicated(operands[self.mixes], self.mesh, all_replicated(self.mesh), what)
             local_operands = self._read(operands) if self.reads else operands
             if self.replacement is None:
                 result = self.call(func, local_operands, statics)

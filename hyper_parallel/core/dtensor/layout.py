@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from hyper_parallel.core.dtensor.chunking import packed_ranges, shard_sizes
+from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
@@ -182,6 +183,11 @@ def normalize_placements(
             f"placements must be a sequence with one placement per mesh dimension, got {placements!r}: "
             f"write [{placements!r}]"
         )
+    if not isinstance(placements, Sequence):
+        raise TypeError(
+            f"placements must be a sequence with one placement per mesh dimension, got {placements!r}"
+            f"{import_hint(placements)}"
+        )
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"{what} on a mesh with {mesh.ndim} dimension(s) of shape {mesh.shape} needs {mesh.ndim} placement(s), "
@@ -228,5 +234,5 @@ def _normalize(placement: Any, mesh_dim: int, mesh: DeviceMesh, ndim: int, what:
         return placement
     raise TypeError(
         f"the placement on mesh dimension {mesh.dim_label(mesh_dim)} must be Shard(dim), Replicate() or Partial(), "
-        f"got {placement!r}"
+        f"got {placement!r}{import_hint(placement)}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operands import all_replicated
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
@@ -32,6 +33,8 @@ def _distributed(x: Any, layout: Layout | None) -> Any:
     if layout is None or getattr(x, "_layout", None) is not None:
         return x
     platform = layout.mesh.platform
+    if CHECKS:
+        check_replicated(x, layout.mesh, layout.placements, "a plain target or class weight of a loss")
     promoted = platform.wrap(platform.alias(x), layout)
     if layout.replicated:
         promoted._origin = x

@@ -7,13 +7,15 @@ mesh, before its first random operation, by giving every rank the state of the f
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from typing import Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS, check_values
 from hyper_parallel.core.dtensor.collectives import all_gather_object
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 
-__all__ = ["manual_seed", "synchronize"]
+__all__ = ["check_generators", "manual_seed", "synchronize"]
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
@@ -38,8 +40,11 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
 
 
 def synchronize(mesh: DeviceMesh) -> None:
-    """Give every rank of the mesh the generator state of its first rank; only the first call on a mesh does so."""
+    """Give every rank of the mesh the generator state of its first rank; only the first call on a mesh does so. Inside
+    `check_ranks` the others compare the states."""
     if mesh in _SYNCHRONIZED or mesh.get_coordinate() is None:
+        if CHECKS:
+            check_generators(mesh)
         return
     platform = mesh.platform
     state: Any = platform.get_rng_state()
@@ -48,3 +53,25 @@ def synchronize(mesh: DeviceMesh) -> None:
             state = all_gather_object(state, mesh, mesh_dim)[0]
     platform.set_rng_state(state)
     _SYNCHRONIZED.add(mesh)
+
+
+def check_generators(mesh: DeviceMesh) -> None:
+    """Compare the states of the generators of a mesh whose states were made the same; to be called when a check is on.
+
+    Raises:
+        RankMismatchError: on all ranks, when they differ.
+    """
+    if mesh not in _SYNCHRONIZED or mesh.get_coordinate() is None:
+        return
+    platform = mesh.platform
+    state = platform.get_rng_state()
+    data = platform.bytes_of(state) if platform.is_tensor(state) else pickle.dumps(state)
+    for mesh_dim in range(mesh.ndim):
+        if mesh.shape[mesh_dim] > 1:
+            check_values(
+                {"the state of the random number generator": data},
+                mesh,
+                mesh_dim,
+                "a rank has drawn more numbers than the others, or was seeded otherwise; hyper_parallel.manual_seed("
+                "seed, mesh) on all ranks makes them equal again",
+            )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
@@ -108,6 +109,8 @@ class DTensor:
                 raise ValueError(misfit)
             if key is not None:
                 _EVEN_LAYOUTS[key] = layout
+        if CHECKS:
+            check_replicated(local_tensor, mesh, layout.placements, "the local tensor given to DTensor.from_local")
         with platform.no_dispatch():
             local = platform.alias(local_tensor)
             if grad_placements is not None:

@@ -8,8 +8,10 @@ from typing import Any
 from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.rest import broadcast_rest, check_rest, remember_plan
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.tensor_parallel.base import name_module
+from hyper_parallel.core.tensor_parallel.partners import guard_partners
 from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
 
 __all__ = ["parallelize_module"]
@@ -34,8 +36,9 @@ def parallelize_module(
             its name: ``"colwise"``, ``"rowwise"``, ``"colwise_rep"``, ``"sequence_parallel"`` and what else plans of
             Hugging Face's models have, or `register_style` added. Norms inside attention heads that the plan shards
             (q_norm, k_norm) get `HeadNormParallel` without being named.
-        src_data_rank: rank of the mesh whose parameters count: each parameter is scattered or broadcast from it. None
-            takes each rank's own and communicates nothing.
+        src_data_rank: rank of the mesh whose parameters and buffers count, in the whole of ``module``: those that the
+            plan places are scattered or broadcast from it, those that stay plain are broadcast in place, together. None
+            takes each rank's own and communicates nothing. What has no values (on meta) is left alone.
 
     Returns:
         ``module``.
@@ -75,10 +78,18 @@ def parallelize_module(
         )
     check_src_data_rank(src_data_rank, mesh)
     matches = resolve_plan(parallelize_plan, module, mesh)
+    guards = guard_partners(matches, dict(mesh.platform.named_modules(module)), mesh)
     if CHECKS:
         CHECKS[-1].agree("parallelize_module", plan_facts(matches, module, mesh, src_data_rank))
     for path, submodule, style in matches:
         name_module(submodule, path)
         style.src_data_rank = src_data_rank
         style._apply(submodule, mesh)
+    for path, submodule, guard in guards:
+        name_module(submodule, path)
+        mesh.platform.register_forward_pre_hook(submodule, guard)
+    remember_plan(module, [submodule for _, submodule, _ in matches], mesh)
+    broadcast_rest(module, mesh, src_data_rank)
+    if CHECKS:
+        check_rest(module, mesh)
     return module

@@ -14,7 +14,7 @@ from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
 
-__all__ = ["Attention", "Match", "check_projections", "head_norms"]
+__all__ = ["KEY_OR_VALUE", "Attention", "Match", "check_projections", "head_norms"]
 
 #: (path, module, style): what a plan gives one module.
 Match = tuple[str, Any, ParallelStyle]
@@ -22,7 +22,7 @@ Match = tuple[str, Any, ParallelStyle]
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups")
 _HEAD_SIZE = ("head_dim", "head_size", "attention_head_size")
-_KEY_OR_VALUE = re.compile(r"(w?[kv]|key|value)(_?(proj|linear|layer|a|b))?$", re.IGNORECASE)
+KEY_OR_VALUE = re.compile(r"(w?[kv]|key|value)(_?(proj|linear|layer|a|b))?$", re.IGNORECASE)
 _QUERY_OR_KEY_NORM = re.compile(r"(q|k|query|key)_?(norm|ln|layer_?norm|rms_?norm)$", re.IGNORECASE)
 
 
@@ -48,7 +48,7 @@ class Attention:
 
     def of_projection(self, name: str, features: int) -> tuple[str, int] | None:
         """The heads that a projection has; None when it is none that is known here (a fused one, for instance)."""
-        for heads in (self.key_value_heads, self.heads) if _KEY_OR_VALUE.match(name) else (self.heads,):
+        for heads in (self.key_value_heads, self.heads) if KEY_OR_VALUE.match(name) else (self.heads,):
             if self.size is None:
                 return heads if features % heads[1] == 0 else None
             if features == heads[1] * self.size:
@@ -69,7 +69,7 @@ def check_projections(matches: list[Match], modules: dict[str, Any], mesh: Devic
     for path, module, style, attention in _projections(matches, modules, mesh):
         features = style.features(module, mesh.platform)
         name = path.rpartition(".")[2]
-        if style.use_local_output and style.heads is None and style.packed is None:
+        if style.use_local_output and style.heads is None and not style.is_packed:
             found = attention.of_projection(name, features)
             if found is not None:
                 check_heads(found[1], (features,), mesh, path, source=f" ({found[0]})")

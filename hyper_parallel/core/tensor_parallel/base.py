@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
+from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.tensor_parallel.held import name_module, remember_layouts, title, watch
+from hyper_parallel.core.tensor_parallel.lengths import compare_lengths, uneven_on
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
-__all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "mark_applied", "name_module", "title"]
+__all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "is_styled", "mark_applied", "name_module", "title"]
 
 _APPLIED = "_hyper_parallel_styles"
 
@@ -27,6 +32,18 @@ class ParallelStyle(ABC):
     """
 
     src_data_rank: int | None = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+            if all(p.kind is p.KEYWORD_ONLY for p in parameters):
+                # Python's own message names the class that defines __init__, which may be a private one.
+                names = [p.name for p in parameters]
+                raise TypeError(
+                    f"{cls.__name__} takes {', '.join(names)} by keyword, got {args[0]!r} by position: write "
+                    f"{cls.__name__}({names[0]}={args[0]!r}), or the keyword that is meant{import_hint(args[0])}"
+                )
+        return super().__new__(cls)
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Parallelise ``module`` in place over a 1-D mesh and return it.
@@ -90,6 +107,8 @@ class ModuleStyle(ParallelStyle):
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if CHECKS:
+                check_call(module)
             check(module)
             args, kwargs = self._before(module, args, kwargs, mesh)
             if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
@@ -100,10 +119,24 @@ class ModuleStyle(ParallelStyle):
 
         if local is None:
             return convert
-        by_class = {plain: local.plain, distributed: local.distributed}
+        by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
+        shard, run_plain = self.shard_taken, local.plain
+        uneven: Any = ()
+        if shard is not None and run_plain is not None:
+            uneven = uneven_on(mesh)
+
+            def compare(module: Any, x: Any) -> Any:
+                """In the first call, and in all calls once shards are uneven."""
+                compare_lengths(x, mesh, shard, f"the input of {title(module)}", module)
+                by_class[plain] = run_plain
+                return run_plain(module, x)
+
+            by_class[plain] = compare
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) == 1 and not kwargs:
+            if len(args) == 1 and not kwargs and not CHECKS:
+                if uneven:
+                    by_class[plain] = compare
                 run_local = by_class.get(type(args[0]))
                 if run_local is not None:
                     try:
@@ -117,6 +150,11 @@ class ModuleStyle(ParallelStyle):
             return convert(module, *args, **kwargs)
 
         return run
+
+    @property
+    def shard_taken(self) -> Placement | None:
+        """What a plain input counts as, where that is a shard whose global size only the ranks together know."""
+        return None
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         """A shorter way for single inputs, where style and module are such that all is known now; else None. It must
@@ -168,6 +206,11 @@ class ModuleStyle(ParallelStyle):
 def mark_applied(module: Any, style: ParallelStyle) -> None:
     """Remember on ``module`` that ``style`` was applied to it."""
     object.__setattr__(module, _APPLIED, (*getattr(module, _APPLIED, ()), style))
+
+
+def is_styled(module: Any) -> bool:
+    """Whether a style was applied to ``module``."""
+    return bool(getattr(module, _APPLIED, ()))
 
 
 def check_flag(value: Any, keyword: str, style: str) -> bool:

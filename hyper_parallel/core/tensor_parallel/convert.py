@@ -8,11 +8,14 @@ from typing import Any
 from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.faults import RankMismatchError
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.base import title
+from hyper_parallel.core.tensor_parallel.lengths import ANY_UNEVEN, COMPARED, HANDED_OUT, compare_lengths
 
 __all__ = [
     "as_named",
@@ -44,6 +47,7 @@ def place(
     desired: Placement | None,
     what: str,
     size: int | None = None,
+    taker: Any = None,
 ) -> Any:
     """Make ``x`` a DTensor laid out as ``desired``.
 
@@ -54,6 +58,7 @@ def place(
         desired: placement wanted; None keeps ``layout``.
         what: names the tensor in messages.
         size: global size of the dimension that ``layout`` shards, where it is known; otherwise shards are equal.
+        taker: module whose input or output it is; with it, shards of which the size is not known are compared.
 
     Raises:
         TypeError: when ``x`` is no tensor.
@@ -73,8 +78,16 @@ def place(
                     f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part of "
                     f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
                 )
+        elif (
+            taker is not None
+            and isinstance(layout, Shard)
+            and (ANY_UNEVEN or what not in taker.__dict__.get(COMPARED, ()))
+        ):
+            compare_lengths(x, mesh, layout, what, taker)
         try:
             x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
+        except RankMismatchError as error:
+            raise RankMismatchError(f"{what}: {error}", error.ranks) from None
         except ValueError as error:
             _check_dim(layout, x, what)
             raise ValueError(f"{what} does not lie as the plan says: {error}") from None
@@ -118,7 +131,10 @@ def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, 
         raise TypeError(f"{what} must be a DTensor here, got {type(y).__name__}")
     if desired is not None:
         y = _redistribute(y, desired, what)
-    return y.to_local() if use_local else y
+    if not use_local:
+        return y
+    HANDED_OUT[y._layout]
+    return y.to_local()
 
 
 def convert_inputs(
@@ -212,7 +228,10 @@ def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None
 def check_placement(value: Any, keyword: str, style: str) -> None:
     """Raise TypeError unless ``value`` is a placement, ValueError for one of a dimension that no tensor has."""
     if not isinstance(value, Placement):
-        raise TypeError(f"{style}({keyword}=...) takes placements such as Shard(0) or Replicate(), got {value!r}")
+        raise TypeError(
+            f"{style}({keyword}=...) takes placements such as Shard(0) or Replicate(), got {value!r}"
+            f"{import_hint(value)}"
+        )
     if isinstance(value, Shard):
         check_tensor_dim(value.dim, f"{style}({keyword}={value!r})")
 

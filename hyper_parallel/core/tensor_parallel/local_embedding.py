@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Repl
 from hyper_parallel.core.dtensor.redistribute import plan_redistribution
 from hyper_parallel.core.dtensor.rules.embedding import look_up
 from hyper_parallel.core.dtensor.transitions import transitions_of
+from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
 __all__ = ["embedding_forward"]
@@ -56,6 +57,8 @@ def embedding_forward(
         else:
             summands = get_layout(mesh, (Partial(),), shape)
             output = summands.with_placements((desired,))
+            if use_local_output:
+                HANDED_OUT[output]
         with no_dispatch():
             if by_features:
                 y = platform.embedding(ids, matrix)

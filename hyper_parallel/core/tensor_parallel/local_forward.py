@@ -27,6 +27,7 @@ from hyper_parallel.core.dtensor.redistribute import (
 )
 from hyper_parallel.core.dtensor.transitions import summation, transitions_of
 from hyper_parallel.core.tensor_parallel.held import layouts_held
+from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
 
 __all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
 
@@ -142,6 +143,8 @@ def row_forward(
             return None
         summands = get_layout(mesh, (Partial(),), (*shape[:-1], features))
         output = summands.with_placements((desired,))
+        if use_local_output:
+            HANDED_OUT[output]
         return None if whole else bind_scatter(plan_redistribution(summands, output)[0]), output
 
     def output_of_layout(x: Layout) -> tuple[Any, Layout] | None:
@@ -206,8 +209,16 @@ def norm_forward(
         whole = (*shape[: shard.dim], shape[shard.dim] * mesh.size(), *shape[shard.dim + 1 :])
         return get_layout(mesh, (shard,), whole)
 
+    def known_layout(layout: Layout) -> Layout | None:
+        placement = shard_of(layout.ndim)
+        if placement is None or not _is_placed(layout, mesh, placement):
+            return None
+        if use_local_output:
+            HANDED_OUT[layout]
+        return layout
+
     by_shape = Table(layout_of_shards)
-    by_layout = Table(lambda x: x if (p := shard_of(x.ndim)) is not None and _is_placed(x, mesh, p) else None)
+    by_layout = Table(known_layout)
 
     def run_with_views(module: Any, x: Any, own: Any) -> Any:
         """The module's own forward, which finds the views where its parameters are."""

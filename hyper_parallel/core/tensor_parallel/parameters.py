@@ -73,11 +73,13 @@ class ParameterParallel(ModuleStyle):
         name, layouts = title(module), self.input_layouts
         if len(layouts) == 1 and (layout := layouts[0]) is not None:
             what = f"the input of {name}"
-            return self._on_first_input(args, kwargs, lambda x: place(x, mesh, layout, layout, what), name)
+            return self._on_first_input(
+                args, kwargs, lambda x: place(x, mesh, layout, layout, what, taker=module), name
+            )
         new = convert_inputs(
             args,
             layouts,
-            lambda x, i: place(x, mesh, layouts[i], layouts[i], f"input {i} of {name}"),
+            lambda x, i: place(x, mesh, layouts[i], layouts[i], f"input {i} of {name}", taker=module),
             module,
             type(self).__name__,
         )

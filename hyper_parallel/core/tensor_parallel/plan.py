@@ -10,12 +10,14 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.modes import is_strict
 from hyper_parallel.core.dtensor.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
+from hyper_parallel.core.tensor_parallel.fused import check_fused
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 
 __all__ = ["Plan", "nearest", "path_matches", "plan_facts", "resolve_plan"]
@@ -37,10 +39,14 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
     if isinstance(plan, (ParallelStyle, str)):
         plan = {"": plan}
     if not isinstance(plan, dict):
-        raise TypeError(f"parallelize_plan must be a style, its name, or a dict of them, got {type(plan).__name__}")
+        raise TypeError(
+            f"parallelize_plan must be a style, its name, or a dict of them, got {type(plan).__name__}"
+            f"{import_hint(plan)}"
+        )
     modules = dict(mesh.platform.named_modules(model))
     matches = _match(plan, modules)
     _check_styles(matches, mesh)
+    check_fused(matches, modules, mesh)
     check_projections(matches, modules, mesh)
     matches += head_norms(matches, modules, mesh)
     # What is inside goes first: a style that replicates all below its module leaves alone what is distributed already.
@@ -81,7 +87,10 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
             raise TypeError(f"a plan maps module paths to styles, got the key {pattern!r}")
         style = style_by_name(given, pattern) if isinstance(given, str) else given
         if not isinstance(style, ParallelStyle):
-            raise TypeError(f"the plan gives {pattern!r} {style!r}, which is no ParallelStyle and no name of one")
+            raise TypeError(
+                f"the plan gives {pattern!r} {style!r}, which is no ParallelStyle and no name of one"
+                f"{import_hint(style)}"
+            )
         found = [(path, module, style) for path, module in modules.items() if path_matches(path, pattern)]
         if not found:
             _report_no_match(pattern, modules)

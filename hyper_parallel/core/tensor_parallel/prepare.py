@@ -101,7 +101,7 @@ class PrepareModuleInput(ParallelStyle):
                 # What came before, without a detour: this hook runs in front of most collectives of a model.
                 y = replace(x, mesh, desired) if type(x) is distributed else None
                 if y is not None:
-                    new[i] = y.to_local() if self.use_local_output else y
+                    new[i] = leave(y, mesh, None, True, "") if self.use_local_output else y
                 elif x is not None:
                     new[i] = self._prepare(x, mesh, layout, desired, module, i)
             args = tuple(new)
@@ -125,8 +125,8 @@ class PrepareModuleInput(ParallelStyle):
     ) -> Any:
         if layout is None or x is None:
             return x
-        placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}")
-        return placed.to_local() if self.use_local_output else placed
+        placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}", taker=module)
+        return leave(placed, mesh, None, True, "") if self.use_local_output else placed
 
     def __repr__(self) -> str:
         return (
@@ -184,7 +184,7 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         def prepare(y: Any, i: int, what: str) -> Any:
-            placed = place(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what)
+            placed = place(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what, taker=module)
             return leave(placed, mesh, None, self.use_local_output, what)
 
         return convert_outputs(output, self.output_layouts, prepare, module, type(self).__name__)

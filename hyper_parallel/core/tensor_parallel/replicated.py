@@ -51,7 +51,7 @@ class NoParallel(ModuleStyle):
         return self._on_first_input(
             args,
             kwargs,
-            lambda x: place(x, mesh, self.input_layout, Replicate(), what),
+            lambda x: place(x, mesh, self.input_layout, Replicate(), what, taker=module),
             title(module),
         )
 

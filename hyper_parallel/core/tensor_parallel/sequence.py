@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim, leave, place
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, norm_forward
@@ -41,10 +41,16 @@ class SequenceParallel(ModuleStyle):
         self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
+    @property
+    def shard_taken(self) -> Placement | None:
+        return self.sequence_sharding[0]
+
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         (shard,) = self.sequence_sharding
         what = f"the input of {title(module)}"
-        return self._on_first_input(args, kwargs, lambda x: place(x, mesh, shard, shard, what), title(module))
+        return self._on_first_input(
+            args, kwargs, lambda x: place(x, mesh, shard, shard, what, taker=module), title(module)
+        )
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         normalized = mesh.platform.normalized_dims(module)

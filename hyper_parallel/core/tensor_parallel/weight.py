@@ -55,7 +55,7 @@ class _WeightParallel(ModuleStyle):
         count = len(self.packed) if isinstance(self.packed, tuple) else self.packed
         if isinstance(self.heads, tuple) and count not in (None, len(self.heads)):
             raise ValueError(f"{name}: heads={self.heads} and packed={self.packed} name different numbers of parts")
-        if isinstance(self.heads, int) and self.packed is not None:
+        if isinstance(self.heads, int) and self.packed not in (None, 1):
             raise ValueError(f"{name}: with packed={self.packed}, heads takes one number for each part")
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
@@ -72,7 +72,14 @@ class _WeightParallel(ModuleStyle):
             raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
         if platform.kind_of(module).weight not in dict(platform.named_parameters(module)):
             raise ValueError(f"{name} on {where!r}: {_no_weight(module, platform)}")
-        parts = self._parts(module, platform, where) or (self.features(module, platform),)
+        if not linear and self.input_layouts[0] is Shard(-1):
+            raise ValueError(
+                f"{where!r} is an embedding, and {self!r} takes its ids to be shards of the last dimension, of which "
+                f"each of the {device_mesh.size()} ranks of {device_mesh} has another: give it "
+                f"{name}(input_layouts=Replicate()) for ids that are the same on every rank, or the dimension that "
+                "is sharded, such as Shard(1) of (batch, sequence)"
+            )
+        parts = self.parts(module, platform, where) or (self.features(module, platform),)
         super().check(module, device_mesh, where)
         if self.heads is not None:
             check_heads(self.heads, parts, device_mesh, where, may_replicate=self.replicate_heads)
@@ -82,9 +89,9 @@ class _WeightParallel(ModuleStyle):
         kind = platform.kind_of(module)
         if not platform.is_linear_module(module):
             return {kind.weight: self._embedding}
-        if self._whole(mesh):
+        if self.keeps_whole(mesh):
             return {}
-        parts = self._parts(module, platform)
+        parts = self.parts(module, platform)
         shard = Shard(0) if parts is None else PackedShard(0, parts)
         placements: dict[str, Placement] = {kind.weight: shard.with_dim(self._split_dim(kind))}
         if kind.bias in dict(platform.named_parameters(module)):
@@ -96,7 +103,7 @@ class _WeightParallel(ModuleStyle):
         linear = platform.is_linear_module(module)
         needed = self._needed_by_linear if linear else self._needed_by_embedding
         layout = self.input_layouts[0]
-        if not self._splits_outputs and linear and (parts := self._parts(module, platform)) is not None:
+        if not self._splits_outputs and linear and (parts := self.parts(module, platform)) is not None:
             needed = PackedShard(-1, parts)
             layout = needed if layout is Shard(-1) else layout
 
@@ -105,23 +112,23 @@ class _WeightParallel(ModuleStyle):
             if linear and isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
                 # The weight knows the number of features, so uneven shards of them need no word from the user.
                 size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
-            return place(x, mesh, layout, needed, f"the input of {title(module)}", size)
+            return place(x, mesh, layout, needed, f"the input of {title(module)}", size, module)
 
         return self._on_first_input(args, kwargs, convert, title(module))
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         desired: Placement | None = self.output_layouts[0]
         if self._splits_outputs and desired is Shard(-1):
-            whole = self._whole(mesh)
+            whole = self.keeps_whole(mesh)
             if whole and self.use_local_output:
                 return local_heads(output, self.heads, mesh)
-            desired = None if whole or self.packed is not None or isinstance(self.heads, tuple) else desired
+            desired = None if whole or self.is_packed else desired
         return leave(output, mesh, desired, self.use_local_output, f"the output of {title(module)}")
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         platform = mesh.platform
         linear = platform.is_plain_linear(module)
-        if not (linear or platform.is_plain_embedding(module)) or self._whole(mesh):
+        if not (linear or platform.is_plain_embedding(module)) or self.keeps_whole(mesh):
             return None
         name, held = platform.kind_of(module).weight, planned_layouts(module)
         weight: Any = held[name]
@@ -143,20 +150,29 @@ class _WeightParallel(ModuleStyle):
             local = row_forward(mesh, weight, bias, desired, takes_plain, self.use_local_output)
         return overlapped_first(local, mesh, weight, bias, given, desired, self.use_local_output)
 
-    def _whole(self, mesh: DeviceMesh) -> bool:
+    def keeps_whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
         return self.replicate_heads and isinstance(self.heads, int) and self.heads < mesh.size()
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is cut part by part. One that is said to have a single part is cut as any other."""
+        return isinstance(self.heads, tuple) or self.packed not in (None, 1)
+
     def _split_dim(self, kind: ModuleKind) -> int:
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
+
+    @property
+    def shard_taken(self) -> Placement | None:
+        return self.input_layouts[0] if self._splits_outputs and isinstance(self.input_layouts[0], Shard) else None
 
     def features(self, module: Any, platform: Platform) -> int:
         """How many features are split."""
         return _weight_shape(module, platform)[self._split_dim(platform.kind_of(module))]
 
-    def _parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
+    def parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
         """Features of each matrix in a packed weight, None for a weight that is one matrix."""
-        if self.packed is None and not isinstance(self.heads, tuple):
+        if not self.is_packed:
             return None
         features = self.features(module, platform)
         if self.packed is None and isinstance(self.heads, tuple):
@@ -214,7 +230,9 @@ class ColwiseParallel(_WeightParallel):
         use_local_output: give the output as a plain local tensor.
         packed: for a weight that is several matrices in one (query, key and value; gate and up): the output features of
             each, or the number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``output_layouts`` means
-            `PackedShard`: taken apart with ``split`` or ``chunk``, each part is ``Shard(-1)``.
+            `PackedShard`: taken apart with ``split`` or ``chunk``, each part is ``Shard(-1)``. ``packed=1`` says that
+            the weight is one matrix, whatever it looks like: consecutive features belong together, as where query, key
+            and value alternate head by head.
         heads: number of attention heads in the output features: checked, so that every rank gets whole heads. A tuple
             is for a packed weight, one number for each part, and implies ``packed``.
         replicate_heads: for keys and values of fewer heads than there are ranks. Every rank keeps the whole weight, and

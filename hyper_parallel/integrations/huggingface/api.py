@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.api import check_src_data_rank, distribute_tensor
+from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import synchronize
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
@@ -86,20 +85,19 @@ def parallelize_model(
     parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
-    _settle_rest(modules, mesh, src_data_rank)
+    _settle_rest(modules, mesh)
     if src_data_rank is not None:
         synchronize(mesh)  # dropout between sharded modules must drop the same on every rank
     return model
 
 
-def _settle_rest(modules: dict[str, Any], mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Bring what stays plain to this rank's device, and make its parameters the same on every rank."""
+def _settle_rest(modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Bring what stays plain to this rank's device."""
     platform = mesh.platform
     for module in modules.values():
         for _, parameter in platform.named_parameters(module):
             if not isinstance(parameter, DTensor) and not platform.is_meta(parameter):
-                whole = distribute_tensor(parameter.detach(), mesh, (Replicate(),), src_data_rank=src_data_rank)
-                parameter.data = whole.to_local()
+                parameter.data = platform.to_device(parameter.detach())
         for name, buffer in list(platform.named_buffers(module)):
             if not isinstance(buffer, DTensor) and not platform.is_meta(buffer):
                 platform.set_buffer(module, name, platform.to_device(buffer))

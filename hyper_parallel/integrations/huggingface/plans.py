@@ -109,7 +109,7 @@ def resolve_styles(
             if given == _EXPERTS:
                 experts.add(path)
             else:
-                styles[path] = style_by_name(given, key) if isinstance(given, str) else given
+                styles[path] = _style(given, key, by_author=key not in changes) if isinstance(given, str) else given
         for path, name in of_parameter:
             if not isinstance(given, str) or given not in _PARAMETERS:
                 raise ValueError(
@@ -127,6 +127,13 @@ def resolve_styles(
         }
         styles[path] = ExpertsParallel(placements) if path in experts else ParameterParallel(placements)
     return styles
+
+
+def _style(name: str, key: str, *, by_author: bool) -> ParallelStyle:
+    """The style of a name. Where the author of a model calls a projection ``"colwise"``, consecutive features belong
+    together, also where it is several in one: GPT-NeoX has query, key and value alternate head by head."""
+    style = style_by_name(name, key)
+    return ColwiseParallel(packed=1) if by_author and name == "colwise" else style
 
 
 def _register_conv1d(platform: Platform) -> None:

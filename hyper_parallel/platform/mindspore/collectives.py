@@ -23,6 +23,8 @@ __all__ = ["CollectiveVerbs", "copied", "dense"]
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
 #: what travels as another dtype
 _AS_BYTES = {ms.bool_: ms.int8, ms.int16: ms.int32}
+#: what neither mccl nor hccl knows; broadcast through bytes on the host
+_UNKNOWN = {ms.uint16, ms.uint32, ms.uint64, ms.complex64, ms.complex128}
 _CPU_MOVE = {*_CPU_REDUCE, *_AS_BYTES, ms.uint8, ms.float64}
 _CPU_OPS = {"sum", "max"}
 _CPU_FLOAT32_OPS = {"sum", "max", "min"}
@@ -90,6 +92,10 @@ class CollectiveVerbs:
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
         if local.dtype in _AS_BYTES:
             return self.broadcast(local.astype(_AS_BYTES[local.dtype]), src, group).astype(local.dtype)
+        if local.dtype in _UNKNOWN:
+            values = local.asnumpy()
+            sent = self.broadcast(Tensor(np.frombuffer(values.tobytes(), np.uint8)), src, group).asnumpy()
+            return Tensor(np.frombuffer(sent.tobytes(), values.dtype).reshape(values.shape))
         local = dense(local)
         dist.broadcast(local, src, group)
         return local

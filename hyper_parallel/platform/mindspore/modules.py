@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel.platform.base import ModuleKind
+from hyper_parallel.platform.mindspore.collectives import dense
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 
 __all__ = ["ModuleVerbs"]
@@ -46,6 +47,16 @@ class ModuleVerbs:
 
     def is_meta(self, x: Any) -> bool:
         return x.has_init or x.is_meta
+
+    def bytes_of(self, x: Any) -> bytes:
+        return x.get_bytes()
+
+    def write(self, x: Any, values: Any) -> None:
+        if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
+            x.copy_(dense(values))
+        else:
+            # Into a view, `copy_` would write nothing on CPU, and say nothing.
+            x.assign_value(dense(values))
 
     def shape_of(self, local: Any) -> tuple[int, ...]:
         return tuple(local._shape)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.platform.base import Dispatch, NativeOp
 from hyper_parallel.platform.torch import tensor
@@ -80,6 +82,23 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def is_meta(self, x: torch.Tensor) -> bool:
         """See `Platform.is_meta`."""
         return x.is_meta
+
+    def has_values(self, x: torch.Tensor) -> bool:
+        """See `Platform.has_values`."""
+        usual = x.layout is torch.strided and not x.is_quantized and not x.is_meta
+        return usual and not is_lazy(x) and not is_traceable_wrapper_subclass(x)
+
+    def bytes_of(self, x: torch.Tensor) -> bytes:
+        """See `Platform.bytes_of`."""
+        dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return dense.view(torch.uint8).numpy().tobytes()
+
+    def write(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Platform.write`."""
+        for dim, stride in enumerate(x.stride()):
+            if stride == 0 and x.shape[dim] > 1:  # expanded: one element stands for all
+                x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        x.copy_(values)
 
     def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
         """See `Platform.shape_of`."""

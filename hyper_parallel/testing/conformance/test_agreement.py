@@ -23,6 +23,7 @@ from hyper_parallel import (
     Shard,
     check_ranks,
     init_device_mesh,
+    manual_seed,
     parallelize_module,
 )
 from hyper_parallel.core.dtensor import agreement
@@ -48,6 +49,7 @@ def tensor(mesh: Any, *shape: int, dtype: str = "float32") -> Any:
 def different_steps(mesh: Any) -> dict[str, tuple]:
     """Each time rank 1 does something else."""
     rank = mesh.get_local_rank()
+    manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 
     def reduced(placement: Any, *shape: int, dtype: str = "float32") -> Any:
         x = DTensor.from_local(tensor(mesh, *shape, dtype=dtype), mesh, [placement])
@@ -88,12 +90,14 @@ def test_each_difference_is_named(pool: Any) -> None:
         "shape": "differ in the shape of the local tensor. rank 1: (3, 3); rank 0: (2, 3)",
         "empty": "differ in the shape of the local tensor. rank 1: (0, 3); rank 0: (2, 3)",
         "uneven shards": "differ in the sizes of shards. rank 1: (2, 2); rank 0: (3, 3)",
-        "uneven input of a style": "differ in the sizes of shards. rank 1: (2, 2); rank 0: (3, 3)",
         "the end": "rank 1: the end of check_ranks(); rank 0: all_gather along mesh dimension 0",
         "exception": "rank 1: leaving check_ranks() with KeyError: 'no such file'; rank 0: all_gather",
         "mesh": "rank 1 and rank 0 differ in the ranks of the mesh. rank 1: [1, 0]; rank 0: [0, 1]",
         "names": "differ in mesh_dim_names. rank 1: ('tp',); rank 0: ('dp',)",
     }
+    for seen in (zero, one):  # without `check_ranks` too
+        kind, message, _ = seen["uneven input of a style"]
+        assert kind == "ValueError" and "'up' is plain" in message and "(3, 4) (rank 0), (2, 4) (rank 1)" in message
     for case, text in expected.items():
         kind, message, ranks = zero[case]
         assert (kind, ranks) == ("RankMismatchError", (1,)) and text in message, f"{case}: {zero[case]}"
@@ -105,6 +109,7 @@ def test_each_difference_is_named(pool: Any) -> None:
 def different_plans(mesh: Any) -> dict[str, tuple]:
     """Rank 2 has another plan, another model, another keyword."""
     rank, made = mesh.get_local_rank(), get_lab()
+    manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 
     def apply(plan: dict, hidden: int = 8, frozen: bool = False, **options: Any) -> None:
         model = made.Mlp(4, hidden)
@@ -182,6 +187,7 @@ def test_rows_of_a_mesh_are_compared_by_themselves(pool: Any) -> None:
 def whole_step(mesh: Any) -> list:
     """A step inside `check_ranks` gives what it gives outside, and no more collectives are counted."""
     made, results = get_lab(), []
+    manual_seed(0, mesh)
     for inside in (False, True):
         model = made.Mlp(4, 8)
         x = made.tensor(np.arange(12, dtype=np.float32).reshape(3, 4))

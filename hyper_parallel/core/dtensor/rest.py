@@ -1,0 +1,139 @@
+"""What a plan leaves plain: parameters and buffers that every rank holds whole, and that must be the same on all."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.agreement import CHECKS, check_values
+from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.random import check_generators
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.dtensor.weak import WeakTable
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["broadcast_rest", "check_call", "check_rest", "remember_plan"]
+
+#: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
+BUCKET = 1 << 17
+#: module with a style -> (the module that was given to parallelize_module with it, mesh).
+_PLANS = WeakTable()
+
+
+def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Give every rank of a 1-D mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
+
+    They stay the same objects, plain, with their ``requires_grad`` and on their device. What is tied travels once; what
+    has no values (meta) does not. One broadcast a dtype, more where there are more than `BUCKET` elements.
+
+    Args:
+        module: all below it counts.
+        mesh: 1-D mesh.
+        src_data_rank: None does nothing.
+    """
+    if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
+        return
+    platform = mesh.platform
+    by_dtype: dict[Any, list[tuple[Any, int]]] = {}
+    for _, x in _held(module, mesh):
+        count = math.prod(platform.shape_of(x))
+        if not isinstance(x, DTensor) and count and platform.has_values(x):
+            by_dtype.setdefault(x.dtype, []).append((x, count))
+    with platform.no_dispatch(), platform.no_grad():
+        for entries in by_dtype.values():
+            for bucket in _buckets(entries):
+                _broadcast(bucket, mesh, src_data_rank)
+
+
+def _held(module: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    """(what it is, tensor) of all parameters and buffers, those that are tied once."""
+    platform, seen = mesh.platform, set()
+    for path, submodule in platform.named_modules(module):
+        held = [("parameter", *named) for named in platform.named_parameters(submodule)]
+        held += [("buffer", *named) for named in platform.named_buffers(submodule)]
+        for kind, name, x in held:
+            if id(x) not in seen:
+                seen.add(id(x))
+                yield f"{kind} {f'{path}.{name}' if path else name!r}", x
+
+
+def _buckets(entries: list[tuple[Any, int]]) -> Iterator[list[Any]]:
+    bucket: list[Any] = []
+    room = BUCKET
+    for x, count in entries:
+        if bucket and count > room:
+            yield bucket
+            bucket, room = [], BUCKET
+        bucket.append(x)
+        room -= count
+    yield bucket
+
+
+def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
+    platform = mesh.platform
+    values = [platform.to_device(platform.detach(x)) for x in tensors]
+    if len(values) == 1 and math.prod(platform.shape_of(values[0])) > BUCKET:
+        platform.write(tensors[0], collectives.broadcast(platform.contiguous(values[0]), mesh, 0, src))
+        return
+    flat = [x.reshape((-1,)) for x in values]
+    sent = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
+    sent, start = collectives.broadcast(sent, mesh, 0, src), 0
+    for x in tensors:
+        shape = platform.shape_of(x)
+        count = math.prod(shape)
+        platform.write(x, platform.narrow(sent, 0, start, count).reshape(shape))
+        start += count
+
+
+# ---------------------------------------------------------------------- comparison
+def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
+    """Remember that the modules ``styled`` got their styles with ``module``, for `check_call`."""
+    for submodule in styled:
+        _PLANS.set(submodule, (weakref.ref(module), weakref.ref(mesh)))
+
+
+def check_call(submodule: Any) -> None:
+    """To be called when a check is on and a module with a style is called: the first call of a model inside
+    `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.
+
+    Raises:
+        RankMismatchError: as `check_rest`; also where the mesh's generators differ.
+    """
+    module, mesh = (known() for known in _PLANS.get(submodule) or (lambda: None, lambda: None))
+    if module is None or mesh is None or (id(module), mesh) in CHECKS[-1].at_end:
+        return
+
+    def compare() -> None:
+        check_rest(module, mesh)
+        check_generators(mesh)
+
+    compare()
+    CHECKS[-1].at_end[id(module), mesh] = compare
+
+
+def check_rest(module: Any, mesh: DeviceMesh) -> None:
+    """Compare what should be equal on all ranks of a 1-D mesh: parameters and buffers that are plain or replicated.
+
+    Raises:
+        RankMismatchError: names the first that differs, by its path.
+    """
+    if mesh.get_coordinate() is None:
+        return
+    held = {
+        what: x
+        for what, x in _held(module, mesh)
+        if not isinstance(x, DTensor) or (x.device_mesh is mesh and x.placements[0] is Replicate())
+    }
+    check_values(
+        held,
+        mesh,
+        0,
+        "parallelize_module gives all ranks those of one, with src_data_rank=0; what changes them afterwards must do "
+        "the same on every rank, and a gradient that differs needs a style, such as SequenceParallel() or "
+        "NoParallel(), for the module",
+    )

@@ -1,0 +1,197 @@
+"""Weights that are several matrices in one, where a plan does not say so: query, key and value; gate and up.
+
+Consecutive features, which `ColwiseParallel` gives a rank, are then a part of the queries and none of the values, and
+local code that takes its own output apart computes with other numbers than the single device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.modes import is_strict
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.tensor_parallel.attention import KEY_OR_VALUE, Attention, Match
+from hyper_parallel.core.tensor_parallel.heads import check_heads
+from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+
+__all__ = ["check_fused"]
+
+_OF_ATTENTION = re.compile(r"(c_attn|q_?k_?v|query_?key_?value|in_?proj)", re.IGNORECASE)
+_FUSED = re.compile(
+    r"(c_attn|(to_)?w?q?_?k_?v|query_?key_?value|in_?proj|gate_?up|up_?gate|w_?1_?[23])(_?(proj|linear|layer))?$",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """A linear layer whose output features a plan shards and gives to local code.
+
+    Attributes:
+        path, module, style: from the plan.
+        inputs, features: how many features it takes, and gives.
+        taken: path and number of input features of each `RowwiseParallel` layer beside it.
+        beside: names of the linear layers beside it.
+    """
+
+    path: str
+    module: Any
+    style: ColwiseParallel
+    inputs: int
+    features: int
+    taken: dict[str, int]
+    beside: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def alone(self) -> bool:
+        """Whether keys and values have layers of their own, of which this may be one."""
+        return any(KEY_OR_VALUE.match(name) for name in (self.name, *self.beside))
+
+
+def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Raise ValueError where a plan cuts a fused weight as if it were one matrix, and for heads that the ranks cannot
+    share in one that is cut part by part; inside `strict()` also where a weight may be fused and the plan does not say.
+    """
+    for projection in _projections(matches, modules, mesh):
+        attention, style = _attention_above(projection, modules), projection.style
+        size = None if attention is None else _size_of_heads(projection, attention)
+        if attention is not None and size is not None and not isinstance(style.heads, tuple):
+            if _has_all_heads(projection, attention, size):
+                _check_attention(projection, attention, size, mesh)
+            else:
+                _check_parts(projection, attention, size, mesh)
+        if style.packed is None and style.heads is None:
+            if attention is None or _FUSED.match(projection.name):
+                _check_gate_and_up(projection, mesh)
+            if is_strict():
+                _check_named(projection, mesh)
+
+
+def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[_Projection]:
+    platform = mesh.platform
+    rows: dict[str, int] = {}
+    for path, module, style in matches:
+        if isinstance(style, RowwiseParallel) and platform.is_linear_module(module):
+            rows[path] = style.features(module, platform)
+    linear = {path.rpartition(".")[::2] for path, module in modules.items() if platform.is_linear_module(module)}
+    for path, module, style in matches:
+        if not isinstance(style, ColwiseParallel) or not platform.is_linear_module(module):
+            continue
+        if style.output_layouts != (Shard(-1),) or not style.use_local_output:
+            continue  # as a DTensor, or gathered, it is taken apart by its global sizes
+        parent, _, name = path.rpartition(".")
+        kind = platform.kind_of(module)
+        yield _Projection(
+            path,
+            module,
+            style,
+            int(getattr(module, kind.weight).shape[1 - kind.out_dim]),
+            style.features(module, platform),
+            {row: size for row, size in rows.items() if path and row.rpartition(".")[0] == parent},
+            tuple(other for above, other in linear if path and above == parent and other != name),
+        )
+
+
+def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attention | None:
+    """The attention module that holds a projection; of one that is called as fused ones are, any module above it."""
+    above = projection.path
+    while above:
+        above = above.rpartition(".")[0]
+        found = Attention.of(modules[above]) if above in modules else None
+        if found is not None or not _OF_ATTENTION.search(projection.name):
+            return found
+    return None
+
+
+def _size_of_heads(projection: _Projection, attention: Attention) -> int | None:
+    """Features of one head: as the layer after attention takes them, which is sure, or as the attributes have them."""
+    heads = attention.heads[1]
+    widths = list(projection.taken.values())
+    if attention.size is not None and (not widths or heads * attention.size in widths):
+        return attention.size
+    width = widths[0] if widths else projection.inputs
+    return None if width % heads else width // heads
+
+
+def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> bool:
+    """Whether the features are those of all query, key and value heads."""
+    if projection.alone:
+        return False
+    if projection.features in projection.taken.values() and not _FUSED.match(projection.name):
+        return False  # what comes after takes all of them
+    return projection.features == (attention.heads[1] + 2 * attention.key_value_heads[1]) * size
+
+
+def _check_parts(projection: _Projection, attention: Attention, size: int, mesh: DeviceMesh) -> None:
+    """Raise ValueError where a part of a packed weight is made of heads that the ranks cannot share."""
+    for part in projection.style.parts(projection.module, mesh.platform, projection.path) or ():
+        for name, count in (attention.heads, attention.key_value_heads):
+            if part == count * size:
+                check_heads(count, (part,), mesh, projection.path, source=f" ({name})")
+                break
+
+
+def _check_attention(projection: _Projection, attention: Attention, size: int, mesh: DeviceMesh) -> None:
+    """Raise ValueError unless the plan cuts a query, key and value weight at its heads."""
+    heads, key_value, style = attention.heads[1], attention.key_value_heads[1], projection.style
+    source = f" ({attention.heads[0]})"
+    whole = [heads * size, key_value * size, key_value * size]
+    parts = style.parts(projection.module, mesh.platform, projection.path)
+    if parts is not None and sorted(parts) == sorted(whole):
+        check_heads(tuple(n // size for n in parts), parts, mesh, projection.path, source=source)
+    elif style.packed in (1, (projection.features,)):
+        # Query, key and value alternate: as many groups as there are key and value heads.
+        source = f" ({attention.key_value_heads[0]})"
+        check_heads(key_value, (projection.features,), mesh, projection.path, source=source)
+    else:
+        raise ValueError(
+            f"{projection.path!r} has {projection.features} output features, which are {heads} query, {key_value} key "
+            f"and {key_value} value heads of {size}{source}, and {style!r} cuts dimension {_dim(projection, mesh)} of "
+            f"its weight into {'consecutive features' if parts is None else f'parts of {parts}'} for the "
+            f"{mesh.size()} ranks of {mesh}, across these: write ColwiseParallel(heads=({heads}, {key_value}, "
+            f"{key_value})), or packed=({whole[0]}, {whole[1]}, {whole[2]}); packed=1 where query, key and value "
+            "alternate head by head"
+        )
+
+
+def _check_gate_and_up(projection: _Projection, mesh: DeviceMesh) -> None:
+    """Raise ValueError where what comes after takes half of the features: the rest is a gate."""
+    if projection.features in projection.taken.values():
+        return
+    for path, size in projection.taken.items():
+        if 2 * size == projection.features:
+            raise ValueError(
+                f"{projection.path!r} has {projection.features} output features, twice the {size} that {path!r} takes: "
+                f"a gate and what it multiplies, and {projection.style!r} cuts dimension {_dim(projection, mesh)} of "
+                f"its weight into consecutive features for the {mesh.size()} ranks of {mesh}, across both: write "
+                "ColwiseParallel(packed=2), or heads= and packed= for parts of other sizes; packed=1 where both "
+                "alternate, so that consecutive features belong together"
+            )
+
+
+def _check_named(projection: _Projection, mesh: DeviceMesh) -> None:
+    """Raise ValueError for what may be fused by its name or its shape; inside `strict()`."""
+    if not _FUSED.match(projection.name):
+        if projection.alone or projection.features in projection.taken.values():
+            return
+        if projection.features not in (2 * projection.inputs, 3 * projection.inputs):
+            return
+    raise ValueError(
+        f"{projection.path!r} takes {projection.inputs} features and gives {projection.features}, and may be several "
+        f"matrices in one, by its {'name' if _FUSED.match(projection.name) else 'shape'}; {projection.style!r} cuts "
+        f"dimension {_dim(projection, mesh)} of its weight into consecutive features for the {mesh.size()} ranks of "
+        f"{mesh}. Inside strict() say which it is: packed=1 for one matrix, packed=2 for gate and up, "
+        "heads=(query, key, value) or packed=(sizes of the parts) for the projections of attention"
+    )
+
+
+def _dim(projection: _Projection, mesh: DeviceMesh) -> int:
+    return mesh.platform.kind_of(projection.module).out_dim

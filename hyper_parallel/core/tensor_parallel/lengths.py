@@ -1,0 +1,81 @@
+"""Plain shards do not know the global size and are taken to be equal: when ranks compare whether they are.
+
+Once for each module that takes one, in its first call; and in every call, from when a plain shard of another size than
+on the other ranks was handed out on the mesh, which all ranks know from its layout. Collectives of unequal shards may
+end the process where nothing can be raised.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.bounded import Table
+from hyper_parallel.core.dtensor.chunking import shard_sizes
+from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+
+__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_lengths", "forget", "uneven_on"]
+
+#: mesh -> a list, empty until an uneven shard was handed out.
+_UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
+#: Attribute of a module: what of it was compared.
+COMPARED = "_hyper_parallel_compared"
+#: Not empty when there is such a list on some mesh.
+ANY_UNEVEN: list[bool] = []
+
+
+def _hand_out(layout: Layout) -> None:
+    """What follows from handing a local tensor of this layout out as a plain one."""
+    mesh, placement = layout.mesh, layout.placements[0]
+    # Of features, which come last, the weight that takes them knows the number.
+    if not isinstance(placement, Shard) or placement.dim == layout.ndim - 1:
+        return
+    sizes = shard_sizes(placement, layout.shape[placement.dim], mesh.size())
+    if min(sizes) != max(sizes):
+        uneven_on(mesh).append(True)
+        ANY_UNEVEN.append(True)
+
+
+#: ``HANDED_OUT[layout]`` is to be read when a local tensor of that layout, on a 1-D mesh, is handed out.
+HANDED_OUT = Table(_hand_out, 1 << 14)
+CACHES.append(HANDED_OUT.clear)
+
+
+def uneven_on(mesh: DeviceMesh) -> list[bool]:
+    """A list that is empty until an uneven shard is handed out on the mesh, always the same one."""
+    return _UNEVEN.setdefault(mesh, [])
+
+
+def compare_lengths(x: Any, mesh: DeviceMesh, placement: Placement, what: str, taker: Any) -> None:
+    """Raise ValueError, on all ranks, where a plain shard differs in shape from those of the other ranks.
+
+    Args:
+        x: the plain tensor.
+        mesh, placement: how it lies.
+        what: names it in messages.
+        taker: the module that takes it.
+    """
+    compared = taker.__dict__.get(COMPARED, ())
+    if mesh.size() > 1 and (what not in compared or uneven_on(mesh)):
+        shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)
+        if len(set(shapes)) > 1:
+            seen = (f"{shape} (rank {r})" for r, shape in zip(mesh.ranks_along(0), shapes, strict=True))
+            raise ValueError(
+                f"{what} is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}, and "
+                f"the ranks have {', '.join(seen)}: for a size that does not divide, pass DTensors between modules "
+                "(use_local_output=False in the module before, or DTensor.from_local(x, mesh, "
+                f"[{placement!r}], shape=...)), or pad"
+            )
+    if what not in compared:
+        object.__setattr__(taker, COMPARED, (*compared, what))
+
+
+def forget() -> None:
+    """Take it that no uneven shard was ever handed out: for measurements, which begin so."""
+    HANDED_OUT.clear()
+    ANY_UNEVEN.clear()
+    for uneven in _UNEVEN.values():
+        uneven.clear()

@@ -1,0 +1,94 @@
+"""Layers that take what a projection by columns gives, and that the plan forgot: they get a part of their input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.chunking import shard_sizes
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.tensor_parallel.attention import Match
+from hyper_parallel.core.tensor_parallel.base import is_styled, title
+from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+
+__all__ = ["guard_partners"]
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """A hook in front of a layer without a style that takes as many features as ``source`` has on all ranks together.
+
+    Attributes:
+        path: of the layer.
+        source: path of the projection by columns.
+        features: how many both have.
+        own: how many of them this rank has.
+        mesh: description of the mesh.
+    """
+
+    path: str
+    source: str
+    features: int
+    own: int
+    mesh: str
+
+    def __call__(self, module: Any, args: tuple) -> None:
+        x = args[0] if args else None
+        shape = getattr(x, "shape", ())
+        if not shape or shape[-1] != self.own or isinstance(x, DTensor) or is_styled(module):
+            return
+        raise ValueError(
+            f"{title(module)} takes {self.features} features in the last dimension of its input, and gets a plain one "
+            f"with this rank's part of them, as {self.source!r} gives it, whose ColwiseParallel shards its "
+            f"{self.features} features over {self.mesh}: give {self.path!r} RowwiseParallel() (a norm "
+            f"SequenceParallel()), or {self.source!r} ColwiseParallel(output_layouts=Replicate())"
+        )
+
+
+def guard_partners(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> list[tuple[str, Any, _Guard]]:
+    """(path, module, hook) for the layers that a plan may have forgotten, which is known when they are called.
+
+    A plan that gives a row-parallel layer beside each column-parallel one needs no hooks.
+    """
+    platform, guards = mesh.platform, []
+    above_rows = {path.rpartition(".")[0] for path, _, style in matches if isinstance(style, RowwiseParallel)}
+    planned = {id(module) for _, module, _ in matches}
+    takes: dict[int, list[tuple[str, Any]]] = {}
+    for path, module in modules.items():
+        features = None if id(module) in planned else _taken(module, mesh)
+        if features is not None:
+            takes.setdefault(features, []).append((path, module))
+    guarded: set[int] = set()
+    for source, module, style in matches:
+        if not isinstance(style, ColwiseParallel) or not source or source.rpartition(".")[0] in above_rows:
+            continue
+        if style.output_layouts != (Shard(-1),) or not style.use_local_output or style.keeps_whole(mesh):
+            continue
+        kind = platform.kind_of(module)
+        dim = kind.out_dim if platform.is_linear_module(module) else 1
+        features = int(getattr(module, kind.weight).shape[dim])
+        sizes = shard_sizes(Shard(0), features, mesh.size())
+        if max(sizes) == features:
+            continue  # some rank would have all of them, and could not know that the others do not
+        for path, taker in takes.get(features, ()):
+            if id(taker) not in guarded:
+                guarded.add(id(taker))
+                own = sizes[mesh.get_local_rank()]
+                guards.append((path, taker, _Guard(path, source, features, own, str(mesh))))
+    return guards
+
+
+def _taken(module: Any, mesh: DeviceMesh) -> int | None:
+    """How many features a linear layer or a norm over one dimension takes; None for other modules."""
+    platform = mesh.platform
+    if platform.is_linear_module(module):
+        kind = platform.kind_of(module)
+        weight = getattr(module, kind.weight)
+        known = not isinstance(weight, DTensor) and (platform.is_meta(weight) or platform.has_values(weight))
+        return int(weight.shape[1 - kind.out_dim]) if known else None
+    if platform.normalized_dims(module) == 1:
+        sizes = {tuple(parameter.shape) for _, parameter in platform.named_parameters(module)}
+        return sizes.pop()[0] if len(sizes) == 1 else None
+    return None

@@ -1,0 +1,230 @@
+"""Errors far from their cause have the path of the module that caused them: forgotten partners, uneven plain shards,
+embeddings, positional layouts, classes of other libraries. The same on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    NoParallel,
+    ParameterParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    distribute_tensor,
+    parallelize_module,
+)
+from hyper_parallel.core.dtensor.lookalikes import import_hint
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.labs import get_lab
+
+
+def message_of(job: Any) -> tuple[str, str]:
+    """Type and message of what ``job`` raises."""
+    try:
+        job()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+class Outer:
+    """A module that runs the modules below it one after the other."""
+
+    def __new__(cls, **modules: Any) -> Any:
+        outer = get_lab().Probe()
+        for name, module in modules.items():
+            setattr(outer, name, module)
+        return outer
+
+
+# ---------------------------------------------------------------------- a forgotten partner
+@spmd.on_mesh()
+def forgotten(mesh: Any) -> list[tuple[str, str]]:
+    lab = get_lab()
+    found = []
+    for features in (12, 7):
+        x = lab.tensor(floats(2, 3, 6))
+        mlp = parallelize_module(lab.load(lab.Mlp(6, features), np.random.default_rng(0)), mesh, {"up": "colwise"})
+        found.append(message_of(lambda mlp=mlp, x=x: lab.call(mlp, x)))
+        other = Outer(a=lab.linear_module(6, features), norm=lab.norm_module(features), b=lab.linear_module(6, 6))
+        parallelize_module(other, mesh, {"a": ColwiseParallel()})
+        found.append(message_of(lambda m=other, x=x: lab.call(m.norm, lab.call(m.a, x))))
+        table = Outer(table=lab.embedding_module(5, features), after=lab.linear_module(features, 6))
+        parallelize_module(table, mesh, {"table": ColwiseParallel()})
+        ids = lab.tensor(np.array([[0, 1]]).astype(lab.TARGET_DTYPE))
+        found.append(message_of(lambda m=table, ids=ids: lab.call(m.after, lab.call(m.table, ids))))
+    gated = Outer(w1=lab.linear_module(6, 12), w3=lab.linear_module(6, 12), w2=lab.linear_module(12, 6))
+    parallelize_module(gated, mesh, {"w[13]": ColwiseParallel()})  # two sources, one partner
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match=r"'w2' takes 12 features .* as 'w1' gives it"):
+            lab.call(gated.w2, lab.call(gated.w3, lab.tensor(floats(2, 6))))
+    # A whole input, a DTensor, and a partner that a second call adds, are fine.
+    mlp = parallelize_module(lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), mesh, {"up": ColwiseParallel()})
+    lab.call(mlp.down, lab.tensor(floats(2, 12)))
+    pickle.dumps([*getattr(mlp.down, "_forward_pre_hooks", {}).values()])
+    y = DTensor.from_local(lab.call(mlp.up, lab.tensor(floats(2, 6))), mesh, [Shard(1)])
+    found.append(message_of(lambda: lab.call(mlp.down, y)))
+    parallelize_module(mlp, mesh, {"down": RowwiseParallel()})
+    lab.call(mlp, lab.tensor(floats(2, 6)))
+    # Where a rank may have all of the features, none can know that the others do not.
+    parallelize_module(lab.Mlp(6, 1), mesh, {"up": ColwiseParallel()})
+    # What needs no hook: a gathered output, a partner beside it, no layer of that size, a style for the model itself.
+    for plan in ({"up": "colwise_rep"}, {"up": "colwise", "down": "rowwise"}):
+        lab.call(parallelize_module(lab.Mlp(6, 12), mesh, plan), lab.tensor(floats(2, 6)))
+    parallelize_module(lab.linear_module(6, 6), mesh, ColwiseParallel())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
+    results = pool.run(world_size, forgotten)
+    assert all(result[:6] == results[0][:6] for result in results)
+    *named, distributed = results[0]
+    assert "this rank's part" not in distributed[1]
+    for i, (kind, message) in enumerate(named):
+        if world_size == 1:
+            assert kind == "nothing", message
+            continue
+        path, source = (("down", "up"), ("norm", "a"), ("after", "table"))[i % 3]
+        assert kind == "ValueError", message
+        for word in (f"'{path}' takes {12 if i < 3 else 7} features", f"as '{source}' gives it", "DeviceMesh("):
+            assert word in message, message
+        assert "RowwiseParallel()" in message and "output_layouts=Replicate()" in message
+
+
+# ---------------------------------------------------------------------- uneven plain shards
+@spmd.on_mesh()
+def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
+    lab, rank, ranks = get_lab(), mesh.get_local_rank(), mesh.size()
+
+    def model(**styles: Any) -> Any:
+        return parallelize_module(lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), mesh, styles)
+
+    def cut(length: int) -> Any:
+        """This rank's part of a sequence, as one cuts it by hand."""
+        parts = np.array_split(floats(2, length, 6), ranks, axis=1)
+        return lab.tensor(np.ascontiguousarray(parts[rank]))
+
+    norm = Outer(norm=lab.norm_module(6))
+    parallelize_module(norm, mesh, {"norm": SequenceParallel(use_local_output=True)})
+    column = model(up=ColwiseParallel(input_layouts=Shard(1)), down=RowwiseParallel(output_layouts=Shard(1)))
+    probe = Outer(probe=lab.Probe())
+    probe = parallelize_module(
+        probe, mesh, {"probe": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())}
+    )
+    gathered = Outer(probe=lab.Probe())
+    style = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    parallelize_module(gathered, mesh, {"probe": style})
+    router = parallelize_module(Outer(gate=lab.linear_module(6, 6)), mesh, {"gate": NoParallel(input_layout=Shard(1))})
+    held = ParameterParallel({"kernel": Shard(0)}, input_layouts=Shard(1), output_layouts=Replicate())
+    held = parallelize_module(Outer(held=lab.Projection(6, 6)), mesh, {"held": held})
+    length = 2 * ranks + 1
+    found = {
+        "norm": message_of(lambda: lab.call(norm.norm, cut(length))),
+        "column": message_of(lambda: lab.call(column, cut(length))),
+        "prepared input": message_of(lambda: lab.call(probe.probe, cut(length))),
+        "prepared output": message_of(lambda: lab.call(gathered.probe, cut(length))),
+        "replicated": message_of(lambda: lab.call(router.gate, cut(length))),
+        "parameters": message_of(lambda: lab.call(held.held, cut(length))),
+    }
+    # Where the first call is even and a later one is not: what was handed out tells.
+    even = cut(2 * ranks)
+    for _ in range(2):
+        lab.call(norm.norm, even)
+        lab.call(column, even)
+    whole = DTensor.from_local(lab.tensor(floats(2, length, 6)), mesh).redistribute(placements=[Shard(1)])
+    given = model(down=RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)))
+    part = lab.call(given.down, lab.tensor(floats(2, length, 12)))
+    ids = lab.tensor(np.zeros((2, length), lab.TARGET_DTYPE))
+    for use_local_output in (True, False):
+        table = Outer(table=lab.embedding_module(8, 6))
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=use_local_output)
+        parallelize_module(table, mesh, {"table": style})
+        assert isinstance(lab.call(table.table, ids), DTensor) != use_local_output
+    found["after a local output"] = message_of(lambda: lab.call(norm.norm, part))
+    found["and another"] = message_of(lambda: lab.call(column, part))
+    lab.call(norm.norm, whole)
+    lab.call(norm.norm, even)
+    lab.call(column, even)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_uneven_plain_shards_are_refused(pool: Any, world_size: int) -> None:
+    results = pool.run(world_size, uneven)
+    assert all(result == results[0] for result in results)
+    paths = {
+        "norm": "'norm'", "column": "'up'", "prepared input": "'probe'", "prepared output": "'probe'",
+        "replicated": "'gate'", "parameters": "'held'", "after a local output": "'norm'", "and another": "'up'",
+    }  # fmt: skip
+    for case, path in paths.items():
+        kind, message = results[0][case]
+        if world_size == 1:
+            assert kind == "nothing", message
+            continue
+        assert kind == "ValueError", f"{case}: {message}"
+        for word in (path, "Shard(dim=1)", "(rank 0)", "use_local_output=False", "shape=", f"all {world_size} ranks"):
+            assert word in message, f"{case}: {message}"
+
+
+# ---------------------------------------------------------------------- embeddings, layouts by position, lookalikes
+@spmd.on_mesh()
+def refused(mesh: Any) -> None:
+    lab = get_lab()
+    for style in (RowwiseParallel(), "rowwise", ColwiseParallel(input_layouts=Shard(-1))):
+        with fails(ValueError, "'table' is an embedding", "input_layouts=Replicate()", "Shard(1)", str(mesh)):
+            parallelize_module(Outer(table=lab.embedding_module(8, 4)), mesh, {"table": style})
+    theirs = type("Shard", (), {"__module__": "other.placements", "__repr__": lambda self: "Shard(dim=1)"})()
+    whose = ("Shard of other.placements", "`from hyper_parallel import Shard`")
+    x = lab.tensor(floats(4, 6))
+    with fails(TypeError, *whose):
+        distribute_tensor(x, mesh, [theirs])
+    with fails(TypeError, "must be a sequence", *whose):
+        distribute_tensor(x, mesh, theirs)
+    with fails(TypeError, *whose):
+        DTensor.from_local(x, mesh, [theirs])
+    with fails(TypeError, *whose):
+        DTensor.from_local(x, mesh).redistribute(placements=[theirs])
+    with fails(TypeError, "must be a sequence", *whose):
+        DTensor.from_local(x, mesh).redistribute(placements=theirs)
+    for keyword in ("input_layouts", "output_layouts"):
+        with fails(TypeError, f"ColwiseParallel({keyword}=...)", *whose):
+            ColwiseParallel(**{keyword: theirs})
+    derived = type("_StridedShard", (type(theirs),), {"__module__": "other.private"})()
+    with fails(TypeError, *whose):
+        distribute_tensor(x, mesh, [derived])
+    style = type("ColwiseParallel", (), {"__module__": "other.styles"})
+    for given in (style, style()):
+        with fails(TypeError, "'up'", "no ParallelStyle", "ColwiseParallel of other.styles", "import ColwiseParallel`"):
+            parallelize_module(lab.Mlp(4, 8), mesh, {"up": given})
+        with fails(TypeError, "parallelize_plan", "ColwiseParallel of other.styles"):
+            parallelize_module(lab.Mlp(4, 8), mesh, given)
+    with fails(TypeError, "other.meshes.DeviceMesh", "import DeviceMesh`"):
+        parallelize_module(lab.Mlp(4, 8), type("DeviceMesh", (), {"__module__": "other.meshes"})(), {})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_refused_before_anything_is_done(pool: Any, world_size: int) -> None:
+    pool.run(world_size, refused)
+
+
+def test_layouts_by_position() -> None:
+    for style in (ColwiseParallel, RowwiseParallel, SequenceParallel, NoParallel, PrepareModuleInput):
+        with pytest.raises(TypeError, match=rf"^{style.__name__} takes .* by keyword, got Shard\(dim=1\) by position"):
+            style(Shard(1))  # type: ignore[misc]
+    assert ParameterParallel({"w": Shard(0)}).placements == {"w": Shard(0)}
+    assert repr(copy.deepcopy(RowwiseParallel())) == repr(pickle.loads(pickle.dumps(RowwiseParallel())))
+    assert import_hint(Shard(0)) == import_hint(Shard) == import_hint("x") == ""
