@@ -95,7 +95,8 @@ class Names:
 
 
 def _is_framework(module: str) -> bool:
-    return module.partition(".")[0] in FRAMEWORKS
+    # What a backend takes from private parts of its framework stands in one module, and is the framework's all the same.
+    return module.partition(".")[0] in FRAMEWORKS or module.endswith(".private")
 
 
 def parts_of(tree: ast.AST) -> Iterator[list[ast.AST]]:
