@@ -1,9 +1,9 @@
 """Collectives of the framework that a program calls on DTensors by itself, as in data parallelism written by hand.
 
-A DTensor is its local tensor, so such a collective acts on this rank's part: the gradients of the data-parallel ranks are
-averaged shard by shard. That is right where the ranks that take part hold the same part. What is known about them is the
-mesh: ranks of one mesh that differ in a dimension hold different shards, or different summands, along it. There the
-collective is refused, on all of them, since all know the layout and the ranks of the group.
+A DTensor is its local tensor, so such a collective acts on this rank's part: the gradients of the data-parallel ranks
+are averaged shard by shard. That is right where the ranks that take part hold the same part. What is known about them
+is the mesh: ranks of one mesh that differ in a dimension hold different shards, or different summands, along it. There
+the collective is refused, on all of them, since all know the layout and the ranks of the group.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
+from hyper_parallel.platform.torch import wrappers
 from hyper_parallel.platform.torch.handlers import clipping, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
@@ -85,6 +86,13 @@ PATCHES = PatchSet(
             make=optimizers.clear_locally,
             check=takes("self set_to_none"),
             required=False,
+        ),
+        Patch(
+            targets=("torch.nn.modules.module._global_module_registration_hooks[hyper_parallel]",),
+            reason="DistributedDataParallel over ranks with different shards averages these, DataParallel copies them",
+            versions=_TESTED,
+            make=wrappers.watch_wrappers,
+            held="absent",
         ),
         _supported_types("torch.optim.optimizer"),
         _supported_types("torch.utils._foreach_utils"),

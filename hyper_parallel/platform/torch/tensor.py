@@ -154,7 +154,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
             raise RuntimeError(f"the DTensor class has been made already, with {_State.tensor_class.__mro__[1]}")
         return _State.tensor_class
     # Imported here, because the handlers register themselves in this module.
-    from hyper_parallel.platform.torch import handlers, patches
+    from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
     table = {**computing, **direct_calls(computing), **HANDLERS}
@@ -181,6 +181,8 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
         "shape": property(shape),
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
+        "_is_flat_param": wrappers.refuse_flat_parameter,
+        **checkpoints.REFUSALS,
         **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, unknown),
         **make_operators(table),
     }
@@ -191,4 +193,5 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
     except RuntimeError:
         _State.tensor_class = None  # every attempt is to say so
         raise
+    checkpoints.gather_whole_states()
     return _State.tensor_class

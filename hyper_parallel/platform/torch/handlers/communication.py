@@ -21,9 +21,9 @@ __all__: list[str] = []
 
 _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 #: What each rank gives stays apart from what the others give, and every rank knows of all results.
-_GATHERING = frozenset({"all_gather", "all_gather_coalesced", "all_gather_single", "all_to_all", "all_to_all_single"})
+_GATHERING = frozenset(words("all_gather all_gather_coalesced all_gather_single all_to_all all_to_all_single"))
 #: Each rank gets another result.
-_PARTING = frozenset({"reduce", "scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "all_to_all_single"})
+_PARTING = frozenset(words("reduce scatter reduce_scatter reduce_scatter_single all_to_all all_to_all_single"))
 #: Functions of one large and one small tensor, and which of the two arguments is the large one.
 _OF_ROWS = {"all_gather_single": 0, "reduce_scatter_single": 1}
 #: Their first argument is written, the second one read.
@@ -31,7 +31,7 @@ _INTO_FIRST = frozenset({*_GATHERING, "reduce_scatter", "reduce_scatter_single"}
 
 
 def _functions(names: str) -> list[Any]:
-    """torch hands over what the module holds under the name, which is not the same as what `torch.distributed` does
+    """What the module holds under the names, which is what torch hands over: `torch.distributed` has something else
     where somebody has put another function there. Versions differ in what there is."""
     return [vars(distributed_c10d).get(name) for name in words(names)]
 
