@@ -13,9 +13,20 @@ from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
-__all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "mark_applied", "name_module", "title"]
+__all__ = [
+    "APPLIED",
+    "ModuleStyle",
+    "ParallelStyle",
+    "check_flag",
+    "mark_applied",
+    "name_module",
+    "of_style",
+    "reapply",
+    "title",
+]
 
-_APPLIED = "_hyper_parallel_styles"
+#: Attribute of a module: (style, mesh) for each style that was applied to it.
+APPLIED = "_hyper_parallel_styles"
 _PATH = "_hyper_parallel_path"
 
 
@@ -45,7 +56,7 @@ class ParallelStyle(ABC):
                 f"{type(self).__name__} on {where!r} needs a 1-D mesh, got one of shape {device_mesh.shape}: pass one "
                 "dimension of it, as in mesh['tp']"
             )
-        for earlier in getattr(module, _APPLIED, ()):
+        for earlier, _ in getattr(module, APPLIED, ()):
             if self.excludes(earlier):
                 raise ValueError(f"{where!r} has the style {earlier!r} already and cannot get {self!r} as well")
 
@@ -75,7 +86,7 @@ class ModuleStyle(ParallelStyle):
             module,
             lambda forward: self._forward(forward, self._local_forward(module, forward, device_mesh), device_mesh),
         )
-        mark_applied(module, self)
+        mark_applied(module, self, device_mesh)
         return module
 
     def _forward(self, forward: Callable[..., Any], local: LocalForward | None, mesh: DeviceMesh) -> Callable[..., Any]:
@@ -158,9 +169,22 @@ class ModuleStyle(ParallelStyle):
         raise ValueError(f"{where} was called without inputs")
 
 
-def mark_applied(module: Any, style: ParallelStyle) -> None:
-    """Remember on ``module`` that ``style`` was applied to it."""
-    object.__setattr__(module, _APPLIED, (*getattr(module, _APPLIED, ()), style))
+def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Remember on ``module`` that ``style`` was applied to it over ``mesh``."""
+    object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (style, mesh)))
+
+
+def reapply(module: Any, applied: tuple) -> None:
+    """Apply styles to a module that was loaded: of the class of before, with the parameters that they distributed, so
+    that nothing is communicated. ``applied`` is what `mark_applied` left in the attribute `APPLIED`."""
+    for style, mesh in applied:
+        style._apply(module, mesh)
+
+
+def of_style(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a hook that a style registers, and so registers again where the module is loaded."""
+    hook.of_style = True  # type: ignore[attr-defined]
+    return hook
 
 
 def name_module(module: Any, path: str) -> None:

@@ -21,6 +21,8 @@ from hyper_parallel.platform.torch.private import global_forward_hooks as _all_f
 from hyper_parallel.platform.torch.private import global_forward_pre_hooks as _all_forward_pre
 from hyper_parallel.platform.torch.private import tracer as _tracer
 
+from hyper_parallel.platform.torch.module_copies import copying_methods
+
 __all__ = ["call_quickly", "replace_forward"]
 
 
@@ -101,4 +103,4 @@ def _derive(cls: Any, methods: dict[str, Any]) -> type:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_quick": True}
     if _calls_quickly and (cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False)):
         methods = {**methods, "__call__": call}
-    return type(cls.__name__, (cls,), {**names, **methods})
+    return type(cls.__name__, (cls,), {**names, **copying_methods(cls), **methods})
