@@ -89,9 +89,18 @@ class DeviceMesh:
             ValueError: outside the mesh, for an unknown dimension, or when it is left out on an n-D mesh.
         """
         dim = self._dim(mesh_dim, "get_local_rank")
-        if self._coordinate is None:
-            raise ValueError(f"rank {self.get_rank()} is not part of {self}")
+        self.require_member("get_local_rank()")
+        assert self._coordinate is not None
         return self._coordinate[dim]
+
+    def require_member(self, what: str) -> None:
+        """Raise ValueError on a rank outside the mesh, which has no part of its tensors; ``what`` is not to be done
+        there."""
+        if self._coordinate is None:
+            raise ValueError(
+                f"{what}: rank {self.get_rank()} is not part of {self} and has no part of the tensors there: let only "
+                "the ranks of the mesh do this, as in `if mesh.get_coordinate() is not None:`"
+            )
 
     def get_rank(self) -> int:
         """Global rank of this process."""

@@ -92,6 +92,8 @@ class ModuleStyle(ParallelStyle):
     def _forward(self, forward: Callable[..., Any], local: LocalForward | None, mesh: DeviceMesh) -> Callable[..., Any]:
         """What a call of the module runs in place of ``forward``: ``local`` for a single input that it knows, else that
         between the styles' conversions."""
+        if mesh.get_coordinate() is None:
+            return _forward_outside(mesh)
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,6 +169,15 @@ class ModuleStyle(ParallelStyle):
             first = next(iter(kwargs))
             return args, {**kwargs, first: convert(kwargs[first])}
         raise ValueError(f"{where} was called without inputs")
+
+
+def _forward_outside(mesh: DeviceMesh) -> Callable[..., Any]:
+    """What a call of a module runs on a rank outside the mesh of its style."""
+
+    def refuse(module: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh.require_member(f"a call of {title(module)}")
+
+    return refuse
 
 
 def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:

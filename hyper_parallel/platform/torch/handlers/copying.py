@@ -75,7 +75,8 @@ def rebuild_dtensor(
             continue
         raise RuntimeError(
             f"a distributed tensor of shape {tuple(layout.shape)} placed {list(layout.placements)} was saved by the "
-            f"rank at {coordinate} of {mesh}, and this one is at {here}: along mesh dimension {mesh.dim_label(mesh_dim)} it "
+            f"rank at {coordinate} of {mesh}, and this one is at {here}: along mesh dimension "
+            f"{mesh.dim_label(mesh_dim)} it "
             "holds another part. Let each rank load its own file, or save full_tensor(), which all ranks must call"
         )
     # In a new process the class may not have been made yet.
