@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, distribute_tensor, parallelize_module
-from hyper_parallel.platform.torch.checkpoints import when_imported
+from hyper_parallel.platform.torch.checkpoints import Waiting
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device
 
@@ -143,16 +141,20 @@ def test_nested_entries(pool: Any) -> None:
     pool.run(2, nested)
 
 
-def test_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Called once the module is complete, on its first import only; at once where it is there."""
     (tmp_path / "some_module_of_test.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    seen: list[types.ModuleType] = []
-    finders: list[Callable] = list(sys.meta_path)
-    when_imported("some_module_of_test", seen.append)
-    assert not seen
-    import some_module_of_test  # type: ignore[import-not-found]
+    seen: list[int] = []
+    finders = list(sys.meta_path)
+    waiting = Waiting("some_module_of_test", lambda: seen.append(sys.modules["some_module_of_test"].value))
+    waiting.start()
+    assert sys.meta_path == [waiting, *finders]
+    waiting.stop()
+    assert sys.meta_path == finders
+    waiting.start()
+    import some_module_of_test  # type: ignore[import-not-found]  # noqa: F401
 
-    assert seen == [some_module_of_test] and seen[0].value == 1 and sys.meta_path == finders
-    when_imported("some_module_of_test", seen.append)
-    assert len(seen) == 2
+    assert seen == [1] and sys.meta_path == finders
+    waiting.start()
+    assert seen == [1, 1] and sys.meta_path == finders

@@ -238,13 +238,14 @@ def slices(mesh: Any) -> None:
 
     data = pickle.dumps(distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)]))
     known = mesh["tp"]
-    module._MESHES = {key: m for key, m in module._MESHES.items() if m is not known}
+    every = module._MESHES
+    module._MESHES = {key: m for key, m in every.items() if m is not known}
     found = pickle.loads(data).device_mesh
     assert found is not known and found is mesh["tp"] and found.mesh.tolist() == known.mesh.tolist()
     whole = DeviceMesh(None, [0, 1, 2, 3])
     del module._MESHES[next(key for key, m in module._MESHES.items() if m is whole)]
     assert pickle.loads(pickle.dumps(whole)) is DeviceMesh(None, [0, 1, 2, 3])  # needs no group
-    module._MESHES.clear()
+    module._MESHES = every  # those of the other tests
 
 
 def test_slices_of_meshes(pool: Any) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.platform.torch.module_copies import copying_methods
 from hyper_parallel.platform.torch.private import calls_quickly as _calls_quickly
 from hyper_parallel.platform.torch.private import global_backward_hooks as _all_backward
 from hyper_parallel.platform.torch.private import global_backward_pre_hooks as _all_backward_pre
 from hyper_parallel.platform.torch.private import global_forward_hooks as _all_forward
 from hyper_parallel.platform.torch.private import global_forward_pre_hooks as _all_forward_pre
 from hyper_parallel.platform.torch.private import tracer as _tracer
-
-from hyper_parallel.platform.torch.module_copies import copying_methods
 
 __all__ = ["call_quickly", "replace_forward"]
 

@@ -19,12 +19,7 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.torch.tensor import is_dtensor
 
-__all__ = ["REFUSALS", "gather_whole_states", "when_imported"]
-
-_HELPERS = "torch.distributed._state_dict_utils"
-#: Also has the function under its own name.
-_USER = "torch.distributed.checkpoint.state_dict"
-_GATHER = "_gather_state_dict"
+__all__ = ["REFUSALS", "Waiting", "gathering"]
 
 
 def _refuse(x: Any, *args: Any) -> Any:
@@ -43,17 +38,9 @@ def _refuse(x: Any, *args: Any) -> Any:
 REFUSALS = dict.fromkeys(("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"), _refuse)
 
 
-def gather_whole_states() -> None:
-    """Let ``get_model_state_dict`` and ``get_optimizer_state_dict`` with ``full_state_dict=True`` gather DTensors.
-
-    They go through a function that asks for torch's own class. It is wrapped when its module is imported, which is not
-    done here, since that takes more than a second.
-    """
-    when_imported(_HELPERS, _wrap_gathering)
-
-
-def _wrap_gathering(helpers: Any) -> None:
-    original = getattr(helpers, _GATHER)
+def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that ``get_model_state_dict`` and ``get_optimizer_state_dict`` with ``full_state_dict=True`` go
+    through, and which asks for torch's own class: it gets DTensors gathered."""
 
     @functools.wraps(original)
     def gather_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +48,7 @@ def _wrap_gathering(helpers: Any) -> None:
         keep = not only or dist.get_rank(kwargs.get("pg")) in only
         return original(_whole(state_dict, on_cpu, keep), *args, **kwargs)
 
-    for name in (_HELPERS, _USER):
-        module = sys.modules.get(name)
-        if module is not None:
-            setattr(module, _GATHER, gather_state_dict)
+    return gather_state_dict
 
 
 def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
@@ -82,33 +66,42 @@ def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
     return x
 
 
-def when_imported(name: str, call: Callable[[Any], None]) -> None:
-    """Call ``call(module)`` as soon as the module ``name`` is there, which may be now or never."""
-    if name in sys.modules:
-        call(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Waiting(name, call))
+class Waiting(MetaPathFinder):
+    """Calls a function as soon as a module is there, which may be now or never: importing it takes a second.
 
+    Args:
+        name: of the module.
+        call: the function.
+    """
 
-class _Waiting(MetaPathFinder):
-    """Leaves an import to the finders after it, and calls a function when it is done."""
-
-    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
         self.name = name
         self.call = call
 
+    def start(self) -> None:
+        """Call now or wait."""
+        if self.name in sys.modules:
+            self.call()
+        else:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Wait no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """See `MetaPathFinder.find_spec`."""
+        """See `MetaPathFinder.find_spec`: leaves the import to the finders after this one."""
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
+        self.stop()
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_call(module: Any) -> None:
                 execute(module)
-                self.call(module)
+                self.call()
 
             spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

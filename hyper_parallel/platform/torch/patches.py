@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
-from hyper_parallel.platform.torch import wrappers
+from hyper_parallel.platform.torch import checkpoints, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "WHOLE_STATES"]
 
 _TESTED = "2.13 to 2.15"
 
@@ -65,6 +65,34 @@ def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters:
         check=takes(parameters),
         required=False,
     )
+
+
+_HELPERS = "torch.distributed._state_dict_utils"
+
+#: Installed with the others, but not before the module is imported, which takes more than a second.
+WHOLE_STATES = PatchSet(
+    _HELPERS,
+    torch.__version__,
+    [
+        Patch(
+            targets=(f"{_HELPERS}._gather_state_dict",),
+            reason="``get_model_state_dict`` and the like with ``full_state_dict=True`` give one rank's shard",
+            versions=_TESTED,
+            make=checkpoints.gathering,
+            everywhere=True,
+        )
+    ],
+)
+_WAITING = checkpoints.Waiting(_HELPERS, WHOLE_STATES.install)
+
+
+def _switch(on: bool) -> None:
+    allow_dtensors(on)
+    if on:
+        _WAITING.start()
+    else:
+        _WAITING.stop()
+        WHOLE_STATES.uninstall()
 
 
 PATCHES = PatchSet(
@@ -122,5 +150,5 @@ PATCHES = PatchSet(
         ),
     ],
     classes=lambda: [made_class()],
-    switch=allow_dtensors,
+    switch=_switch,
 )

@@ -194,5 +194,4 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
         _State.tensor_class = None  # every attempt is to say so
         raise
     handlers.allow_weights_only()
-    checkpoints.gather_whole_states()
     return _State.tensor_class
