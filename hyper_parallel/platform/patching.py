@@ -146,8 +146,13 @@ class _Entry:
     """A further entry of a list or set, or of a dict under a key."""
 
     def __init__(self, target: str) -> None:
-        path, self._key = target[:-1].rsplit("[", 1)
-        self._holder = _resolved(path)
+        self._path, self._key = target[:-1].rsplit("[", 1)
+        self.original()
+
+    @property
+    def _holder(self) -> Any:
+        """Looked up each time: frameworks put another list or set in the place of one."""
+        return _resolved(self._path)
 
     def held(self) -> str:
         if self._key:

@@ -160,6 +160,26 @@ def test_embedding_is_mint_s(request: pytest.FixtureRequest) -> None:
     assert native.args == (*xs, 1, None, 2.0, False)
 
 
+@pytest.mark.parametrize(("chosen", "local_rank", "selected"), [(0, "3", [("Ascend", 3)]), (5, "3", []), (0, None, [])])
+def test_device_of_local_rank(
+    ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPatch, chosen: int, local_rank: str | None, selected: list
+) -> None:
+    """Under torchrun's variables each rank selects its device before it meets the others, unless the program has."""
+    calls: list[Any] = []
+    context = {"device_id": chosen}
+    plain = ms.get_context
+    monkeypatch.setattr(ms, "get_context", lambda name: context[name] if name in context else plain(name))
+    monkeypatch.setattr(ms, "set_device", lambda *args: calls.append(args))
+    monkeypatch.setattr(launch, "_meet", lambda *args: calls.append("meet") or launch.World(1, 2, "hccl_world_group"))
+    for name in ("MS_ROLE", "MS_WORKER_NUM", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    ascend.init_process_group()
+    assert calls == [*selected, "meet"]
+
+
 def test_torchrun_and_msrun(ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either environment leads to hccl: torchrun's through a store, msrun's through MindSpore's own initialisation."""
     calls: list[str] = []

@@ -47,7 +47,7 @@ def copies(mesh: Any) -> None:
     x = shard(randn(5, 3), mesh, Shard(0))
     twice = copy.deepcopy([x, x])
     assert twice[0] is twice[1] and twice[0] is not x
-    rebuild, (local, layout, requires_grad, is_parameter) = x.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    rebuild, (local, layout, requires_grad, is_parameter, _) = x.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     assert rebuild is rebuild_dtensor
     close(rebuild(local.clone(), layout, requires_grad, is_parameter), randn(5, 3))
     with pytest.raises(RuntimeError, match=r"saved with a local shape of \(7, 3\).*load the file of this rank"):

@@ -95,7 +95,7 @@ class Names:
 
 
 def _is_framework(module: str) -> bool:
-    # What a backend takes from private parts of its framework stands in one module, and is the framework's all the same.
+    # What a backend takes from private parts of its framework stands in one module, and is still the framework's.
     return module.partition(".")[0] in FRAMEWORKS or module.endswith(".private")
 
 

@@ -90,9 +90,18 @@ class DeviceMesh:
             ValueError: outside the mesh, for an unknown dimension, or when it is left out on an n-D mesh.
         """
         dim = self._dim(mesh_dim, "get_local_rank")
-        if self._coordinate is None:
-            raise ValueError(f"rank {self.get_rank()} is not part of {self}")
+        self.require_member("get_local_rank()")
+        assert self._coordinate is not None
         return self._coordinate[dim]
+
+    def require_member(self, what: str) -> None:
+        """Raise ValueError on a rank outside the mesh, which has no part of its tensors; ``what`` is not to be done
+        there."""
+        if self._coordinate is None:
+            raise ValueError(
+                f"{what}: rank {self.get_rank()} is not part of {self} and has no part of the tensors there: let only "
+                "the ranks of the mesh do this, as in `if mesh.get_coordinate() is not None:`"
+            )
 
     def get_rank(self) -> int:
         """Global rank of this process."""
@@ -319,4 +328,30 @@ def _new_groups(platform: Platform, ranks: np.ndarray) -> tuple[Any, ...]:
 
 
 def _rebuild(device_type: str, ranks: list, names: tuple[str, ...] | None) -> DeviceMesh:
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+    """The mesh that was pickled, in this process. Making process groups takes all ranks of the world, and nobody knows
+    whether all are loading: so it must be there already, or be a dimension of one, or need no group.
+
+    Raises:
+        RuntimeError: when it does not.
+    """
+    platform, wanted = _platform_for(device_type), np.asarray(ranks, dtype=np.int64)
+    world = platform.world()
+    if world is None or platform.world_size() == 1:
+        if wanted.size == 1 and not wanted.any():
+            return DeviceMesh(device_type, wanted, mesh_dim_names=names)
+    elif wanted.ndim == 1 and ranks == list(range(platform.world_size())):
+        return DeviceMesh(device_type, wanted, mesh_dim_names=names)
+    for mesh in list(_MESHES.values()):
+        if mesh.platform is platform and _WORLDS[platform]() is world:
+            if names is not None and mesh.mesh_dim_names is not None and set(names) <= set(mesh.mesh_dim_names):
+                mesh = mesh[names]
+            if mesh.mesh_dim_names == names and mesh.mesh.tolist() == ranks:
+                return mesh
+    size = 1 if world is None else platform.world_size()
+    raise RuntimeError(
+        f"what is loaded was saved on the mesh {ranks} with mesh_dim_names={names}, which rank "
+        f"{0 if world is None else platform.rank()} of a world of {size} rank(s) does not have: make the mesh first "
+        "(init_device_mesh on all ranks, and the dimension of it that was given to parallelize_module), and let each "
+        "rank load its own file. For another number of ranks save whole tensors: full_tensor() of each entry, which "
+        "all ranks must call"
+    )

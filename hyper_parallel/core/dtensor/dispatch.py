@@ -261,6 +261,8 @@ def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics
     mesh = common_mesh(layouts, func)
     if mesh is None:
         return None
+    if op.name not in ELEMENTWISE:  # these need no more of a local tensor than that it is empty
+        mesh.require_member(name_of(func))
     plain = tuple(i for i, key in enumerate(layouts) if isinstance(key, tuple))
     for i in plain:
         refuse_foreign(operands[i], mesh.platform, name_of(func))

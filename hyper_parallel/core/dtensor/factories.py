@@ -83,11 +83,11 @@ def _make(
     if any(p.is_partial() for p in layout.placements):
         raise ValueError(f"{name} makes sharded or replicated tensors, got placements {list(layout.placements)}")
     with platform.no_dispatch():
-        if name in ("rand", "randn"):
+        if name in ("rand", "randn") and mesh.get_coordinate() is not None:
             # Every rank draws the whole tensor and keeps its part: the numbers are those of a single device.
             synchronize(mesh)
             local = platform.factory(name, shape, fill_value, dtype)
-            for dim, pieces in enumerate(layout.local_ranges() if mesh.get_coordinate() is not None else ()):
+            for dim, pieces in enumerate(layout.local_ranges()):
                 parts = [platform.narrow(local, dim, start, length) for start, length in pieces]
                 local = platform.cat(parts, dim) if len(parts) > 1 else parts[0]
             local = platform.clone(local)

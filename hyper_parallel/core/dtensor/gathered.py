@@ -35,6 +35,7 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
     mesh = common_mesh(tuple(x._layout for x in found), func)
     if mesh is None:
         raise TypeError(f"{name_of(func)} was intercepted without a DTensor among its arguments")
+    mesh.require_member(name)
     platform: Platform = mesh.platform
     sharded = [x._layout for x in found if not x._layout.replicated]
     if sharded and op_name != "replicate":

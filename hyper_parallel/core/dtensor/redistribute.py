@@ -163,6 +163,7 @@ def redistribution_cost(source: Layout, target: Layout) -> float:
 
 
 def _plan(key: tuple[Layout, Layout]) -> tuple[Step, ...]:
+    key[0].mesh.require_member("a redistribution")
     layouts = _search(*key)[1]
     return tuple(Step.between(before, after, _changed(before, after)) for before, after in itertools.pairwise(layouts))
 

@@ -111,6 +111,8 @@ class DTensor:
                 _EVEN_LAYOUTS[key] = layout
         if CHECKS:
             check_replicated(local_tensor, mesh, layout.placements, "the local tensor given to DTensor.from_local")
+        if mesh._coordinate is None:
+            local_tensor = platform.zeros((0,), local_tensor)  # this rank has no part
         with platform.no_dispatch():
             local = platform.alias(local_tensor)
             if grad_placements is not None:
@@ -179,7 +181,12 @@ class DTensor:
             return redistribute(self, target)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
-        """The whole tensor as a plain tensor, on every rank of the mesh; differentiable, gathers as needed."""
+        """The whole tensor as a plain tensor, on every rank of the mesh; differentiable, gathers as needed.
+
+        Raises:
+            ValueError: on a rank outside the mesh.
+        """
+        self._layout.mesh.require_member("full_tensor()")
         return self.redistribute(placements=None).to_local(grad_placements=grad_placements)
 
     @property

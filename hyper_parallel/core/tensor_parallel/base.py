@@ -19,9 +19,21 @@ from hyper_parallel.core.tensor_parallel.held import name_module, remember_layou
 from hyper_parallel.core.tensor_parallel.lengths import compare_lengths, uneven_on
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
-__all__ = ["ModuleStyle", "ParallelStyle", "check_flag", "is_styled", "mark_applied", "name_module", "title"]
+__all__ = [
+    "APPLIED",
+    "ModuleStyle",
+    "ParallelStyle",
+    "check_flag",
+    "is_styled",
+    "mark_applied",
+    "name_module",
+    "of_style",
+    "reapply",
+    "title",
+]
 
-_APPLIED = "_hyper_parallel_styles"
+#: Attribute of a module: (style, mesh) for each style that was applied to it.
+APPLIED = "_hyper_parallel_styles"
 
 
 class ParallelStyle(ABC):
@@ -62,7 +74,7 @@ class ParallelStyle(ABC):
                 f"{type(self).__name__} on {where!r} needs a 1-D mesh, got one of shape {device_mesh.shape}: pass one "
                 "dimension of it, as in mesh['tp']"
             )
-        for earlier in getattr(module, _APPLIED, ()):
+        for earlier, _ in getattr(module, APPLIED, ()):
             if self.excludes(earlier):
                 raise ValueError(f"{where!r} has the style {earlier!r} already and cannot get {self!r} as well")
 
@@ -95,7 +107,7 @@ class ModuleStyle(ParallelStyle):
                 module, forward, self._local_forward(module, forward, device_mesh), device_mesh
             ),
         )
-        mark_applied(module, self)
+        mark_applied(module, self, device_mesh)
         return module
 
     def _forward(
@@ -103,6 +115,8 @@ class ModuleStyle(ParallelStyle):
     ) -> Callable[..., Any]:
         """What a call of the module runs in place of ``forward``: ``local`` for a single input that it knows, else that
         between the styles' conversions, with parameters that are still distributed as they are now."""
+        if mesh.get_coordinate() is None:
+            return _forward_outside(mesh)
         check = watch(module, mesh)
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
@@ -203,14 +217,36 @@ class ModuleStyle(ParallelStyle):
         raise ValueError(f"{where} was called without inputs")
 
 
-def mark_applied(module: Any, style: ParallelStyle) -> None:
-    """Remember on ``module`` that ``style`` was applied to it."""
-    object.__setattr__(module, _APPLIED, (*getattr(module, _APPLIED, ()), style))
+def _forward_outside(mesh: DeviceMesh) -> Callable[..., Any]:
+    """What a call of a module runs on a rank outside the mesh of its style."""
+
+    def refuse(module: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh.require_member(f"a call of {title(module)}")
+
+    return refuse
+
+
+def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Remember on ``module`` that ``style`` was applied to it over ``mesh``."""
+    object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (style, mesh)))
+
+
+def reapply(module: Any, applied: tuple) -> None:
+    """Apply styles to a module that was loaded: of the class of before, with the parameters that they distributed, so
+    that nothing is communicated. ``applied`` is what `mark_applied` left in the attribute `APPLIED`."""
+    for style, mesh in applied:
+        style._apply(module, mesh)
+
+
+def of_style(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a hook that a style registers, and so registers again where the module is loaded."""
+    hook.of_style = True  # type: ignore[attr-defined]
+    return hook
 
 
 def is_styled(module: Any) -> bool:
     """Whether a style was applied to ``module``."""
-    return bool(getattr(module, _APPLIED, ()))
+    return bool(getattr(module, APPLIED, ()))
 
 
 def check_flag(value: Any, keyword: str, style: str) -> bool:

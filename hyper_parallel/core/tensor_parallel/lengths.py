@@ -58,6 +58,7 @@ def compare_lengths(x: Any, mesh: DeviceMesh, placement: Placement, what: str, t
         what: names it in messages.
         taker: the module that takes it.
     """
+    mesh.require_member(what)
     compared = taker.__dict__.get(COMPARED, ())
     if mesh.size() > 1 and (what not in compared or uneven_on(mesh)):
         shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)

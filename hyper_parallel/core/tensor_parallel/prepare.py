@@ -7,7 +7,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import dtensor_class
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, title
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, of_style, title
 from hyper_parallel.core.tensor_parallel.convert import (
     as_named,
     as_slots,
@@ -85,8 +85,8 @@ class PrepareModuleInput(ParallelStyle):
         def before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             return self._before(module, args, kwargs, device_mesh, distributed)
 
-        device_mesh.platform.register_forward_pre_hook(module, before, with_kwargs=True)
-        mark_applied(module, self)
+        device_mesh.platform.register_forward_pre_hook(module, of_style(before), with_kwargs=True)
+        mark_applied(module, self, device_mesh)
         return module
 
     def _before(
@@ -177,9 +177,9 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         device_mesh.platform.register_forward_hook(
-            module, lambda module, args, output: self._after(module, output, device_mesh)
+            module, of_style(lambda module, args, output: self._after(module, output, device_mesh))
         )
-        mark_applied(module, self)
+        mark_applied(module, self, device_mesh)
         return module
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:

@@ -96,6 +96,8 @@ class GroupVerbs:
             communication.init(self.comm_backend)
             self._world = _adopt()
         elif int(environment.get("WORLD_SIZE", "1")) > 1:
+            if device_target() == "Ascend":
+                _select_device(environment)
             self._world = _meet(self.comm_backend, environment, timedelta(seconds=seconds or _TIMEOUT))
         else:
             self._world = World(0, 1, None)
@@ -161,6 +163,13 @@ def _adopt() -> World:
     """The default group that `mindspore.communication.init` made."""
     group = GlobalComm.WORLD_COMM_GROUP
     return World(communication.get_rank(), communication.get_group_size(), group)
+
+
+def _select_device(environment: Any) -> None:
+    """Make the device of this rank the current one, unless the program has chosen: torchrun says ``LOCAL_RANK``, and
+    left to itself MindSpore takes device 0 on every rank. (msrun's ranks get theirs from MindSpore.)"""
+    if int(ms.get_context("device_id")) == 0 and "LOCAL_RANK" in environment:
+        ms.set_device("Ascend", int(environment["LOCAL_RANK"]))
 
 
 def _meet(backend: str, environment: Any, timeout: timedelta) -> World:

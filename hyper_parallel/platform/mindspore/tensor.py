@@ -21,6 +21,7 @@ from mindspore import Tensor, nn
 from mindspore.ops import Primitive
 
 from hyper_parallel.platform.base import Dispatch
+from hyper_parallel.platform.mindspore.native_collectives import is_collective, run_collective
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
@@ -135,6 +136,9 @@ class InterceptedTensor(Tensor):
         if name in PASS_THROUGH:
             with NoDispatch():
                 return func(*args, **kwargs)
+        if is_collective(name):
+            with NoDispatch():
+                return run_collective(name, func, args, kwargs)
         variant = VARIANTS.get(name)
         native = OPS.get(name) if variant is None else variant(args, kwargs)
         if native is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.platform.torch.module_copies import copying_methods
 from hyper_parallel.platform.torch.private import calls_quickly as _calls_quickly
 from hyper_parallel.platform.torch.private import global_backward_hooks as _all_backward
 from hyper_parallel.platform.torch.private import global_backward_pre_hooks as _all_backward_pre
@@ -101,4 +102,4 @@ def _derive(cls: Any, methods: dict[str, Any]) -> type:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_quick": True}
     if _calls_quickly and (cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False)):
         methods = {**methods, "__call__": call}
-    return type(cls.__name__, (cls,), {**names, **methods})
+    return type(cls.__name__, (cls,), {**names, **copying_methods(cls), **methods})

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
-from hyper_parallel.platform.torch import fully_shard
-from hyper_parallel.platform.torch.handlers import clipping, functions, optimizers
+from hyper_parallel.platform.torch import checkpoints, fully_shard, wrappers
+from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
 __all__ = ["PATCHES"]
 
 _TESTED = "2.13 to 2.15"
+_STATES = "torch.distributed._state_dict_utils"
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 
@@ -68,6 +69,17 @@ def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters:
     )
 
 
+def _loadable(value: Any) -> Patch:
+    return Patch(
+        targets=("torch._weights_only_unpickler._marked_safe_globals_set[]",),
+        reason="``torch.load(weights_only=True)`` refuses DTensors",
+        versions=_TESTED,
+        make=lambda safe: value,
+        held="absent",
+        required=False,
+    )
+
+
 PATCHES = PatchSet(
     "torch",
     torch.__version__,
@@ -87,6 +99,13 @@ PATCHES = PatchSet(
             make=optimizers.clear_locally,
             check=takes("self set_to_none"),
             required=False,
+        ),
+        Patch(
+            targets=("torch.nn.modules.module._global_module_registration_hooks[hyper_parallel]",),
+            reason="DistributedDataParallel over ranks with different shards averages these, DataParallel copies them",
+            versions=_TESTED,
+            make=wrappers.watch_wrappers,
+            held="absent",
         ),
         _supported_types("torch.optim.optimizer"),
         _supported_types("torch.utils._foreach_utils"),
@@ -113,6 +132,15 @@ PATCHES = PatchSet(
             "clip_grad_value_",
             clipping.value_clipping,
             "parameters clip_value foreach",
+        ),
+        *map(_loadable, copying.SAFE),
+        Patch(
+            targets=(f"{_STATES}._gather_state_dict",),
+            reason="``get_model_state_dict`` and the like with ``full_state_dict=True`` give one rank's shard",
+            versions=_TESTED,
+            make=checkpoints.gathering,
+            everywhere=True,
+            after=_STATES,
         ),
         Patch(
             targets=(f"{_FSDP2}.FSDPParam._init_sharded_param",),

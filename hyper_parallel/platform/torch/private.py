@@ -199,9 +199,7 @@ same_implementation: Callable[[Any, Any], bool] = _take(
     "_has_compatible_shallow_copy_type", callable, lambda x, y: x.device.type == y.device.type and x.layout == y.layout
 )
 #: None where nothing is being traced.
-tracer: Callable[[], Any] = _take(
-    "_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None
-)
+tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None)
 
 _HOOKS = {
     *("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs"),

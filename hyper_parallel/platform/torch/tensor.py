@@ -161,7 +161,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
             raise RuntimeError(f"the DTensor class has been made already, with {_State.tensor_class.__mro__[1]}")
         return _State.tensor_class
     # Imported here, because the handlers register themselves in this module.
-    from hyper_parallel.platform.torch import handlers, patches
+    from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
     table = {**computing, **direct_calls(computing), **HANDLERS}
@@ -189,6 +189,8 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
         "set_": handlers.composite.set_method,
+        "_is_flat_param": wrappers.refuse_flat_parameter,
+        **checkpoints.REFUSALS,
         **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, unknown),
         **make_operators(table),
     }

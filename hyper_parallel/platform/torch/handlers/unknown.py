@@ -14,6 +14,9 @@ from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor
 
 __all__ = ["run_unknown"]
 
+#: Namespaces of collectives among the operations of torch.
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+
 
 def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run on gathered operands, through core; in place, put the result back into the first one."""
@@ -74,6 +77,11 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
     if in_dispatch_mode() and graph_task() != -1:
         with no_dispatch():
             return func(*args, **kwargs)
+    if _schemas(func)[0].name.split("::")[0] in _COLLECTIVES:
+        raise TypeError(
+            f"{func} is one of torch's functional collectives, which gives each rank another plain tensor: give it "
+            "x.to_local(), or use the functions of torch.distributed, which act on the local tensor in place"
+        )
     if kwargs.get("out") is not None or any(s.is_mutable for s in _schemas(func)):
         raise TypeError(f"{func} writes into its operands and cannot be called on distributed tensors: use the method")
     return dispatch(None, func, args, kwargs)

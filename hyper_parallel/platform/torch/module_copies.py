@@ -1,0 +1,83 @@
+"""Copies of parallelised modules: copy, deepcopy, pickle and `torch.save`.
+
+Their classes are made while the program runs, and their forwards are closures, so neither can be pickled. What is
+pickled is the class that the module had before, its parameters, and its styles, which are applied again where the
+module is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.core.tensor_parallel.base import APPLIED, reapply
+
+__all__ = ["copying_methods"]
+
+#: Hooks by number, and the further dicts with options of the same hooks.
+_HOOKS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+
+
+def copying_methods(cls: Any) -> dict[str, Any]:
+    """Methods for a class that is derived from ``cls``, where that leaves copying to Python."""
+    if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
+        return {}
+    methods = {"__reduce_ex__": _reduce, "__copy__": _copy, "__deepcopy__": _deepcopy}
+    return {name: method for name, method in methods.items() if name == "__reduce_ex__" or not hasattr(cls, name)}
+
+
+def _copy(self: Any) -> Any:
+    new = object.__new__(type(self))
+    new.__setstate__(self.__getstate__())
+    return new
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    new = memo[id(self)] = object.__new__(type(self))
+    new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+    return new
+
+
+def _reduce(self: Any, protocol: Any) -> tuple:
+    """What pickle takes.
+
+    Raises:
+        TypeError: for a module with hooks that cannot be pickled.
+    """
+    state = dict(self.__getstate__())
+    state.pop("_replaced_forward", None)
+    for name, options in _HOOKS.items():
+        kept = type(state[name])((i, hook) for i, hook in state[name].items() if not getattr(hook, "of_style", False))
+        for hook in kept.values():
+            if "<locals>" in getattr(hook, "__qualname__", ""):
+                raise TypeError(
+                    f"a parallelised {type(self).__name__} has the hook {hook.__qualname__}, which cannot be pickled: "
+                    "save module.state_dict(), and load it into a module that was parallelised in the same way"
+                )
+        state[name] = kept
+        for option in options:
+            state[option] = type(state[option])((i, value) for i, value in state[option].items() if i in kept)
+    return (object.__new__, (_importable(type(self)),), (state, state.pop(APPLIED, ())), None, None, _restore)
+
+
+def _restore(module: Any, saved: tuple[dict[str, Any], tuple]) -> None:
+    state, applied = saved
+    module.__setstate__(state)
+    reapply(module, applied)
+
+
+def _importable(cls: type) -> type:
+    """The class that ``cls`` was made of while the program ran."""
+    for base in cls.__mro__:
+        found: Any = sys.modules.get(base.__module__)
+        for name in base.__qualname__.split("."):
+            found = getattr(found, name, None)
+        if found is base and issubclass(base, nn.Module):
+            return base
+    raise AssertionError("torch.nn.Module can be imported")
