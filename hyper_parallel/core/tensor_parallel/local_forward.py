@@ -15,6 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.bound_steps import bind_scatter
 from hyper_parallel.core.dtensor.bounded import Table
+from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
@@ -192,13 +193,22 @@ def norm_forward(
     def layout_of_shards(shape: tuple[int, ...]) -> Layout | None:
         """The layout of which ``shape`` is a shard of the same size as all others."""
         shard: Any = shard_of(len(shape))
-        if shard is None:
+        if shard is None or 0 in shape:
             return None
         whole = (*shape[: shard.dim], shape[shard.dim] * mesh.size(), *shape[shard.dim + 1 :])
         return get_layout(mesh, (shard,), whole)
 
     by_shape = Table(layout_of_shards)
-    by_layout = Table(lambda x: x if (p := shard_of(x.ndim)) is not None and _is_placed(x, mesh, p) else None)
+
+    def known_layout(x: Layout) -> Layout | None:
+        """``x`` itself, or None where a rank has no elements: kernels for nothing are not to be relied on, and all
+        ranks must go one way."""
+        shard: Any = shard_of(x.ndim)
+        if shard is None or not _is_placed(x, mesh, shard):
+            return None
+        return None if 0 in shard_sizes(shard, x.shape[shard.dim], mesh.size()) else x
+
+    by_layout = Table(known_layout)
 
     def run_with_views(module: Any, x: Any, own: Any) -> Any:
         """The module's own forward, which finds the views where its parameters are."""

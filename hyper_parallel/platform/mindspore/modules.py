@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
-import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel.platform.base import ModuleKind
+from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 
 __all__ = ["ModuleVerbs"]
@@ -37,7 +37,7 @@ class ModuleVerbs:
         return isinstance(x, Tensor)
 
     def is_floating_point(self, x: Any) -> bool:
-        return x.dtype in _FLOATS
+        return x.dtype in FLOATS
 
     def is_meta(self, x: Any) -> bool:
         return x.has_init or x.is_meta
@@ -110,6 +110,3 @@ def _class_with_replaced_forward(cls: type) -> type:
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**names, "construct": construct})
-
-
-_FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
