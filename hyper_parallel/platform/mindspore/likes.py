@@ -21,7 +21,7 @@ from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
-__all__ = ["DRAWS", "draw_like", "full_like"]
+__all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 
 #: functions of ``mindspore.ops.function.random_func``
 DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))
@@ -98,5 +98,5 @@ def _method(name: str) -> Callable[..., Any]:
     return new
 
 
-for _name in _LIKE:
-    setattr(InterceptedTensor, _name, _method(_name))
+#: methods of DTensors
+NEW_METHODS = {name: _method(name) for name in _LIKE}
