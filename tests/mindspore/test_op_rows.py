@@ -188,10 +188,10 @@ def test_an_undone_draw_is_drawn_again() -> None:
         ((key, counter),) = COUNTERS.items()
         assert key == ("dropout", 7)
         drawn = seeds._truncate_seed(counter - (seeds.keyConstant[0] ^ seeds.keyConstant[2]))
-        for kernel, number in (("no such kernel", drawn), ("dropout", drawn + 1)):
-            assert undo_draw(kernel, number) is None
+        for kernel, numbers in (("no such kernel", (11, drawn)), ("dropout", (11, drawn + 1)), ("dropout", (0, 0))):
+            assert undo_draw(kernel, numbers) is None
             assert COUNTERS[key] == counter, "only the draw that is known is undone"
-        assert undo_draw("dropout", drawn) == 7
+        assert undo_draw("dropout", (11, drawn)) == 7
         assert np.array_equal(ops.dropout(x, 0.5, True, 7).asnumpy(), first)
     finally:
         COUNTERS.clear()

@@ -15,7 +15,7 @@ from hyper_parallel.core.dtensor.agreement import CHECKS, check_values
 from hyper_parallel.core.dtensor.collectives import all_gather_object
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 
-__all__ = ["check_generators", "manual_seed", "synchronize"]
+__all__ = ["check_generators", "manual_seed", "of_first_rank", "synchronize"]
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
@@ -47,12 +47,16 @@ def synchronize(mesh: DeviceMesh) -> None:
             check_generators(mesh)
         return
     platform = mesh.platform
-    state: Any = platform.get_rng_state()
+    platform.set_rng_state(of_first_rank(platform.get_rng_state(), mesh))
+    _SYNCHRONIZED.add(mesh)
+
+
+def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
+    """The picklable ``value`` that the first rank of the mesh gives, on all of its ranks."""
     for mesh_dim in range(mesh.ndim):
         if mesh.shape[mesh_dim] > 1:
-            state = all_gather_object(state, mesh, mesh_dim)[0]
-    platform.set_rng_state(state)
-    _SYNCHRONIZED.add(mesh)
+            value = all_gather_object(value, mesh, mesh_dim)[0]
+    return value
 
 
 def check_generators(mesh: DeviceMesh) -> None:

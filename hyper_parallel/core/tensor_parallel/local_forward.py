@@ -15,6 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.bound_steps import bind_scatter
 from hyper_parallel.core.dtensor.bounded import Table
+from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
@@ -204,14 +205,18 @@ def norm_forward(
     def layout_of_shards(shape: tuple[int, ...]) -> Layout | None:
         """The layout of which ``shape`` is a shard of the same size as all others."""
         shard: Any = shard_of(len(shape))
-        if shard is None:
+        if shard is None or 0 in shape:
             return None
         whole = (*shape[: shard.dim], shape[shard.dim] * mesh.size(), *shape[shard.dim + 1 :])
         return get_layout(mesh, (shard,), whole)
 
     def known_layout(layout: Layout) -> Layout | None:
-        placement = shard_of(layout.ndim)
+        """``layout`` itself, or None where a rank has no elements: kernels for nothing are not to be relied on, and all
+        ranks must go one way."""
+        placement: Any = shard_of(layout.ndim)
         if placement is None or not _is_placed(layout, mesh, placement):
+            return None
+        if 0 in shard_sizes(placement, layout.shape[placement.dim], mesh.size()):
             return None
         if use_local_output:
             HANDED_OUT[layout]

@@ -13,6 +13,8 @@ from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.base import kept_view
+from hyper_parallel.platform.mindspore.dtypes import DISCRETE
+from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
 from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy
 from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
@@ -82,9 +84,10 @@ def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
     def grad(*args: Any, **kwargs: Any) -> Any:
         _Recording.backwards += 1
         try:
-            return plain(*args, **kwargs)
+            result = plain(*args, **kwargs)
         finally:
             _Recording.backwards -= 1
+        return LocalGradients.mark(result, args[2], args[3])
 
     return grad
 
@@ -175,7 +178,8 @@ class AutogradVerbs:
     """The group "autograd" of the contract."""
 
     def requires_grad(self, x: Any) -> bool:
-        return _is_recording() and x._requires_grad
+        # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
+        return _is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:

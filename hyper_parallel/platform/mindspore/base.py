@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor
 from hyper_parallel.platform.base import Dispatch, NativeOp, Platform
 from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
 from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
+from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_ops import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
@@ -52,6 +53,9 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
             if getattr(local, "_layout", None) is layout:
                 return local
             local = self.alias(local)
+        if local._requires_grad and local.dtype in DISCRETE:
+            # MindSpore says so of a mask made of what requires a gradient, unless it is empty: ranks would differ.
+            local = self.detach(local)
         local.__class__ = Classes.dtensor
         local._layout = layout
         return local

@@ -17,12 +17,11 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.indexing import decode_index
+from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
 __all__ = ["connected_zeros", "guarded"]
-
-_FLOATS = frozenset((ms.float16, ms.bfloat16, ms.float32, ms.float64))
 
 
 class _Zeros(_Function):
@@ -44,8 +43,8 @@ class _Zeros(_Function):
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
     """Zeros of which every operand is an input with gradient zero."""
-    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in _FLOATS]
-    if dtype not in _FLOATS or not parts:
+    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in FLOATS]
+    if dtype not in FLOATS or not parts:
         return ops.zeros(shape, dtype)
     return _Zeros.apply(shape, dtype, *parts)
 
@@ -54,7 +53,9 @@ def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any,
     """``call`` of a row of the canonical operation ``name``, made safe for empty operands."""
     when_empty = _WHEN_EMPTY.get(name)
     if when_empty is None:
-        return call
+        if name.endswith("_"):
+            return call
+        when_empty = _connected
 
     def safe_call(func: Any, operands: tuple, statics: Any) -> Any:
         for x in operands:
@@ -63,6 +64,36 @@ def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any,
         return call(func, operands, statics)
 
     return safe_call
+
+
+def _connected(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """What the operation itself gives, where it gives nothing led back to the operands: MindSpore records few
+    operations on empty tensors."""
+
+    def connect(y: Any) -> Any:
+        return connected_zeros(tuple(y.shape), y.dtype, operands) if isinstance(y, Tensor) and 0 in y.shape else y
+
+    result = call(func, operands, statics)
+    return tuple(map(connect, result)) if isinstance(result, (tuple, list)) else connect(result)
+
+
+def _repeat(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, times = operands[0], tuple(statics[0])
+    shape = (1,) * (len(times) - x.ndim) + tuple(x.shape)
+    times = (1,) * (len(shape) - len(times)) + times
+    return connected_zeros(tuple(n * t for n, t in zip(shape, times, strict=True)), x.dtype, operands)
+
+
+def _unbind(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, dim = operands[0], statics[0] % operands[0].ndim
+    shape = tuple(x.shape)
+    return tuple(connected_zeros((*shape[:dim], *shape[dim + 1 :]), x.dtype, operands) for _ in range(shape[dim]))
+
+
+def _stack(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    x, dim = operands[0], statics[0] % (operands[0].ndim + 1)
+    shape = tuple(x.shape)
+    return connected_zeros((*shape[:dim], len(operands), *shape[dim:]), x.dtype, operands)
 
 
 def _elementwise(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -234,6 +265,9 @@ _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
     "gather": _gather,
     "index_select": _index_select,
     "embedding": _embedding,
+    "repeat": _repeat,
+    "stack": _stack,
+    "unbind": _unbind,
     "one_hot": _one_hot,
     "cross_entropy": _loss,
     "nll_loss": _loss,

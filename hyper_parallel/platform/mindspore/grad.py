@@ -14,6 +14,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.autograd import DelayedGradients
+from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 
 __all__ = ["grad", "value_and_grad", "wrap_gradients"]
 
@@ -71,6 +72,7 @@ def grad(
 
 
 def _finished(gradients: Any, sources: Any, delayed: DelayedGradients) -> Any:
+    LocalGradients.forget()
     return wrap_gradients(delayed.complete(gradients, sources), sources)
 
 

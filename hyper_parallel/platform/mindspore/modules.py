@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
-import mindspore as ms
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel.platform.base import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense
+from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 
 __all__ = ["ModuleVerbs"]
@@ -43,7 +43,7 @@ class ModuleVerbs:
         return None
 
     def is_floating_point(self, x: Any) -> bool:
-        return x.dtype in _FLOATS
+        return x.dtype in FLOATS
 
     def is_meta(self, x: Any) -> bool:
         return x.has_init or x.is_meta
@@ -128,5 +128,4 @@ def _class_with_replaced_forward(cls: type) -> type:
     return type(cls.__name__, (cls,), {**names, "construct": construct})
 
 
-_SPARSE = (ms.COOTensor, ms.CSRTensor)
-_FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
+_SPARSE = (COOTensor, CSRTensor)

@@ -10,6 +10,7 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
+from hyper_parallel.platform.mindspore.empty import guarded
 from hyper_parallel.platform.mindspore.op_bind import elementwise, row, rows
 from hyper_parallel.platform.mindspore.private import type_id_to_type
 
@@ -41,8 +42,6 @@ _POINTWISE_INPLACE = """
 """
 
 _LINEAR_UNARY = "Neg Clone Contiguous StopGradient Identity Load Real Conj Positive"
-
-_LIKE = "ZerosLike ZerosLikeExt OnesLike OnesLikeExt FullLike"
 
 
 def _rounding(args: tuple, kwargs: dict) -> Any:
@@ -96,9 +95,9 @@ OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.update(
     rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 )
-OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, _clone, False)
+OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, guarded("linear_unary", _clone), False)
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
-OPS.update(rows("ZerosLike ZerosLikeExt", row("like", _bind_like, _like(0))))
+OPS.update(rows("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0))))
 OPS.update(rows("OnesLike OnesLikeExt", row("like", _bind_like, _like(1))))
 OPS["FullLike"] = row("like", _bind_full_like, _like(None))
 

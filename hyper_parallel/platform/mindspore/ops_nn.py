@@ -1,4 +1,4 @@
-"""Rows of the op table for layers: linear maps, norms, embeddings, attention, losses, dropout."""
+"""Rows of the op table for layers: linear maps, norms, embeddings, attention, losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import arguments, row
-from hyper_parallel.platform.mindspore.seeds import undo_draw
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 
@@ -181,7 +180,7 @@ def _choose_flash_attention(args: tuple, kwargs: dict) -> NativeOp | None:
 VARIANTS["FlashAttentionScore"] = _choose_flash_attention
 
 
-# -------------------------------------------------------------------- losses and dropout
+# -------------------------------------------------------------------- losses
 #: as generated code and the primitives' own attributes count them
 _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
@@ -215,27 +214,8 @@ _add("SoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_soft_cross_entropy,
 _add("SparseSoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_sparse_cross_entropy, _cross_entropy)
 
 
-def _bind_dropout_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """``ops.dropout`` has drawn a seed before its primitive arrives here, and `_dropout` calls it again."""
-    return args[:1], (1.0 - float(args[1]), True, undo_draw("dropout", args[3]))
-
-
-def _bind_dropout(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, p, training = arguments(("x", "p", "training"), (0.5, True), args, kwargs)
-    return (x,), (float(p), bool(training))
-
-
-def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.dropout(xs[0], *statics)
-
-
-_add("Dropout", "dropout", _bind_dropout_old, _dropout)
-_add("FuncDropoutExt DropoutExt", "dropout", _bind_dropout, _dropout)
-
 #: primitives with more results than the canonical operation has: how the one becomes what MindSpore's wrapper takes
 RESULTS: dict[str, Callable[[Any], Any]] = {
-    "Dropout": lambda y: (y, None),
-    "DropoutExt": lambda y: (y, None),
     "NLLLoss": lambda y: (y, None),
     "SoftmaxCrossEntropyWithLogits": lambda y: (y, None),
     "FlashAttentionScore": lambda y: (None, None, None, y),

@@ -11,6 +11,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index
+from hyper_parallel.platform.mindspore.empty import guarded
 from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, ints, row
 
 __all__ = ["OPS", "VARIANTS"]
@@ -186,10 +187,10 @@ def _bind_unbind_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple
 
 
 def _unbind(func: Any, xs: tuple, statics: tuple) -> Any:
-    return mint.unbind(xs[0], statics[0])
+    return ops.unbind(xs[0], statics[0])  # not mint.unbind, whose gradient has no kernel on CPU
 
 
-OPS["Unstack"] = NativeOp("unbind", _bind_unbind_old, _unbind)
+OPS["Unstack"] = NativeOp("unbind", _bind_unbind_old, guarded("unbind", _unbind))
 _add(
     "UnstackExt UnstackExtView",
     "unbind",

@@ -1,4 +1,4 @@
-"""Optimizers and gradient clipping on distributed parameters.
+"""Optimizers on distributed parameters.
 
 MindSpore's optimizers update each element by itself, with few exceptions: they step on the local tensors, compiled, at
 the speed of plain ones. `nn.AdaFactor`, and classes that are not MindSpore's own, of which nothing is known, run
@@ -19,7 +19,7 @@ from mindspore import Tensor, nn
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
-__all__ = ["clip_construct", "optimizer_call", "run_compiled_step"]
+__all__ = ["optimizer_call", "run_compiled_step"]
 
 #: These work with norms, means or factors of whole parameters, which a rank with a shard does not see.
 _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
@@ -132,21 +132,3 @@ def run_compiled_step(plain_call: Any, executor: Any, args: tuple, kwargs: dict)
         return executor.fn(*args, **kwargs)
     with NoDispatch():
         return plain_call(executor, *args, **kwargs)
-
-
-def clip_construct(plain_construct: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands below `ops.clip_by_global_norm`, which compares with a plain constant, and takes plain gradients of
-    plain parameters."""
-
-    @functools.wraps(plain_construct)
-    def construct(self: Any, x: Any) -> Any:
-        if not is_dispatching() or not any(isinstance(g, InterceptedTensor) for g in x):
-            return plain_construct(self, x)
-        with _replicated_state():
-            clipped = plain_construct(self, x)
-        # The norm is distributed, and so is what it divides.
-        return tuple(
-            c if isinstance(g, InterceptedTensor) else c.full_tensor() for c, g in zip(clipped, x, strict=True)
-        )
-
-    return construct

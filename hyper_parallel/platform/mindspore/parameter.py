@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
 from hyper_parallel.platform.base import Dispatch
+from hyper_parallel.platform.mindspore.likes import NEW_METHODS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 from hyper_parallel.platform.unpatched import Unpatched
 
@@ -136,7 +137,8 @@ def make_dtensor_class(mixin: type, dispatch: Dispatch) -> type:
     from hyper_parallel.platform.mindspore.patches import PATCHES
 
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
-    dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), {**names, "_dispatch": staticmethod(dispatch)})
+    members = {**names, **NEW_METHODS, "_dispatch": staticmethod(dispatch)}
+    dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), members)
     parameter = type(Tensor)(
         "DTensorParameter",
         (DistributedParameter, dtensor, Parameter, Tensor),

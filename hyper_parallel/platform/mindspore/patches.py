@@ -12,7 +12,7 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.platform.mindspore import autograd, graphs, holes, losses, optimizers, plain
+from hyper_parallel.platform.mindspore import autograd, clipping, graphs, holes, likes, losses, optimizers, plain
 from hyper_parallel.platform.mindspore.parameter import Classes
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
 
@@ -20,6 +20,8 @@ __all__ = ["PATCHES"]
 
 _TESTED = "2.10"
 _IN_A_GRAPH = "a compiled graph takes this rank's part of a DTensor for the whole tensor"
+_NORM_OF_A_PART = "a plain local gradient is clipped by the norm of this rank's part"
+_PLAIN_LIKE = "a plain tensor of the global shape takes the place of a DTensor"
 _STALE = "what was kept in one recording of gradients is used in the next, where it is stale"
 
 
@@ -58,6 +60,11 @@ def _loss(name: str) -> Patch:
     )
 
 
+def _draw_like(name: str) -> Patch:
+    target = f"mindspore.ops.function.random_func.{name}"
+    return _patch(target, _PLAIN_LIKE, likes.draw_like, everywhere=True)
+
+
 def _optimizer(base: str) -> Patch:
     reason = "optimizers that need whole parameters step on this rank's parts, the others mix plain and distributed"
     return _patch(f"{base}.__call__", reason, optimizers.optimizer_call, held="inherited")
@@ -76,7 +83,8 @@ PATCHES = PatchSet(
         _patch("mindspore.graph.api._PyNativeExecutor.end_graph", _STALE, autograd.counted_end),
         _patch(
             "mindspore.graph.api._PyNativeExecutor.grad",
-            "inside ``coalesce_gradients`` nothing tells which backward is the outermost one",
+            "inside ``coalesce_gradients`` nothing tells which backward is the outermost one, and nothing tells a "
+            "rank's part of a gradient from the whole",
             autograd.counted_backward,
         ),
         _patch(
@@ -112,8 +120,36 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.ops.function.clip_func._ClipByGlobalNorm.construct",
             "``ops.clip_by_global_norm`` fails: it compares the distributed norm with a plain number",
-            optimizers.clip_construct,
+            partial(clipping.clipping, name="ops.clip_by_global_norm", place=1),
             check=takes("self x"),
+        ),
+        _patch(
+            "mindspore.ops.function.clip_func.clip_by_norm",
+            _NORM_OF_A_PART,
+            partial(clipping.clipping, name="ops.clip_by_norm", place=0),
+            check=takes("x max_norm norm_type error_if_nonfinite"),
+            everywhere=True,
+        ),
+        _patch(
+            "mindspore.nn.ClipByNorm.construct",
+            _NORM_OF_A_PART,
+            partial(clipping.clipping, name="nn.ClipByNorm", place=1),
+            check=takes("self x clip_norm"),
+        ),
+        _patch(
+            "mindspore.amp.all_finite",
+            "of plain local gradients each rank sees its own, and one alone skips the step",
+            clipping.looking,
+            check=takes("inputs"),
+            everywhere=True,
+        ),
+        *map(_draw_like, likes.DRAWS),
+        _patch(
+            "mindspore.ops.function.array_func.full_like",
+            _PLAIN_LIKE,
+            likes.full_like,
+            check=takes("input fill_value dtype"),
+            everywhere=True,
         ),
         *map(_loss, losses.LOSSES),
         _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, graphs.checked_jit),

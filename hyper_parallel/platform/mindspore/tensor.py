@@ -24,6 +24,7 @@ from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.mindspore.native_collectives import is_collective, run_collective
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
+from hyper_parallel.platform.mindspore.ops_random import DRAWS, drawn_by_first_rank, refuse_draw
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
 __all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "distributed_in", "is_dispatching"]
@@ -142,9 +143,16 @@ class InterceptedTensor(Tensor):
         variant = VARIANTS.get(name)
         native = OPS.get(name) if variant is None else variant(args, kwargs)
         if native is None:
-            return type(self)._dispatch(None, Unknown(func), args, kwargs)
+            return self._without_row(Unknown(func), args, kwargs)
         result = type(self)._dispatch(native, func, args, kwargs)
         return RESULTS[name](result) if name in RESULTS else result
+
+    def _without_row(self, function: Unknown, args: tuple, kwargs: dict) -> Any:
+        draws = function.name.removesuffix("_") in DRAWS
+        if draws:
+            refuse_draw(function.name, self)
+        result = type(self)._dispatch(None, function, args, kwargs)
+        return drawn_by_first_rank(result) if draws else result
 
     @classmethod
     def _call_hole(cls, function: Function, *args: Any) -> Any:

@@ -1,0 +1,119 @@
+"""Clipping gradients by their norm, and looking for infinities in them: what needs the gradients of all ranks.
+
+DTensors say what they are. Plain local gradients are known by `LocalGradients`; what may have been computed from one is
+refused where its norm counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Tensor
+from mindspore.common.api import _pynative_executor
+
+from hyper_parallel.platform.mindspore.local_gradients import LocalGradients, layout_of_gradient
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+
+__all__ = ["clipping", "looking"]
+
+
+def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., Any]:
+    """``plain`` with gradients as argument ``place``, which takes parts of gradients for what they are."""
+
+    @functools.wraps(plain)
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        given = args[place] if len(args) > place else kwargs.get("x")
+        tensors = [given] if isinstance(given, Tensor) else given
+        if not is_dispatching() or not isinstance(tensors, (tuple, list)):
+            return plain(*args, **kwargs)
+        layouts = [_layout_of(t, name) for t in tensors]
+        if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
+            return plain(*args, **kwargs)
+        # What is not distributed is whole on every rank.
+        # Core imports this package, so not at the top.
+        from hyper_parallel.core.dtensor.modes import implicit_replication
+
+        whole = [_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True)]
+        argument: Any = whole[0] if isinstance(given, Tensor) else tuple(whole)
+        args, kwargs = _with_argument(args, kwargs, place, argument)
+        with implicit_replication():
+            clipped = plain(*args, **kwargs)
+        if isinstance(given, Tensor):
+            return _as_given(clipped, given, layouts[0])
+        parts = [_as_given(c, t, layout) for c, t, layout in zip(clipped, tensors, layouts, strict=True)]
+        return tuple(parts) if isinstance(clipped, tuple) else parts
+
+    return clip
+
+
+def looking(plain: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+    """``plain``, which asks whether argument ``place`` is finite, with one answer for all ranks."""
+
+    @functools.wraps(plain)
+    def look(*args: Any, **kwargs: Any) -> Any:
+        tensors = args[place] if len(args) > place else None
+        if not is_dispatching() or not isinstance(tensors, (tuple, list)):
+            return plain(*args, **kwargs)
+        layouts = [_layout_of(t) for t in tensors]
+        if all(layout is None for layout in layouts):
+            return plain(*args, **kwargs)
+        from hyper_parallel.core.dtensor.modes import implicit_replication
+
+        whole = tuple(_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True))
+        args, kwargs = _with_argument(args, kwargs, place, whole)
+        with implicit_replication():
+            answer = plain(*args, **kwargs)
+        return answer.full_tensor() if isinstance(answer, InterceptedTensor) else answer
+
+    return look
+
+
+def _with_argument(args: tuple, kwargs: dict, place: int, value: Any) -> tuple[tuple, dict]:
+    if len(args) > place:
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "x": value}
+
+
+def _layout_of(tensor: Any, name: str = "") -> Any:
+    """The layout of the gradient that a plain tensor is a part of, None where it is none.
+
+    Raises:
+        ValueError: in a function called ``name``, for what may have been computed from such a part.
+    """
+    if not isinstance(tensor, Tensor) or isinstance(tensor, InterceptedTensor):
+        return None
+    known, layout = layout_of_gradient(tensor)
+    if known or _pynative_executor.requires_grad():
+        return layout
+    layout = LocalGradients.could_have(tensor)
+    if layout is not None and name:
+        raise ValueError(
+            f"{name} got a plain tensor of shape {tuple(tensor.shape)}, the shape of a rank's part of a gradient of "
+            f"shape {tuple(layout.shape)}, placed {list(layout.placements)} on {layout.mesh}, which mindspore's own "
+            "value_and_grad or grad gave: each rank would clip by the norm of its part. Take value_and_grad or grad of "
+            "hyper_parallel.platform.mindspore.grad, which give DTensors, or clip before anything is computed from the "
+            "gradients"
+        )
+    return layout
+
+
+def _distributed(tensor: Any, layout: Any) -> Any:
+    if layout is None:
+        return tensor
+    platform = layout.mesh.platform
+    return platform.wrap(platform.alias(tensor), layout)
+
+
+def _as_given(clipped: Any, given: Any, layout: Any) -> Any:
+    """The clipped gradient as it was given: the norm is distributed, and so is what it divides."""
+    if isinstance(given, InterceptedTensor) or not isinstance(clipped, InterceptedTensor):
+        return clipped
+    if layout is None:
+        local, known = clipped.full_tensor(), layout_of_gradient(given)[0]
+    else:
+        local, known = clipped.redistribute(placements=layout.placements).to_local(), True
+    if known:
+        LocalGradients.mark_one(local, layout)
+    return local

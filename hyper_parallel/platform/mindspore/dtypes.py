@@ -1,0 +1,9 @@
+"""Dtypes by what they can do."""
+
+import mindspore as ms
+
+__all__ = ["DISCRETE", "FLOATS"]
+
+FLOATS = frozenset((ms.float16, ms.bfloat16, ms.float32, ms.float64))
+#: Through these no gradient goes.
+DISCRETE = frozenset((ms.bool_, ms.int8, ms.int16, ms.int32, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64))

@@ -1,0 +1,102 @@
+"""Tensors made after the model of a DTensor: ``ops.randn_like(x)``, ``x.new_zeros(size)`` and their relatives.
+
+MindSpore's functions read the shape, which is the global one, and make a plain tensor of it. What stands for them
+(`platform.mindspore.patches`) lays the result out like the model, and does nothing for plain tensors; what is drawn is
+what a single device draws.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Tensor, ops
+from mindspore.ops.function import array_func
+
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.operands import all_replicated
+from hyper_parallel.core.dtensor.random import synchronize
+from hyper_parallel.platform.mindspore.op_bind import Function
+from hyper_parallel.platform.mindspore.op_table import OPS
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+
+__all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
+
+#: functions of ``mindspore.ops.function.random_func``
+DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))
+
+
+def draw_like(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for a function of `DRAWS`."""
+    return _wrapper(plain, _draw_like)
+
+
+def full_like(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for `ops.full_like`."""
+    return _wrapper(plain, _full_like)
+
+
+def _wrapper(plain: Callable[..., Any], distributed: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def like(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, InterceptedTensor) and is_dispatching():
+            rest = {name: value for name, value in kwargs.items() if name != "input"}
+            return distributed(plain, x, *args[1:], **rest)
+        return plain(*args, **kwargs)
+
+    return like
+
+
+def _draw_like(plain: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every rank draws the whole tensor and keeps its part."""
+    layout = x._layout.cotangent
+    platform = layout.mesh.platform
+    synchronize(layout.mesh)
+    with platform.no_dispatch():
+        whole = plain(ops.zeros(tuple(layout.shape), x.dtype), *args, **kwargs)
+        return platform.wrap(platform.clone(whole[layout.local_index()]), layout)
+
+
+def _full_like(plain: Callable[..., Any], x: Any, fill_value: Any, *, dtype: Any = None) -> Any:
+    if isinstance(fill_value, Tensor):
+        fill_value = fill_value.item()
+    return type(x)._dispatch(OPS["FullLike"], _FULL_LIKE, (x, fill_value), {"dtype": dtype})
+
+
+_FULL_LIKE = Function("FullLike", array_func.full_like)
+
+#: method -> the function that makes the same after the model of a tensor, and the number that it is filled with
+_LIKE: dict[str, float | None] = {"new_zeros": 0, "new_ones": 1, "new_empty": 0, "new_full": None}
+
+
+def _method(name: str) -> Callable[..., Any]:
+    plain, number = getattr(Tensor, name), _LIKE[name]
+
+    def new(self: Any, size: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        if not is_dispatching():
+            return plain(self, size, *args, dtype=dtype, **kwargs)
+        if number is None:
+            fill = args[0] if args else kwargs["fill_value"]
+        else:
+            fill, dtype = number, args[0] if args else dtype
+        size = (size,) if isinstance(size, int) else tuple(size)
+        layout = self._layout
+        if size == tuple(layout.shape):
+            return ops.full_like(self, fill, dtype=self.dtype if dtype is None else dtype)
+        # Of another shape than its model: the same on every rank.
+        platform = layout.mesh.platform
+        with platform.no_dispatch():
+            made = platform.factory("full", size, fill, self.dtype if dtype is None else dtype)
+            return platform.wrap(made, get_layout(layout.mesh, all_replicated(layout.mesh), size))
+
+    new.__name__, new.__doc__ = (
+        name,
+        f"``Tensor.{name}``: laid out like the tensor when it has its shape, else replicated.",
+    )
+    return new
+
+
+#: methods of DTensors
+NEW_METHODS = {name: _method(name) for name in _LIKE}

@@ -1,0 +1,101 @@
+"""Plain gradients of distributed parameters, which MindSpore's own functions give: each rank's part.
+
+Nothing tells such a tensor from another, and its norm is not that of the gradient. So what the last backward gave is
+marked, which lets functions that need whole gradients find out what it is a part of. What was computed from it has no
+mark. A tensor that could be that, by its shape, is refused there; all ranks decide alike, because the shapes of all
+ranks' parts count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from mindspore import Tensor
+
+from hyper_parallel.core.dtensor.chunking import chunk_sizes, shard_sizes
+
+__all__ = ["LocalGradients", "is_part", "layout_of_gradient"]
+
+_MARK = "_hp_gradient_layout"
+
+
+class LocalGradients:
+    """What the last backward gave."""
+
+    #: Layouts of the gradients of which a rank has a part.
+    parts: ClassVar[tuple[Any, ...]] = ()
+
+    @classmethod
+    def mark(cls, result: Any, operation: Any, weights: Any) -> Any:
+        """``result`` of a backward, with its gradients of ``weights`` marked; ``operation`` is MindSpore's."""
+        if not getattr(operation, "get_by_list", False):
+            return result
+        several = isinstance(weights, (tuple, list))
+        sources = tuple(weights) if several else (weights,)
+        layouts = [getattr(source, "_layout", None) for source in sources]
+        cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
+        found: Any = result
+        if several and len(found) == 2 and isinstance(found[1], (tuple, list)):
+            found = found[1]  # after the gradients of inputs
+        elif not several:
+            found = (found[-1] if isinstance(found, (tuple, list)) else found,)
+        for gradient, layout in zip(found, layouts, strict=True):
+            if isinstance(gradient, Tensor):
+                mine = None if layout is None else layout.cotangent
+                # One tensor may be the gradient of two parameters; of which one, nobody can tell then.
+                if _MARK in gradient.__dict__ and gradient.__dict__[_MARK] is not mine:
+                    del gradient.__dict__[_MARK]
+                else:
+                    cls.mark_one(gradient, mine)
+        return result
+
+    @staticmethod
+    def mark_one(gradient: Any, layout: Any) -> None:
+        """Mark a plain tensor as the local part of a gradient with that layout, None for a plain gradient."""
+        gradient.__dict__[_MARK] = layout
+
+    @classmethod
+    def forget(cls) -> None:
+        """The gradients do not reach the program as they are."""
+        cls.parts = ()
+
+    @classmethod
+    def could_have(cls, gradient: Any) -> Any:
+        """The layout of a gradient that plain, unmarked ``gradient`` may have been computed from, or None."""
+        shape = tuple(gradient.shape)
+        return next((layout for layout in cls.parts if shape in _shapes_of(layout)), None)
+
+
+def is_part(layout: Any) -> bool:
+    """Whether a rank has a part of a gradient only."""
+    return any(p.is_shard() and layout.mesh.shape[d] > 1 for d, p in enumerate(layout.placements))
+
+
+def layout_of_gradient(gradient: Any) -> tuple[bool, Any]:
+    """Whether a tensor is what a backward gave, and the layout of the distributed gradient that it is a part of."""
+    marks = gradient.__dict__
+    return _MARK in marks, marks.get(_MARK)
+
+
+class _Shapes:
+    """The local shapes that some rank may have."""
+
+    def __init__(self, layout: Any) -> None:
+        self._sizes: list[Iterable[int]] = []
+        for dim, size in enumerate(layout.shape):
+            mesh_dims = layout.shard_mesh_dims(dim)
+            if not mesh_dims:
+                self._sizes.append((size,))
+            elif len(mesh_dims) == 1:
+                placement = layout.placements[mesh_dims[0]]
+                self._sizes.append(frozenset(shard_sizes(placement, size, layout.mesh.shape[mesh_dims[0]])))
+            else:
+                self._sizes.append(range(max(chunk_sizes(size, layout.shard_count(dim))) + 1))
+
+    def __contains__(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self._sizes) and all(n in own for n, own in zip(shape, self._sizes, strict=True))
+
+
+_shapes_of: Callable[[Any], _Shapes] = functools.lru_cache(1 << 12)(_Shapes)

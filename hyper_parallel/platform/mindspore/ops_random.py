@@ -1,0 +1,111 @@
+"""Rows of the op table for what draws random numbers, and what draws without a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.mindspore.empty import guarded
+from hyper_parallel.platform.mindspore.op_bind import arguments, row
+from hyper_parallel.platform.mindspore.seeds import is_of_one_call, layer_stream, undo_draw
+
+__all__ = ["DRAWS", "OPS", "RESULTS", "VARIANTS", "drawn_by_first_rank", "refuse_draw"]
+
+VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
+
+
+# -------------------------------------------------------------------- dropout
+def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``Dropout(x, keep_prob, seed, seed)``. `ops.dropout` has drawn the seeds before it arrives here, and `_dropout`
+    calls it again; a layer has drawn them once for all."""
+    x, keep, *seeds = args
+    if is_of_one_call(func.prim):
+        given, stream = undo_draw("dropout", (seeds[0], seeds[1])), None
+    else:
+        given, stream = None, layer_stream(func.prim, x._layout.mesh)
+    return (x,), (1.0 - float(keep), True, given, stream)
+
+
+def _bind_dropout(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    x, p, training = arguments(("x", "p", "training"), (0.5, True), args, kwargs)
+    return (x,), (float(p), bool(training), None, None)
+
+
+def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
+    p, training, seed, stream = statics
+    return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])[0]
+
+
+def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``Dropout2D`` and ``Dropout3D`` keep their probability in the primitive."""
+    return args[:1], (1.0 - float(func.prim.keep_prob), True)
+
+
+def _bind_channels(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    x, p, training = arguments(("x", "p", "training"), (0.5, True), args, kwargs)
+    return (x,), (float(p), bool(training))
+
+
+def _dropout_of_channels(func: Any, xs: tuple, statics: tuple) -> Any:
+    """Of whole channels (batch, channels, ...). Not by the kernel, whose stream no seed controls: ranks that have drawn
+    from theirs before would draw different numbers."""
+    x, (p, training) = xs[0], statics
+    if not training:
+        return x
+    shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
+    noise = ops.zeros(shape, ms.float32) if p >= 1 else ops.dropout(ops.ones(shape, ms.float32), p)
+    return x * noise.astype(x.dtype)
+
+
+OPS: dict[str, NativeOp] = {
+    "Dropout": NativeOp("dropout", _bind_primitive, guarded("dropout", _dropout)),
+    "FuncDropoutExt": row("dropout", _bind_dropout, _dropout),
+    "DropoutExt": row("dropout", _bind_dropout, _dropout),
+    "Dropout2dExt": row("dropout", _bind_channels, _dropout_of_channels),
+    "Dropout2D": NativeOp("dropout", _bind_channels_primitive, guarded("dropout", _dropout_of_channels)),
+    "Dropout3D": NativeOp("dropout", _bind_channels_primitive, guarded("dropout", _dropout_of_channels)),
+}
+
+RESULTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(
+    ("Dropout", "DropoutExt", "Dropout2D", "Dropout3D"), lambda y: (y, None)
+)
+
+# -------------------------------------------------------------------- draws without a rule
+#: Primitives that draw and have no row. Their seeds are this process's own.
+_DRAWS = """
+    Bernoulli BernoulliExt Gamma LogUniformCandidateSampler Multinomial MultinomialExt MultinomialWithReplacement
+    NormalFloatTensor NormalTensorFloat NormalTensorTensor ParameterizedTruncatedNormal Poisson RandomCategorical
+    RandomChoiceWithMask RandomGamma RandomPoisson RandomShuffle UniformCandidateSampler
+    InplaceBernoulliScalar InplaceBernoulliTensor InplaceExponential InplaceNormal InplaceRandom InplaceUniform
+"""
+DRAWS = frozenset(_DRAWS.split())
+
+
+def refuse_draw(name: str, x: Any) -> None:
+    """Raise ValueError for a draw in place."""
+    if name.startswith("Inplace"):
+        raise ValueError(
+            f"{name} draws random numbers into a DTensor, global shape {tuple(x.shape)}, placements "
+            f"{list(x._layout.placements)}, and every rank would draw its own: make a DTensor with rand or randn of "
+            "hyper_parallel, and copy it with x.copy_()"
+        )
+
+
+def drawn_by_first_rank(result: Any) -> Any:
+    """Replicated results of which each rank has drawn its own: those of the first rank of the mesh, on all of them."""
+    if isinstance(result, (tuple, list)):
+        return type(result)([drawn_by_first_rank(y) for y in result])
+    if not isinstance(result, Tensor) or getattr(result, "_layout", None) is None:
+        return result
+    layout = result._layout
+    mesh, platform = layout.mesh, layout.mesh.platform
+    with platform.no_dispatch(), platform.no_grad():
+        local = platform.clone(platform.detach(result))
+        for mesh_dim in range(mesh.ndim):
+            local = collectives.broadcast(local, mesh, mesh_dim, 0)
+        return platform.wrap(local, layout)

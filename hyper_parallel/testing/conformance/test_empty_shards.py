@@ -1,0 +1,107 @@
+"""Ranks without elements: all ranks go one way, issue the same collectives, and gradients are the single device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import DTensor, Replicate, SequenceParallel, Shard, check_ranks, parallelize_module
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import block_plan, floats
+from hyper_parallel.testing.labs import get_lab
+
+#: ranks, length of a sequence that leaves some of them without elements
+PLACES = [(2, 1), (3, 4), (4, 9), (4, 1)]
+
+
+def compare(mesh: Any, build: Callable[[Any], Any], plan: Any, array: np.ndarray, before: Any = None) -> None:
+    """One forward and backward of a model on a sequence cut into uneven shards, and of the unsharded one."""
+    lab = get_lab()
+    single, sharded = (lab.load(build(lab), np.random.default_rng(5)) for _ in range(2))
+    parallelize_module(sharded, mesh, plan)
+    weights = floats(*array.shape)
+
+    def reference(x: Any) -> Any:
+        y = lab.call(single, x if before is None else before(lab, x))
+        return lab.weighted_sum(y, lab.tensor(weights)), y
+
+    def distributed(x: Any) -> Any:
+        x = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+        y = lab.call(sharded, x if before is None else before(lab, x))
+        if not isinstance(y, DTensor):
+            y = DTensor.from_local(y, mesh, [Shard(1)], shape=array.shape)
+        given = DTensor.from_local(lab.tensor(weights), mesh)
+        return lab.weighted_sum(y, given).full_tensor(), y
+
+    y, grad_x, grads = lab.model_value_and_grads(single, reference, array)
+    with check_ranks(mesh):
+        got_y, got_grad_x, got_grads = lab.model_value_and_grads(sharded, distributed, array)
+        got_y, got_grads = lab.numpy(got_y), {name: lab.numpy(g) for name, g in got_grads.items()}
+    same(got_y, lab.numpy(y), "output")
+    same(got_grad_x, grad_x, "gradient of the input")
+    for name, g in grads.items():
+        same(got_grads[name], lab.numpy(g), f"gradient of {name}")
+
+
+@spmd.on_mesh()
+def norm(mesh: Any, length: int, name: str, use_local_output: bool) -> None:
+    plan = {"": SequenceParallel(use_local_output=use_local_output)}
+    build = {"norm": lambda lab: lab.norm_module(6), "own": lambda lab: lab.RmsNorm(6)}[name]
+    compare(mesh, build, plan, floats(2, length, 6))
+
+
+@pytest.mark.parametrize("use_local_output", [True, False])
+@pytest.mark.parametrize("name", ["norm", "own"])
+@pytest.mark.parametrize(("world", "length"), PLACES)
+def test_norms(pool: Any, world: int, length: int, name: str, use_local_output: bool) -> None:
+    """Norms under `SequenceParallel`, the framework's and one written by hand."""
+    pool.run(world, norm, length, name, use_local_output)
+
+
+@spmd.on_mesh()
+def registered_norm(mesh: Any, length: int) -> None:
+    """Of a class that the style was told about: its own forward runs on the local tensor, where all have one."""
+    platform = mesh.platform
+    cls = type(get_lab().RmsNorm(6))
+    platform.register_norm_module(cls)
+    try:
+        compare(mesh, lambda lab: lab.RmsNorm(6), {"": SequenceParallel()}, floats(2, length, 6))
+    finally:
+        del platform.norm_kinds[cls]
+
+
+@pytest.mark.parametrize(("world", "length"), [*PLACES, (2, 4)])
+def test_registered_norms(pool: Any, world: int, length: int) -> None:
+    pool.run(world, registered_norm, length)
+
+
+@spmd.on_mesh()
+def block(mesh: Any, length: int, local_between: bool) -> None:
+    compare(mesh, lambda lab: lab.Block(24, 36, 2), block_plan(local_between), floats(2, length, 24))
+
+
+@pytest.mark.parametrize(("world", "length", "local_between"), [(3, 4, True), (4, 9, False)])
+def test_blocks(pool: Any, world: int, length: int, local_between: bool) -> None:
+    """A block with sequence parallelism. (Of plain tensors MindSpore's own gradients of attention are wrong after a
+    sequence of length 1.)"""
+    pool.run(world, block, length, local_between)
+
+
+@spmd.on_mesh()
+def masked(mesh: Any, length: int) -> None:
+    """What is compared requires no gradient, on any rank: also where that of nothing is asked."""
+
+    def before(lab: Any, x: Any) -> Any:
+        positive = x > 0.0
+        return lab.where(positive, x, x * 0.5) * lab.sum(lab.where(positive, x, x * 2.0), 1, True)
+
+    compare(mesh, lambda lab: lab.norm_module(6), {"": SequenceParallel()}, floats(2, length, 6), before)
+
+
+@pytest.mark.parametrize(("world", "length"), PLACES)
+def test_masks(pool: Any, world: int, length: int) -> None:
+    pool.run(world, masked, length)
