@@ -243,6 +243,10 @@ class CommunicationVerbs(Platform):
         """See `Platform.roll_call`."""
         return faults.roll_call(group(), ranks, report)
 
+    def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
+        """See `Platform.tell_of_failure`."""
+        faults.tell_of_failure([group() for group in groups], ranks, report)
+
     def _movable(self, x: torch.Tensor) -> torch.Tensor:
         """The same memory as a dtype that the backend can move."""
         if x.dtype in self.moved_dtypes:
