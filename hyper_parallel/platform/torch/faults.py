@@ -78,7 +78,7 @@ def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) ->
     """
     if None in groups or not dist.is_initialized():
         return
-    store, members = distributed_c10d._get_default_store(), "_".join(map(str, ranks))
+    store, members = default_store(), "_".join(map(str, ranks))
     # The number of the failure lies in the store as well, so that it starts anew with other process groups.
     mine = f"hyper_parallel/failures/{members}/{dist.get_rank()}"
     deadline = time.monotonic() + ALIKE

@@ -71,8 +71,8 @@ def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters:
 def _transform(target: str, make: Callable[[Any], Any]) -> Patch:
     return Patch(
         targets=(target,),
-        reason="transforms of `torch.func` and forward-mode AD give wrong numbers: what they wrap is a plain local tensor, "
-        "and collectives see no tangents",
+        reason="`torch.func` and forward-mode AD give wrong numbers: what they wrap is a plain local tensor, and "
+        "collectives see no tangents",
         versions=_TESTED,
         make=make,
     )
