@@ -469,6 +469,21 @@ class Platform(ABC):
         """
         return None
 
+    def tell_of_failure(self, groups: Sequence[Group], ranks: Sequence[int], report: str) -> None:
+        """Tell ``ranks`` that this one has failed outside a collective, and does not come to the next one.
+
+        Wait a few seconds for all of them to call this too: then they have failed alike, and nothing is to be done.
+        Otherwise leave ``report`` where `roll_call` finds it, and make the ranks fail that wait in ``groups``, which
+        may be unusable afterwards. Never raises. A backend that cannot do so does nothing: the others wait for the
+        time-out.
+
+        Args:
+            groups: those through which ``ranks`` communicate.
+            ranks: global ranks, the same on all of them.
+            report: what this rank was doing, and what it raised.
+        """
+        return None
+
     # ---------------------------------------------------------------- autograd
     @abstractmethod
     def autograd_function(
@@ -687,6 +702,11 @@ class Platform(ABC):
     @abstractmethod
     def set_rng_state(self, state: Any) -> None:
         """Put a state from `get_rng_state` back."""
+
+    def why_no_rule(self, function: Any) -> str | None:
+        """Why `register_sharding` cannot give a native operation that has no row a rule: the backend serves it before
+        dispatch, or calls another in its place. None where it can."""
+        return None
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def table(patches: Sequence[Patch]) -> str:
     for (reason, versions, required, undone, everywhere, after), group in groupby(
         patches, lambda p: (p.reason, p.versions, p.required, p.undone, p.everywhere, p.after)
     ):
-        targets = ", ".join(f"`{name}`" for name in _shortened([t for patch in group for t in patch.targets]))
+        targets = ", ".join(f"`{name}`" for name in _shortened(dict.fromkeys(t for patch in group for t in patch.targets)))
         where = ", wherever the framework has it" if everywhere else ""
         where += ", when it is imported" if after else ""
         otherwise = "no DTensors" if required else "left out"
@@ -35,7 +35,7 @@ def table(patches: Sequence[Patch]) -> str:
     return "\n".join(lines)
 
 
-def _shortened(targets: Sequence[str]) -> Iterator[str]:
+def _shortened(targets: Iterable[str]) -> Iterator[str]:
     """Targets that differ in one part of their names, one behind the other, in one: ``a.{b,c}.d``."""
     rest = list(targets)
     while rest:

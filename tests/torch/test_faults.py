@@ -111,6 +111,62 @@ def test_lost_rank_is_named(lost: int, how: str, ranks: tuple[int, ...]) -> None
         assert float(seconds) < TIMEOUT + 3 + 20, raised
 
 
+FAILURE = """
+import os, sys, time
+import torch
+import hyper_parallel as hp
+from hyper_parallel.platform.torch import faults
+
+faults.ALIKE = 1.0
+platform = hp.get_platform()
+platform.init_process_group(timeout=600)
+rank, how = platform.rank(), sys.argv[1]
+mesh = hp.init_device_mesh("cpu", mesh_dim_names=("tp",))
+model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+plan = {"0": hp.ColwiseParallel(), "1": hp.ColwiseParallel(input_layouts=hp.Shard(-1)), "2": hp.RowwiseParallel()}
+hp.parallelize_module(model, mesh, plan)
+table = hp.distribute_tensor(torch.ones(8, 4), mesh, [hp.Shard(1)])
+
+def step(last):
+    ids = torch.tensor([1, last])
+    if how == "module":
+        model(ids).sum().backward()
+    else:
+        torch.nn.functional.embedding(hp.DTensor.from_local(ids, mesh), table).full_tensor()
+
+step(7)
+for _ in range(2):
+    try:
+        step(99)  # all ranks alike: nothing is broken
+    except IndexError:
+        pass
+step(7)
+started = time.monotonic()
+try:
+    step(99 if rank == 1 else 7)
+except (hp.CollectiveError, IndexError) as error:
+    seconds = time.monotonic() - started
+    print(f"raised|{seconds:.1f}|{type(error).__name__}|{error}", flush=True)
+time.sleep(8 if rank == 0 else 6)  # nobody ends, and rank 0 serves the store
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["module", "operation"])
+def test_failure_of_one_rank_reaches_the_others(how: str) -> None:
+    """A rank that fails in a computation of its own, and lives on."""
+    for rank, output in enumerate(run_ranks(FAILURE, how, size=2)):
+        _, _, raised = output.partition("raised|")
+        assert raised, output
+        seconds, kind, message = raised.split("|", 2)
+        assert float(seconds) < 20, raised  # the time-out is ten minutes
+        if rank == 1:
+            assert kind == "IndexError", raised
+        else:
+            assert kind == "CollectiveError" and "rank 1 failed in" in message, raised
+            assert "mbedding" in message and "IndexError: index out of range" in message, raised
+
+
 def test_time_outs_from_argument_and_environment() -> None:
     assert timeout_seconds(None, {}) is None
     assert timeout_seconds(2, {"HYPER_PARALLEL_TIMEOUT": "20"}) == 2.0

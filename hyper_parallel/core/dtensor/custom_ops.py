@@ -25,7 +25,8 @@ def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple
             operation is then called as ``function(*operands, *statics)``. Default: all arguments are operands.
 
     Raises:
-        ValueError: when the operation has a rule already.
+        ValueError: when the operation has a rule already; when the backend serves it itself, so that a rule would never
+            be asked.
 
     Example:
         >>> import torch
@@ -40,6 +41,9 @@ def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple
     table = get_platform().op_table
     if function in _CUSTOM or function in table or name_of(function) in table:
         raise ValueError(f"{name_of(function)} has a sharding rule already")
+    reason = get_platform().why_no_rule(function)
+    if reason is not None:
+        raise ValueError(f"a sharding rule for {name_of(function)} would never be called: {reason}")
     name = f"custom:{name_of(function)}:{len(_CUSTOM)}"
     RULES[name] = rule
 

@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.bounded import Bounded, Table
 from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
-from hyper_parallel.core.dtensor.gathered import run_gathered
+from hyper_parallel.core.dtensor.gathered import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.loss_operands import distribute_labels
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_loss_parallel
@@ -201,20 +201,24 @@ def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
     find, by_function, varies, classes = calls.get, op.binds_by_function, op.varies, DTENSOR_CLASSES
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
-        if varies is not None and varies():
-            return _run_first(op, func, args, kwargs, None)
-        which = func if by_function else None
-        count = 0 if kwargs else len(args)
-        if count == 2 and type(args[0]) in classes and type(args[1]) in classes:
-            key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
-        elif count == 1 and type(args[0]) in classes:
-            key = (which, args[0]._layout)
-        else:
-            key = call_key(which, args, kwargs)
-        remembered = find(key)
-        if remembered is not None:
-            return remembered(func, args, kwargs)
-        return _run_first(op, func, args, kwargs, key)
+        try:
+            if varies is not None and varies():
+                return _run_first(op, func, args, kwargs, None)
+            which = func if by_function else None
+            count = 0 if kwargs else len(args)
+            if count == 2 and type(args[0]) in classes and type(args[1]) in classes:
+                key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
+            elif count == 1 and type(args[0]) in classes:
+                key = (which, args[0]._layout)
+            else:
+                key = call_key(which, args, kwargs)
+            remembered = find(key)
+            if remembered is not None:
+                return remembered(func, args, kwargs)
+            return _run_first(op, func, args, kwargs, key)
+        except Exception as error:
+            tell_of_failure_in(error, func, args, kwargs)
+            raise
 
     return run
 
@@ -226,7 +230,13 @@ _RUNS = Table(_make_run, _MAX_PLANS)
 
 def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
     op = find_custom_op(func)
-    return run_gathered(func, args, kwargs) if op is None else _RUNS[op](func, args, kwargs)
+    if op is not None:
+        return _RUNS[op](func, args, kwargs)
+    try:
+        return run_gathered(func, args, kwargs)
+    except Exception as error:
+        tell_of_failure_in(error, func, args, kwargs)
+        raise
 
 
 def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:

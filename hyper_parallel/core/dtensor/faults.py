@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["CollectiveError", "RankMismatchError", "describe_dim", "explain", "explain_along", "names_of"]
+__all__ = [
+    "CollectiveError",
+    "RankMismatchError",
+    "describe_dim",
+    "explain",
+    "explain_along",
+    "names_of",
+    "tell_of_failure",
+]
+
+#: What local computations raise. Refusals are ValueErrors and TypeErrors: the same on all ranks.
+_LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 
 
 class CollectiveError(RuntimeError):
@@ -106,3 +117,20 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
     lines = [text, *(f"rank {r} failed in {other}" for r, other in sorted(reports.items()) if other != report)]
     lines.append(f"the backend says: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
     raise CollectiveError("\n".join(lines), collective, members, missing) from error
+
+
+def tell_of_failure(error: Exception, what: str, mesh: DeviceMesh) -> None:
+    """Tell the other ranks of ``mesh`` about an error with which this rank leaves ``what``, so that they do not wait
+    for it. Returns when they have failed in the same way, or know."""
+    if not isinstance(error, _LOCAL_ERRORS) or isinstance(error, CollectiveError) or hasattr(error, _TOLD):
+        return
+    error.__dict__[_TOLD] = True  # the modules around it raise it too
+    if mesh.size() == 1 or mesh.get_coordinate() is None or mesh.platform.is_communication_failure(error):
+        return
+    groups = [mesh.platform_group(d) for d in range(mesh.ndim) if mesh.shape[d] > 1]
+    message = (str(error).strip() or repr(error)).splitlines()[0]
+    ranks = tuple(int(rank) for rank in mesh.mesh.ravel())
+    mesh.platform.tell_of_failure(groups, ranks, f"{what}: {type(error).__name__}: {message}")
+
+
+_TOLD = "_hyper_parallel_told"

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from hyper_parallel.core.dtensor.faults import tell_of_failure
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, refuse_foreign
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.platform.base import Platform
 
-__all__ = ["run_gathered"]
+__all__ = ["run_gathered", "tell_of_failure_in"]
 
 _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
@@ -55,6 +56,13 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
 
         result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
         return _wrap_replicated(result, mesh, replicated)
+
+
+def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
+    """`tell_of_failure` of an operation on distributed tensors."""
+    for x in _dtensors((args, kwargs)):
+        tell_of_failure(error, name_of(func), x._layout.mesh)
+        return
 
 
 def _report(func: Any, layout: Layout, writes: bool) -> None:

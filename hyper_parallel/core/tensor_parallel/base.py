@@ -10,6 +10,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.faults import tell_of_failure
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement
@@ -155,9 +156,11 @@ class ModuleStyle(ParallelStyle):
                 if run_local is not None:
                     try:
                         y = run_local(module, args[0])
-                    except _OF_AN_INPUT:
-                        # An input that does not fit is explained here; this communicates nothing where it fits.
-                        self._before(module, args, kwargs, mesh)
+                    except Exception as error:
+                        if isinstance(error, _OF_AN_INPUT):
+                            # One that does not fit is explained here; this communicates nothing where it fits.
+                            self._before(module, args, kwargs, mesh)
+                        tell_of_failure(error, f"forward of {title(module)}", mesh)
                         raise
                     if y is not NotImplemented:
                         return y

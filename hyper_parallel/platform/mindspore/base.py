@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_ops import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
-from hyper_parallel.platform.mindspore.op_table import OPS
+from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
 from hyper_parallel.platform.mindspore.parameter import Classes, make_dtensor_class
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
@@ -66,3 +66,9 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     @property
     def op_table(self) -> Mapping[Any, NativeOp]:
         return OPS
+
+    def why_no_rule(self, function: Any) -> str | None:
+        name = function if isinstance(function, str) else getattr(function, "name", None)
+        if name in PASS_THROUGH or name in VARIANTS:
+            return "the backend asks it of the local tensor, or runs it as one of several operations that have rules"
+        return None

@@ -13,6 +13,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import any_autocast as _any_autocast
 from hyper_parallel.platform.torch.private import bare_apply, current_node, will_execute
 from hyper_parallel.platform.torch.private import saved_tensor_hooks as _saved_tensor_hooks
@@ -75,6 +76,8 @@ class AutogradVerbs(Platform):
         apply = _bare_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
         def run(x: torch.Tensor, *static: Any) -> torch.Tensor:
+            if SEEN:
+                refuse_levels()
             if _is_grad_enabled() and x.requires_grad:
                 return apply(x, *static)
             with no_dispatch():
@@ -89,6 +92,8 @@ class AutogradVerbs(Platform):
         apply = _bare_apply("Step", forward, _without_context(backward))
 
         def run(x: torch.Tensor) -> torch.Tensor:
+            if SEEN:
+                refuse_levels()
             return apply(x) if _is_grad_enabled() and x.requires_grad else forward(None, x)
 
         return run
@@ -113,6 +118,8 @@ class AutogradVerbs(Platform):
         read = self.read_cache
 
         def view(x: torch.Tensor) -> torch.Tensor:
+            if SEEN:
+                refuse_levels()
             if not (_is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")
@@ -160,6 +167,8 @@ class AutogradVerbs(Platform):
         hooks = OrderedDict({0: _hook(convert, record)})
 
         def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if SEEN:
+                refuse_levels()
             if not (_is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")
@@ -201,6 +210,8 @@ class AutogradVerbs(Platform):
         hooks = OrderedDict({0: _hook(None, record)})
 
         def apply(y: Any) -> torch.Tensor:
+            if SEEN:
+                refuse_levels()
             if not (_is_grad_enabled() and y.requires_grad):
                 return write(y)
             data = _detach(y)
@@ -221,6 +232,8 @@ class AutogradVerbs(Platform):
 
     def detach(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.detach`."""
+        if SEEN:
+            refuse_levels()
         if type(x) is torch.Tensor:
             return x.detach()
         with no_dispatch():

@@ -123,6 +123,20 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.op_table`."""
         return OP_TABLE
 
+    def why_no_rule(self, function: Any) -> str | None:
+        """See `Platform.why_no_rule`."""
+        from hyper_parallel.platform.torch import handlers  # noqa: F401  # which register themselves
+
+        if function in tensor.HANDLERS:
+            return (
+                "hyper_parallel.platform.torch.handlers serves it, because it does not compute or by other operations: "
+                "give those their rules"
+            )
+        name = function if isinstance(function, str) else getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            return "in place, an operation runs on a copy of its first operand: use the one that returns a tensor"
+        return None
+
     # ------------------------------------------------------------------------------------------------ local operations
     #: See `Platform.narrow`, `chunk`, `cat` and `contiguous`: torch's own functions, which saves a call.
     narrow: Any = staticmethod(T.narrow)

@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.base import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import faults, launch, overlap
+from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
 
 __all__ = ["CommunicationVerbs"]
@@ -140,12 +141,20 @@ class CommunicationVerbs(Platform):
 
     def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
         """See `Platform.all_reduce`."""
+        if SEEN:
+            refuse_levels()
+        if local._is_zerotensor():
+            local = _written_out(local)
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
         backend.allreduce([local], _ALL_REDUCE[op]).wait()
         return local
 
     def all_gather(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_gather`."""
+        if SEEN:
+            refuse_levels()
+        if local._is_zerotensor():
+            local = _written_out(local)
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
@@ -157,6 +166,10 @@ class CommunicationVerbs(Platform):
 
     def reduce_scatter(self, local: torch.Tensor, op: str, group: Any, size: int) -> torch.Tensor:
         """See `Platform.reduce_scatter`."""
+        if SEEN:
+            refuse_levels()
+        if local._is_zerotensor():
+            local = _written_out(local)
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
@@ -165,17 +178,27 @@ class CommunicationVerbs(Platform):
 
     def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_to_all`."""
+        if SEEN:
+            refuse_levels()
+        if local._is_zerotensor():
+            local = _written_out(local)
         out = torch.empty_like(local)
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
         return out
 
     def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
         """See `Platform.broadcast`."""
+        if SEEN:
+            refuse_levels()
+        if local._is_zerotensor():
+            local = _written_out(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
         return local
 
     def scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, group: Any) -> torch.Tensor:
         """See `Platform.scatter`."""
+        if SEEN:
+            refuse_levels()
         sent = None if parts is None else [self._movable(p) for p in parts]
         dist.scatter(self._movable(out), sent, src=src, group=_resolve(group))
         return out
@@ -220,6 +243,10 @@ class CommunicationVerbs(Platform):
         """See `Platform.roll_call`."""
         return faults.roll_call(group(), ranks, report)
 
+    def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
+        """See `Platform.tell_of_failure`."""
+        faults.tell_of_failure([group() for group in groups], ranks, report)
+
     def _movable(self, x: torch.Tensor) -> torch.Tensor:
         """The same memory as a dtype that the backend can move."""
         if x.dtype in self.moved_dtypes:
@@ -228,6 +255,11 @@ class CommunicationVerbs(Platform):
 
     def _select_device(self, local_rank: int) -> None:
         """Make the device of this rank the current one."""
+
+
+def _written_out(zeros: torch.Tensor) -> torch.Tensor:
+    """Zeros in memory, for an efficient zero tensor, which has none: backward and forward-mode AD make such."""
+    return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
 
 
 def _resolve(group: Any) -> Any:

@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.torch.private import default_store
 
-__all__ = ["GRACE", "is_communication_failure", "roll_call", "timeout_of"]
+__all__ = ["ALIKE", "GRACE", "is_communication_failure", "roll_call", "tell_of_failure", "timeout_of"]
 
 #: Seconds that a rank whose collective has failed waits for the reports of the others.
 GRACE = 3.0
+#: Seconds that a rank whose local computation has failed waits for the others to fail in the same way.
+ALIKE = 4.0
 _TAG = 0x4E0
 #: What gloo's errors contain when a connection is lost; the second comes from every later use of the group.
 _GLOO = ("gloo/transport/", "Application timeout caused pair closure")
@@ -66,6 +68,32 @@ def roll_call(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, 
             return None
         return (reports, tuple(waiting)) if 0 in reports else (reports, (0,))
     return reports, tuple(waiting)
+
+
+def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
+    """See `Platform.tell_of_failure`. The ranks that have failed are counted in the store, failure by failure.
+
+    Args:
+        groups: ``ProcessGroup`` each; None for one that was destroyed.
+    """
+    if None in groups or not dist.is_initialized():
+        return
+    store, members = default_store(), "_".join(map(str, ranks))
+    # The number of the failure lies in the store as well, so that it starts anew with other process groups.
+    mine = f"hyper_parallel/failures/{members}/{dist.get_rank()}"
+    deadline = time.monotonic() + ALIKE
+    try:
+        together = f"hyper_parallel/failures/{members}/number {store.add(mine, 1)}"
+        store.add(together, 1)
+        while store.add(together, 0) < len(ranks):
+            if time.monotonic() > deadline:
+                store.set(f"hyper_parallel/fault/{dist.get_rank()}", report)
+                for group in groups:
+                    _fail_waiting_ranks(group)
+                return
+            time.sleep(0.01)
+    except RuntimeError:
+        return  # the store has ended, and with it the ranks that would read this
 
 
 def _fail_waiting_ranks(group: Any) -> None:

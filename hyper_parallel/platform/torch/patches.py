@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
-from hyper_parallel.platform.torch import checkpoints, fully_shard, wrappers
+from hyper_parallel.platform.torch import checkpoints, fully_shard, levels, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
@@ -80,6 +80,16 @@ def _loadable(value: Any) -> Patch:
     )
 
 
+def _transform(target: str, make: Callable[[Any], Any]) -> Patch:
+    return Patch(
+        targets=(target,),
+        reason="`torch.func` and forward-mode AD give wrong numbers: what they wrap is a plain local tensor, and "
+        "collectives see no tangents",
+        versions=_TESTED,
+        make=make,
+    )
+
+
 PATCHES = PatchSet(
     "torch",
     torch.__version__,
@@ -142,6 +152,11 @@ PATCHES = PatchSet(
             everywhere=True,
             after=_STATES,
         ),
+        _transform("torch._functorch.eager_transforms._wrap_for_grad", levels.refusing_dtensors),
+        _transform("torch._functorch.eager_transforms._wrap_functional_tensor", levels.refusing_dtensors),
+        _transform("torch._functorch.vmap._add_batch_dim", levels.refusing_dtensors),
+        _transform("torch._vmap_internals._create_batched_inputs", levels.following),
+        _transform("torch.autograd.forward_ad.enter_dual_level", levels.following),
         Patch(
             targets=(f"{_FSDP2}.FSDPParam._init_sharded_param",),
             reason="``fully_shard`` cuts distributed parameters by operations that differ from rank to rank, and hangs",

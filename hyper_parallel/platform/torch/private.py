@@ -32,6 +32,7 @@ __all__ = [
     "calls_quickly",
     "current_node",
     "default_store",
+    "dual_level",
     "dispatch_modes",
     "function_modes",
     "global_backward_hooks",
@@ -44,10 +45,12 @@ __all__ = [
     "make_grads",
     "native",
     "native_functions",
+    "old_vmap_level",
     "run_engine",
     "same_implementation",
     "saved_tensor_hooks",
     "tracer",
+    "transform_level",
     "will_execute",
 ]
 
@@ -240,3 +243,25 @@ if dist.is_available():
     for _name in ("_get_backend", "_allgather_base", "_reduce_scatter_base"):
         _take(f"distributed.ProcessGroup.{_name}", callable)
     default_store: Callable[[], Any] = _take("distributed.distributed_c10d._get_default_store", callable)
+
+#: The innermost transform of `torch.func` and `torch.vmap` that is open in this thread, None outside of them.
+transform_level: Callable[[], int | None] = _take("_C._functorch.maybe_current_level", lambda f: f() is None)
+
+_open_vmap = _take("_C._vmapmode_increment_nesting", callable)
+_close_vmap = _take("_C._vmapmode_decrement_nesting", callable)
+
+
+def old_vmap_level() -> int:
+    """How many of torch's older vmaps are open, as `torch.autograd.grad` does for batched cotangents. Opening and
+    closing another is the only way to ask."""
+    level: int = _open_vmap() - 1
+    _close_vmap()
+    return level
+
+
+_take("autograd.forward_ad._current_level", lambda level: isinstance(level, int))
+
+
+def dual_level() -> int:
+    """The innermost level of forward-mode AD, negative outside."""
+    return torch.autograd.forward_ad._current_level

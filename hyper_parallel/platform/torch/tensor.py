@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.torch.functional import direct_calls
+from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
 from hyper_parallel.platform.torch.private import is_dispatch_on
@@ -107,6 +108,8 @@ def wrap(local: Any, layout: Any) -> Any:
     An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
     layout that is the result, otherwise a new view of it is, since an object has one layout.
     """
+    if SEEN:
+        refuse_levels()
     cls = _State.wrapping
     if type(local) is cls:
         if local._layout is layout:

@@ -47,7 +47,8 @@ chunk              x                               chunks, dim
 unbind             x                               dim
 repeat             x                               repeats
 repeat_interleave  x                               repeats (an int), dim
-pad                x                               (before, after) for each dimension of x
+pad                x                               (before, after) for each dimension of x, mode or nothing for
+                                                   "constant"
 cat, stack         any number                      dim
 -----------------  ------------------------------  ------------------------------------------------------------------
 along_dims         x                               dims that must be whole, number of results of x's shape:

@@ -9,10 +9,13 @@ from hyper_parallel.core.dtensor.rules.labels import axes, axis, named, whole
 
 @rule("along_dims")
 def along_dims(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Results of x's shape: cumsum, sort, flip."""
+    """Results of x's shape: cumsum, sort, flip. Of no elements a backend may record nothing (cumprod), and this rank
+    would leave out what the others communicate in gradients of gradients."""
     x, (dims, results) = shapes[0], statics[:2]
     labels = whole(named(x), axes(dims, len(x)))
-    return OpSharding(operands=(labels,), results=(labels,) * results, result_shapes=(tuple(x),) * results)
+    return OpSharding(
+        operands=(labels,), results=(labels,) * results, result_shapes=(tuple(x),) * results, nonempty=labels
+    )
 
 
 @rule("topk")

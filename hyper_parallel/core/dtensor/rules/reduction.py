@@ -108,8 +108,8 @@ def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
     x, (p, dims, keepdim) = shapes[0], statics[:3]
     if p in (0, 1):
         return _reduction(x, dims, keepdim, reduce="sum")
-    # The norm of nothing is 0, except where that is no neutral element.
-    nonempty = _only(x, axes(dims, len(x))) if p < 0 or math.isinf(p) else ()
+    # The norm of nothing is 0: no neutral element for some p, and for others without a second derivative.
+    nonempty = _only(x, axes(dims, len(x))) if p != 2 else ()
     return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)
 
 

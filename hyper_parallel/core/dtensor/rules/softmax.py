@@ -54,7 +54,7 @@ def logsumexp(shapes: tuple, statics: tuple) -> OpSharding | None:
         result_shapes=(without(x, reduced, keepdim, 1),),
         combined=tuple(labels[d] for d in reduced if labels[d] is not None),
         call=_log_sum_exp if len(reduced) == 1 else None,
-        native_if=lambda layouts: len(reduced) > 1 or Classes.of(layouts[0], min(reduced)) is None,
+        native_if=lambda layouts: len(reduced) != 1 or Classes.of(layouts[0], min(reduced)) is None,
     )
 
 

@@ -183,10 +183,11 @@ def repeat_interleave(shapes: tuple, statics: tuple) -> OpSharding | None:
 @rule("pad")
 def pad(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. What is added may be
-    a constant, which is no partial sum: not linear."""
+    a constant, which is no partial sum: not linear. Where it is a copy of what is there, something must be."""
     x, pads = shapes[0], statics[0]
+    copies = len(statics) > 1 and statics[1] != "constant"
     if len(pads) != len(x):
         return None
     labels = tuple(label if tuple(p) == (0, 0) else None for label, p in zip(named(x), pads, strict=True))
     shape = tuple(before + size + after for size, (before, after) in zip(x, pads, strict=True))
-    return OpSharding(operands=(labels,), results=(labels,), result_shapes=(shape,))
+    return OpSharding(operands=(labels,), results=(labels,), result_shapes=(shape,), nonempty=labels if copies else ())

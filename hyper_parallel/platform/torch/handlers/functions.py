@@ -30,8 +30,9 @@ def hooked_apply(found: Any) -> Any:
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(cls, *args, **kwargs)
-        for arg in args:
-            if is_dtensor(arg):
+        # A function may make DTensors of plain tensors, as checkpointing a parallelised module does.
+        for x in (*args, *result) if isinstance(result, tuple) else (*args, result):
+            if is_dtensor(x):
                 _hook_node(args, result if isinstance(result, tuple) else (result,))
                 break
         return result

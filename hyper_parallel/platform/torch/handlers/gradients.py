@@ -14,6 +14,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
+from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.platform.torch.op_table.binding import signature
 from hyper_parallel.platform.torch.private import make_grads, run_engine
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
@@ -112,9 +113,10 @@ def autograd_backward(func: Any, args: tuple, kwargs: dict) -> None:
 def _accumulate(tensors: tuple, gradients: tuple, retain_graph: Any, create_graph: bool, inputs: Any) -> None:
     if inputs is not None and len(_to_tuple(inputs)) == 0:
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    roots = [_root(t, g) for t, g in zip(tensors, gradients, strict=True)]
     run_engine(
-        tensors,
-        tuple(_root_cotangent(t, g) for t, g in zip(tensors, gradients, strict=True)),
+        tuple([root for root, _ in roots]),
+        tuple([cotangent for _, cotangent in roots]),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
         () if inputs is None else _to_tuple(inputs),
@@ -148,9 +150,10 @@ def autograd_grad(func: Any, args: tuple, kwargs: dict) -> tuple:
             "for each of the grad_outputs, with retain_graph=True"
         )
     outputs, inputs = _to_tuple(outputs), _to_tuple(inputs)
+    roots = [_root(y, g) for y, g in zip(outputs, _one_each(gradients, outputs), strict=True)]
     results = run_engine(
-        outputs,
-        tuple(_root_cotangent(t, g) for t, g in zip(outputs, _one_each(gradients, outputs), strict=True)),
+        tuple([root for root, _ in roots]),
+        tuple([cotangent for _, cotangent in roots]),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
         inputs,
@@ -171,15 +174,39 @@ def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -
     return wrap(gradient, layout.cotangent)
 
 
-def _root_cotangent(x: Any, gradient: Any) -> Any:
-    """The local cotangent with which backward starts at ``x``."""
-    layout = layout_of(x)
+def _root(x: Any, gradient: Any) -> tuple[Any, Any]:
+    """Where backward starts for ``x``, and the local cotangent with which it does."""
+    layout = x._layout if is_dtensor(x) else None
     if layout is None:
         if is_dtensor(gradient):
             raise TypeError("the gradient of a plain tensor must be plain: use gradient.full_tensor() or to_local()")
-        return make_grads((x,), (gradient,), is_grads_batched=False)[0]
+        return x, make_grads((x,), (gradient,), is_grads_batched=False)[0]
+    if layout.cotangent is not layout:
+        return _root_to_reduce(x, gradient)
+    return x, _root_cotangent(x, gradient)
+
+
+def _root_to_reduce(x: Any, gradient: Any) -> tuple[Any, Any]:
+    """`_root` for a tensor that is still to be reduced."""
+    layout = x._layout
+    summed = tuple(d for d, p in enumerate(layout.placements) if p.is_partial())
+    if any(layout.placements[d].reduce_op != "sum" for d in summed):
+        # Not every rank's value receives the gradient, or not all of it: backward starts at the reduced one.
+        with torch.enable_grad():
+            x = x.redistribute(placements=list(layout.cotangent.placements))
+        return x, _root_cotangent(x, gradient)
+    cotangent = _root_cotangent(x, gradient)
+    if cotangent is not None and cotangent.requires_grad:
+        # Every summand receives it, and what each rank makes of it is a part of the next gradient.
+        with no_dispatch():
+            cotangent = transitions_of(layout.mesh.platform).copy(cotangent, layout.mesh, summed)
+    return x, cotangent
+
+
+def _root_cotangent(x: Any, gradient: Any) -> Any:
+    """The local cotangent with which backward starts at the DTensor ``x``."""
     if gradient is not None:
-        gradient = as_cotangent(gradient, layout, "the gradient passed to backward")
+        gradient = as_cotangent(gradient, x._layout, "the gradient passed to backward")
         with no_dispatch():
             return gradient.as_subclass(T)
     if not x.requires_grad:

@@ -1,0 +1,78 @@
+"""Function transforms and forward-mode AD, which distributed tensors do not go through.
+
+`torch.func` and `torch.vmap` compute with tensors that they put around others, forward-mode AD with tensors that carry
+a tangent. A DTensor put into one is a plain local tensor to the function, and a collective reads what is inside: one
+value of the batch, the value without its tangent. Nothing says so by itself, so the verbs that stand between local
+tensors and other ranks refuse while a transform is open.
+
+Asking torch costs as much as a view, so it is asked only after something was wrapped: `SEEN` is empty until then, and
+again when the transform is found closed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from hyper_parallel.platform.torch.private import dual_level, old_vmap_level, transform_level
+
+__all__ = ["SEEN", "following", "refuse_levels", "refusing_dtensors"]
+
+#: Threads that have opened a transform and not been found outside of it since.
+SEEN: dict[int, bool] = {}
+
+_REMEDY = (
+    "differentiate with torch.autograd.grad or backward(), one call for each output, and with create_graph=True for "
+    "products with Hessians and Jacobians; in place of vmap use a batch dimension or a loop; or gather the tensors "
+    "with full_tensor() before the transform"
+)
+
+
+def refuse_levels() -> None:
+    """Return when no transform is open in this thread; to be called when there are `SEEN` ones.
+
+    Raises:
+        ValueError: otherwise. It is the same on all ranks, since they run the same program.
+    """
+    name = _open_transform()
+    if name is not None:
+        raise ValueError(_message(name))
+    SEEN.pop(get_ident(), None)
+
+
+def _open_transform() -> str | None:
+    if dual_level() >= 0:
+        return "forward-mode AD (torch.func.jvp, torch.autograd.forward_ad)"
+    if transform_level() is not None:
+        return "a transform of torch.func or torch.vmap"
+    return "autograd.grad(is_grads_batched=True) or jacobian(vectorize=True)" if old_vmap_level() else None
+
+
+def _message(name: str) -> str:
+    return f"distributed tensors and parallelised modules do not work inside {name}: {_REMEDY}"
+
+
+def refusing_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a transform that wraps one tensor, which remembers that there is one and refuses DTensors."""
+
+    @functools.wraps(original)
+    def wrap(tensor: Any, *args: Any) -> Any:
+        if getattr(tensor, "_layout", None) is not None:
+            raise ValueError(_message("a transform of torch.func or torch.vmap"))
+        SEEN[get_ident()] = True
+        return original(tensor, *args)
+
+    return wrap
+
+
+def following(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that opens a transform, which remembers that there is one."""
+
+    @functools.wraps(original)
+    def open_transform(*args: Any, **kwargs: Any) -> Any:
+        SEEN[get_ident()] = True
+        return original(*args, **kwargs)
+
+    return open_transform
