@@ -27,7 +27,8 @@ def table(patches: Sequence[Patch]) -> str:
     for (reason, versions, required, undone, everywhere, after), group in groupby(
         patches, lambda p: (p.reason, p.versions, p.required, p.undone, p.everywhere, p.after)
     ):
-        targets = ", ".join(f"`{name}`" for name in _shortened(dict.fromkeys(t for patch in group for t in patch.targets)))
+        names = dict.fromkeys(target for patch in group for target in patch.targets)
+        targets = ", ".join(f"`{name}`" for name in _shortened(names))
         where = ", wherever the framework has it" if everywhere else ""
         where += ", when it is imported" if after else ""
         otherwise = "no DTensors" if required else "left out"

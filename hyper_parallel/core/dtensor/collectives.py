@@ -317,6 +317,7 @@ def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
     size = mesh.shape[mesh_dim]
     if size == 1:
         return [value]
+    mesh.require_member("a comparison over the mesh")
     if CHECKS:
         check_collective("all_gather_object", mesh, mesh_dim, None)
     try:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.platform.base import Dispatch, NativeOp
 from hyper_parallel.platform.torch import tensor
@@ -16,6 +15,7 @@ from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
+from hyper_parallel.platform.torch.private import is_traceable_wrapper
 from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["TorchPlatform"]
@@ -86,7 +86,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def has_values(self, x: torch.Tensor) -> bool:
         """See `Platform.has_values`."""
         usual = x.layout is torch.strided and not x.is_quantized and not x.is_meta
-        return usual and not is_lazy(x) and not is_traceable_wrapper_subclass(x)
+        return usual and not is_lazy(x) and not is_traceable_wrapper(x)
 
     def bytes_of(self, x: torch.Tensor) -> bytes:
         """See `Platform.bytes_of`."""

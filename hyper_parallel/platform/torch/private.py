@@ -244,6 +244,10 @@ if dist.is_available():
         _take(f"distributed.ProcessGroup.{_name}", callable)
     default_store: Callable[[], Any] = _take("distributed.distributed_c10d._get_default_store", callable)
 
+# ---------------------------------------------------------------------------------------------- classes and transforms
+
+#: Whether a tensor is of a class that computes by other tensors inside of it.
+is_traceable_wrapper: Callable[[Any], bool] = _take("utils._python_dispatch.is_traceable_wrapper_subclass", callable)
 #: The innermost transform of `torch.func` and `torch.vmap` that is open in this thread, None outside of them.
 transform_level: Callable[[], int | None] = _take("_C._functorch.maybe_current_level", lambda f: f() is None)
 
