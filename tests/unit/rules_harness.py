@@ -197,6 +197,9 @@ class _Mesh:
     def get_local_rank(self, mesh_dim: int) -> int:
         return self.coordinate[mesh_dim]
 
+    def require_member(self, what: str) -> None:
+        """Every simulated rank is in the mesh."""
+
     def platform_group(self, mesh_dim: int) -> tuple[int, ...]:
         return self.ranks_along(mesh_dim)
 
