@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match
 from hyper_parallel.core.tensor_parallel.base import is_styled, title
+from hyper_parallel.core.tensor_parallel.class_parts import remember_head
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
 
 __all__ = ["guard_partners"]
@@ -48,12 +49,17 @@ class _Guard:
 
 
 def guard_partners(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> list[tuple[str, Any, _Guard]]:
-    """(path, module, hook) for the layers that a plan may have forgotten, which is known when they are called.
+    """(path, module, hook) for the layers that a plan may have forgotten, which is known when they are called. What no
+    layer beside it takes may be a head, which `class_parts` remembers.
 
     A plan that gives a row-parallel layer beside each column-parallel one needs no hooks.
     """
     platform, guards = mesh.platform, []
-    above_rows = {path.rpartition(".")[0] for path, _, style in matches if isinstance(style, RowwiseParallel)}
+    above_rows = {
+        path.rpartition(".")[0]
+        for path, module, style in matches
+        if isinstance(style, RowwiseParallel) and platform.is_linear_module(module)
+    }
     planned = {id(module) for _, module, _ in matches}
     takes: dict[int, list[tuple[str, Any]]] = {}
     for path, module in modules.items():
@@ -72,10 +78,11 @@ def guard_partners(matches: list[Match], modules: dict[str, Any], mesh: DeviceMe
         sizes = shard_sizes(Shard(0), features, mesh.size())
         if max(sizes) == features:
             continue  # some rank would have all of them, and could not know that the others do not
+        own = sizes[mesh.get_local_rank()]
+        remember_head(module, source, features, own, mesh)
         for path, taker in takes.get(features, ()):
             if id(taker) not in guarded:
                 guarded.add(id(taker))
-                own = sizes[mesh.get_local_rank()]
                 guards.append((path, taker, _Guard(path, source, features, own, str(mesh))))
     return guards
 

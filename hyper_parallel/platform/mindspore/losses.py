@@ -14,6 +14,7 @@ from typing import Any
 
 from mindspore import ops
 
+from hyper_parallel.core.tensor_parallel.class_parts import refuse_part_of_classes
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import Function, arguments, dims_of, row
@@ -32,6 +33,9 @@ def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
             found = next((x for x in (*args, *kwargs.values()) if isinstance(x, InterceptedTensor)), None)
             if found is not None and not (name == "nll_loss" and _smooths(args, kwargs)):
                 return type(found)._dispatch(native, function, args, kwargs)
+            if found is None and args and name != "logsumexp":
+                shape = args[0].shape
+                refuse_part_of_classes(shape[min(1, len(shape) - 1)])
         return plain(*args, **kwargs)
 
     return loss

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
-from hyper_parallel.platform.torch import checkpoints, fully_shard, levels, wrappers
+from hyper_parallel.platform.torch import checkpoints, class_losses, fully_shard, levels, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
@@ -76,6 +76,16 @@ def _loadable(value: Any) -> Patch:
         versions=_TESTED,
         make=lambda safe: value,
         held="absent",
+        required=False,
+    )
+
+
+def _class_loss(name: str) -> Patch:
+    return Patch(
+        targets=(f"torch.nn.functional.{name}",),
+        reason="plain logits of a column-parallel head, this rank's part of the classes, are taken for all of them",
+        versions=_TESTED,
+        make=class_losses.whole_classes_only,
         required=False,
     )
 
@@ -143,6 +153,7 @@ PATCHES = PatchSet(
             clipping.value_clipping,
             "parameters clip_value foreach",
         ),
+        *map(_class_loss, ("cross_entropy", "nll_loss")),
         *map(_loadable, copying.SAFE),
         Patch(
             targets=(f"{_STATES}._gather_state_dict",),

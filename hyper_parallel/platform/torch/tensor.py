@@ -13,7 +13,7 @@ arrives at ``__torch_function__``, which looks the function up once:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
@@ -38,6 +38,7 @@ __all__ = [
     "made_class",
     "make_dtensor_class",
     "replicated",
+    "stand_for",
     "wrap",
 ]
 
@@ -58,6 +59,8 @@ class _State:
     dispatch: Dispatch | None = None
     #: The same class, while torch is patched.
     wrapping: Any = Unpatched("torch")
+    #: function -> what serves it on DTensors.
+    table: ClassVar[dict[Any, Handler]] = {}
 
 
 def handles(*functions: Any) -> Callable[[Handler], Handler]:
@@ -89,6 +92,12 @@ def made_class() -> Any:
 def allow_dtensors(allowed: bool) -> None:
     """Whether DTensors may be made: while torch is patched."""
     _State.wrapping = _State.tensor_class if allowed else Unpatched("torch")
+
+
+def stand_for(replacement: Any, original: Any) -> None:
+    """Let ``replacement`` be served as ``original`` is, whose place in torch it takes."""
+    if original in _State.table:
+        _State.table[replacement] = _State.table[original]
 
 
 def is_local_class(cls: type) -> bool:
@@ -167,7 +176,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
     from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
-    table = {**computing, **direct_calls(computing), **HANDLERS}
+    table = _State.table = {**computing, **direct_calls(computing), **HANDLERS}
     look_up = table.get
     unknown = handlers.run_unknown
 

@@ -4,6 +4,7 @@ embeddings, positional layouts, classes of other libraries. The same on all rank
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -228,3 +229,26 @@ def test_layouts_by_position() -> None:
     assert ParameterParallel({"w": Shard(0)}).placements == {"w": Shard(0)}
     assert repr(copy.deepcopy(RowwiseParallel())) == repr(pickle.loads(pickle.dumps(RowwiseParallel())))
     assert import_hint(Shard(0)) == import_hint(Shard) == import_hint("x") == ""
+
+
+# ---------------------------------------------------------------------- losses of plain parts of the classes
+@spmd.on_mesh()
+def part_of_classes(mesh: Any) -> None:
+    lab = get_lab()
+    model = Outer(head=lab.linear_module(4, 11))
+    parallelize_module(model, mesh, {"head": ColwiseParallel()})
+    targets = lab.tensor(np.array([0, 10, 3]).astype(lab.TARGET_DTYPE))
+    logits = lab.call(model.head, lab.tensor(floats(3, 4)))
+    own = logits.shape[-1]
+    with fails(ValueError, f"{own} classes", "part of the 11", "'head'", "loss_parallel()", "use_local_output=False"):
+        lab.cross_entropy(logits, targets)
+    assert np.isfinite(lab.numpy(lab.cross_entropy(lab.tensor(floats(3, 11)), targets))), "all classes"
+    del model
+    gc.collect()
+    loss = lab.cross_entropy(lab.tensor(floats(3, own)), lab.tensor(np.zeros(3, lab.TARGET_DTYPE)))
+    assert np.isfinite(lab.numpy(loss)), "the head is gone"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_part_of_the_classes_is_no_logits(pool: Any, world_size: int) -> None:
+    pool.run(world_size, part_of_classes)

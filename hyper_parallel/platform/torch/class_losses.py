@@ -1,0 +1,28 @@
+"""Losses over classes of plain logits: this rank's part of the classes is not taken for all of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.tensor_parallel.class_parts import refuse_part_of_classes
+from hyper_parallel.platform.torch.tensor import stand_for
+
+__all__ = ["whole_classes_only"]
+
+
+def whole_classes_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for ``cross_entropy`` and ``nll_loss`` of `torch.nn.functional`."""
+
+    @functools.wraps(original)
+    def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(input) is torch.Tensor and input.dim():
+            refuse_part_of_classes(input.shape[min(1, input.dim() - 1)])
+        return original(input, target, *args, **kwargs)
+
+    # torch looks itself up by name when it asks a DTensor.
+    stand_for(loss, original)
+    return loss
