@@ -24,9 +24,9 @@ def same(a: Any, b: Any) -> bool:
 def identity(mesh: Any) -> dict[str, bool]:
     plain, net = make_net(), Net()
     before = dict(net.parameters_and_names())
-    from hyper_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, parallelize_module
 
-    plan = {"up": ColwiseParallel(), "head": ColwiseParallel(), "embedding": RowwiseParallel()}
+    plan = {"up": ColwiseParallel(), "head": ColwiseParallel(), "embedding": RowwiseParallel(input_layouts=Replicate())}
     parallelize_module(net, mesh, plan)
     after = dict(net.parameters_and_names())
     up = net.up.weight

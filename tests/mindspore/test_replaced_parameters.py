@@ -60,8 +60,8 @@ def exchanged(mesh: Any) -> None:
 
     # New values by MindSpore's own means, whole: each rank takes its part, or all refuse.
     single, sharded = both(mesh)
-    state = {"up.weight": Parameter(values(12, 6), name="up.weight")}
-    assert "should have the same shape" in error_of(lambda: ms.load_param_into_net(sharded, state))
+    for net in (single, sharded):
+        ms.load_param_into_net(net, {"up.weight": Parameter(values(12, 6), name="up.weight")})
     close(sharded(x), single(x))
     for net in (single, sharded):
         net.up.weight.set_data(values(12, 6, seed=7))
@@ -118,3 +118,28 @@ def sparse(mesh: Any) -> None:
 def test_sparse(pool: Any) -> None:
     """Sparse tensors are refused before communication."""
     pool.run(2, sparse)
+
+
+@on_mesh()
+def loaded(mesh: Any) -> None:
+    plain, parallel = Mlp(), Mlp()
+    parallelize_module(parallel, mesh, PLAN)
+    message = error_of(lambda: ms.load_param_into_net(plain, parallel.parameters_dict()))
+    assert "'up.weight'" in message and "full_tensor()" in message, message
+    state = {name: Parameter(values(*p.shape) * 2, name=name) for name, p in plain.parameters_dict().items()}
+    ms.load_param_into_net(parallel, state)
+    ms.load_param_into_net(plain, state)
+    x = values(3, 6)
+    np.testing.assert_allclose(parallel(x).asnumpy(), plain(x).asnumpy(), rtol=1e-5, atol=1e-5)
+    ms.load_param_into_net(parallel, {name: Parameter(p.astype(ms.float16), name=name) for name, p in state.items()})
+    assert parallel.up.weight.dtype == ms.float32
+    parts = {name: Parameter(p.to_local() * 3, name=name) for name, p in parallel.parameters_dict().items()}
+    before = parallel.up.weight.full_tensor().asnumpy()
+    ms.load_param_into_net(parallel, parts)
+    np.testing.assert_allclose(parallel.up.weight.full_tensor().asnumpy(), 3 * before)
+
+
+def test_load_param_into_net(pool: Any) -> None:
+    """Whole values go into distributed parameters, and parts that MindSpore saved; no parallel ones into plain ones."""
+    for world_size in (2, 3):
+        pool.run(world_size, loaded)

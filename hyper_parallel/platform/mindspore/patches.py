@@ -116,6 +116,13 @@ PATCHES = PatchSet(
             plain.checked_assign,
             check=takes("self value"),
         ),
+        _patch(
+            "mindspore.train.serialization._update_param",
+            "``load_param_into_net`` compares whole shapes with those of parts, and says nothing of parallel values",
+            plain.checked_update,
+            check=takes("param new_param strict_load"),
+            required=False,
+        ),
         *map(_optimizer, ("mindspore.nn.Optimizer", "mindspore.experimental.optim.Optimizer")),
         _patch(
             "mindspore.ops.function.clip_func._ClipByGlobalNorm.construct",

@@ -15,7 +15,7 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
-__all__ = ["Fallback", "checked_assign", "checked_init"]
+__all__ = ["Fallback", "checked_assign", "checked_init", "checked_update"]
 
 
 def checked_init(plain_init: Callable[..., None]) -> Callable[..., None]:
@@ -38,6 +38,24 @@ def checked_assign(plain_assign: Callable[..., Any]) -> Callable[..., Any]:
         return plain_assign(self, value)
 
     return assign_value
+
+
+def checked_update(plain_update: Callable[..., None]) -> Callable[..., None]:
+    """What stands for the function by which ``load_param_into_net`` gives a parameter its value: distributed parameters
+    take whole values, and plain ones no parts."""
+
+    @functools.wraps(plain_update)
+    def update(param: Any, new_param: Any, strict_load: bool) -> None:
+        whole = isinstance(param, InterceptedTensor) and not isinstance(new_param, InterceptedTensor)
+        # What MindSpore has saved of a distributed parameter has the shape of this rank's part.
+        whole = whole and tuple(new_param.shape) == tuple(param.shape) != param._layout.local_shape
+        if whole and is_dispatching() and (new_param.dtype == param.dtype or not strict_load):
+            param.set_data(Tensor(new_param.asnumpy(), dtype=param.dtype))
+            return
+        _refuse(param, new_param, f"load_param_into_net: the plain parameter {param.name!r} set to")
+        plain_update(param, new_param, strict_load)
+
+    return update
 
 
 def _refuse(target: Any, value: Any, what: str) -> None:
