@@ -102,6 +102,9 @@ def try_transforms(mesh: Any) -> dict[str, str]:
         mesh,
         PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True),
     )
+    # From now on modules compare the shapes of plain shards in each call.
+    uneven = parallelize_module(nn.LayerNorm(4), mesh, SequenceParallel(sequence_dim=0))
+    uneven(shard(randn(3, 4), mesh, Shard(0)))
     weight = shard(randn(4, 4), mesh, Shard(0))
     number = shard(torch.tensor(2.0, device=device()), mesh, Replicate())
     cases: dict[str, tuple[Callable[..., Any], Any]] = {

@@ -41,8 +41,10 @@ def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
     platform = mesh.platform
     by_dtype: dict[Any, list[tuple[Any, int]]] = {}
     for _, x in _held(module, mesh):
+        if isinstance(x, DTensor) or not platform.has_values(x):
+            continue
         count = math.prod(platform.shape_of(x))
-        if not isinstance(x, DTensor) and count and platform.has_values(x):
+        if count:
             by_dtype.setdefault(x.dtype, []).append((x, count))
     with platform.no_dispatch(), platform.no_grad():
         for entries in by_dtype.values():

@@ -85,7 +85,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def has_values(self, x: torch.Tensor) -> bool:
         """See `Platform.has_values`."""
-        usual = x.layout is torch.strided and not x.is_quantized and not x.is_meta
+        usual = x.layout is torch.strided and not x.is_nested and not x.is_quantized and not x.is_meta
         return usual and not is_lazy(x) and not is_traceable_wrapper(x)
 
     def bytes_of(self, x: torch.Tensor) -> bytes:

@@ -209,6 +209,8 @@ class CommunicationVerbs(Platform):
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
         """See `Platform.all_gather_object`."""
+        if SEEN:
+            refuse_levels()
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=_resolve(group))
         return values
