@@ -102,7 +102,7 @@ class LocalVerbs:
         if seed is None:
             seed = int(np.random.randint(2**31 - 1))
         # A counter that stands at its beginning is as good as none, and the order in which they began means nothing.
-        counters = dict(sorted(item for item in COUNTERS.items() if item[1]))
+        counters = dict(sorted(item for item in COUNTERS.items() if item[1] != item[0][1]))
         return ms.get_rng_state().asnumpy(), seed, counters, np.random.get_state()
 
     def set_rng_state(self, state: Any) -> None:
