@@ -94,6 +94,7 @@ class LocalVerbs:
 
     def manual_seed(self, seed: int) -> None:
         ms.set_seed(seed)
+        ms.manual_seed(seed)  # the generator of the newer operations, which `set_seed` leaves alone
 
     # Operations of the old kind (dropout, rand) take their numbers from the global seed and a counter for each of them.
     # Without a seed they draw what they like on every rank, so one is chosen.
