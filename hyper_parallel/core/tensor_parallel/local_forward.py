@@ -80,9 +80,12 @@ def column_forward(
     by_layout = Table(lambda x: output_of(tuple(x.shape)) if x.ndim and _is_placed(x, mesh, Replicate()) else None)
 
     def plain(module: Any, x: Any) -> Any:
-        own = own_parameters(module)
+        own: Any = own_parameters(module)
         weight, bias = own.get("weight"), own.get("bias")
-        if getattr(weight, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
+        try:
+            if weight._layout is not of_weight or (bias is not of_bias and bias._layout is not of_bias):
+                return NotImplemented
+        except AttributeError:  # plain, or not there
             return NotImplemented
         with no_dispatch():
             rows = view(x, weight)
@@ -94,9 +97,12 @@ def column_forward(
         output = by_layout[x._layout]
         if output is None:
             return NotImplemented
-        own = own_parameters(module)
+        own: Any = own_parameters(module)
         weight, bias = own.get("weight"), own.get("bias")
-        if getattr(weight, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
+        try:
+            if weight._layout is not of_weight or (bias is not of_bias and bias._layout is not of_bias):
+                return NotImplemented
+        except AttributeError:  # plain, or not there
             return NotImplemented
         with no_dispatch():
             if x._gathered is None:
@@ -158,9 +164,12 @@ def row_forward(
             output = table[key_of(x)]
             if output is None:
                 return NotImplemented
-            own = own_parameters(module)
+            own: Any = own_parameters(module)
             weight, bias = own.get("weight"), own.get("bias")
-            if getattr(weight, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
+            try:
+                if weight._layout is not of_weight or (bias is not of_bias and bias._layout is not of_bias):
+                    return NotImplemented
+            except AttributeError:  # plain, or not there
                 return NotImplemented
             with no_dispatch():
                 if whole:

@@ -26,6 +26,10 @@ _shape_of, _stride_of, _address_of = torch.Tensor.shape.__get__, torch.Tensor.st
 _is_grad_enabled = torch.is_grad_enabled
 
 _PLAIN = frozenset({torch.Tensor, type(None)})
+#: What is compared where something was kept for a tensor, besides the version, which ``x.data = y`` leaves as it is:
+#: that the view that was kept has the same data; nothing, for DTensors, which forget what was kept; else address, shape
+#: and strides.
+_SAME_AS_VIEW, _NOTHING = None, ()
 
 
 class _NoContext:
@@ -36,9 +40,9 @@ class _NoContext:
 
 
 class _Cache(dict):
-    """``key -> (value or weak reference, version, address, shape, strides of the holder)``, kept in the ``_cached``
-    attribute of the holder. ``x.data = y`` leaves the version as it was. All values share the memory of the holder, so
-    while one lives no other data can have its address.
+    """``key -> (value or weak reference, version of the holder, what of its data is compared)``, kept in the attribute
+    ``_cached`` of the holder. All values share the memory of the holder, so while one lives no other data can have its
+    address.
 
     It belongs to that one tensor object: a copy of the tensor, or one that was saved and loaded, starts empty.
     """
@@ -132,7 +136,7 @@ class AutogradVerbs(Platform):
             if cache is None:
                 cache = x.__dict__["_cached"] = _Cache()
             # Weak, see `write_cache`: the operation keeps it.
-            cache[key] = (weakref.ref(y), x._version, _address_of(x), _shape_of(x), _stride_of(x))
+            cache[key] = (weakref.ref(y), x._version, _SAME_AS_VIEW if type(x) is torch.Tensor else _NOTHING)
             return y
 
         return view
@@ -175,15 +179,14 @@ class AutogradVerbs(Platform):
             if cache:
                 # As `read_cache`, of the weak references that are written below.
                 entry = cache.get(key)
-                if (
-                    entry is not None
-                    and (found := entry[0]()) is not None
-                    and entry[1] == x._version
-                    and entry[2] == _address_of(x)
-                    and entry[3] == _shape_of(x)
-                    and entry[4] == _stride_of(x)
-                ):
-                    return found
+                if entry is not None and entry[1] == x._version and (found := entry[0]()) is not None:
+                    data = entry[2]
+                    if (
+                        found.is_set_to(x)
+                        if data is _SAME_AS_VIEW
+                        else data is _NOTHING or data == (_address_of(x), _shape_of(x), _stride_of(x))
+                    ):
+                        return found
             dims = x.dim()
             if dims < 2 or not weight.requires_grad or _any_autocast() or _saved_tensor_hooks(True) is not None:
                 # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
@@ -196,7 +199,11 @@ class AutogradVerbs(Platform):
             if cache is None:
                 cache = x.__dict__["_cached"] = _Cache()
             # Weak, see `write_cache`: the operation keeps it.
-            cache[key] = (weakref.ref(y), x._version, _address_of(x), _shape_of(x), _stride_of(x))
+            if type(x) is not torch.Tensor:
+                compared: Any = _NOTHING
+            else:
+                compared = _SAME_AS_VIEW if dims == 2 else (_address_of(x), _shape_of(x), _stride_of(x))
+            cache[key] = (weakref.ref(y), x._version, compared)
             return y
 
         return view
@@ -210,8 +217,6 @@ class AutogradVerbs(Platform):
         hooks = OrderedDict({0: _hook(None, record)})
 
         def apply(y: Any) -> torch.Tensor:
-            if SEEN:
-                refuse_levels()
             if not (_is_grad_enabled() and y.requires_grad):
                 return write(y)
             data = _detach(y)
@@ -259,14 +264,13 @@ class AutogradVerbs(Platform):
         value = entry[0]
         if type(value) is weakref.ref and (value := value()) is None:
             return None
-        if (
-            entry[1] != holder._version
-            or entry[2] != _address_of(holder)
-            or entry[3] != _shape_of(holder)
-            or entry[4] != _stride_of(holder)
-        ):
+        if entry[1] != holder._version:
             return None
-        return value
+        data = entry[2]
+        if data is _SAME_AS_VIEW:
+            return value if value.is_set_to(holder) else None
+        same = data is _NOTHING or data == (_address_of(holder), _shape_of(holder), _stride_of(holder))
+        return value if same else None
 
     def write_cache(self, holder: torch.Tensor, key: Any, value: torch.Tensor) -> None:
         """See `Platform.write_cache`.
@@ -279,7 +283,9 @@ class AutogradVerbs(Platform):
             return
         weak = holder.is_leaf or value is holder or value._base is holder
         kept = weakref.ref(value) if weak else value
-        entry = (kept, holder._version, _address_of(holder), _shape_of(holder), _stride_of(holder))
+        plain = type(holder) is torch.Tensor
+        data = (_address_of(holder), _shape_of(holder), _stride_of(holder)) if plain else _NOTHING
+        entry = (kept, holder._version, data)
         cache = holder.__dict__.get("_cached")
         if cache is None:
             cache = holder.__dict__["_cached"] = _Cache()
