@@ -22,6 +22,8 @@ from hyper_parallel.platform.registry import get_platform_for_device
 __all__ = ["CACHES", "DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
 
 _MESHES: dict[tuple, DeviceMesh] = {}
+#: The keys of those that were made as such, which takes all ranks; the others are dimensions of other meshes.
+_MADE: set[tuple] = set()
 #: What else keeps meshes alive, as functions that empty it: called when a platform's world is a new one.
 CACHES: list[Callable[[], None]] = []
 _WORLDS: dict[Platform, weakref.ref[Any]] = {}
@@ -294,6 +296,10 @@ def _intern(
         _forget(platform)
         _WORLDS[platform] = weakref.ref(world)
     key = (platform, ranks.shape, tuple(ranks.ravel().tolist()), names)
+    if groups is None and key not in _MADE:
+        # By all ranks, also where this one has the mesh already, as a dimension of another one that others do not have.
+        groups = _new_groups(platform, ranks)
+        _MADE.add(key)
     found = _MESHES.get(key)
     if found is not None:
         return found
@@ -306,7 +312,7 @@ def _intern(
     mesh.ndim = ranks.ndim
     where = np.argwhere(ranks == platform.rank())
     mesh._coordinate = tuple(int(i) for i in where[0]) if len(where) else None
-    mesh._groups = _new_groups(platform, ranks) if groups is None else groups
+    mesh._groups = groups or ()
     _MESHES[key] = mesh
     return mesh
 
@@ -315,6 +321,7 @@ def _forget(platform: Platform) -> None:
     """Drop what belongs to process groups that were destroyed: a mesh with the same ranks gets new groups."""
     for key in [key for key in _MESHES if key[0] is platform]:
         del _MESHES[key]
+    _MADE.difference_update([key for key in _MADE if key[0] is platform])
     for clear in CACHES:
         clear()
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel import DeviceMesh, DTensor, Shard, get_platform, init_device_mesh
+from hyper_parallel import DeviceMesh, DTensor, Partial, Shard, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.device_mesh import current_mesh
+from hyper_parallel.testing import spmd
 from hyper_parallel.testing.labs import get_lab
 
 
@@ -78,3 +79,18 @@ def test_default_is_the_whole_world(pool: Any) -> None:
 
 def whole_world() -> tuple[int, ...]:
     return init_device_mesh().shape
+
+
+def made_after_slices() -> None:
+    """A mesh that some ranks have as a dimension of another one is made by all ranks nevertheless."""
+    whole = spmd.device_mesh(2, 2, names=("rows", "cols"))
+    assert whole["cols"].size() == 2
+    row = DeviceMesh(None, [0, 1], mesh_dim_names=("cols",))
+    assert DeviceMesh(None, [0, 1], mesh_dim_names=("cols",)) is row
+    crossed = DeviceMesh(None, [[0, 3], [1, 2]])
+    x = DTensor.from_local(get_lab().tensor(np.ones(2, np.float32)), crossed, [Partial(), Partial()])
+    assert get_lab().numpy(x).tolist() == [4, 4]
+
+
+def test_mesh_that_is_a_dimension_of_another_one_on_some_ranks(pool: Any) -> None:
+    pool.run(4, made_after_slices)
