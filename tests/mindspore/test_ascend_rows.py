@@ -148,7 +148,7 @@ def test_reductions(name: str, args: tuple, canonical: str, dims: Any, keepdim: 
 
 def test_dropout() -> None:
     row = OPS["FuncDropoutExt"]
-    assert row.bind(None, (Q, 0.25, True, False, None, None), {}) == ((Q,), (0.25, True))
+    assert row.bind(None, (Q, 0.25, True, False, None, None), {}) == ((Q,), (0.25, True, None, None))
 
 
 def test_a_type_is_a_number_in_generated_code() -> None:
