@@ -10,6 +10,7 @@ They are torch's own `FakeTensor`, with these changes, each for one reason:
   makes "on the device of this tensor" is therefore asked for on meta, and `FakeCudaMode` makes it on cuda.
 * What is C++ for a real tensor is partly Python for a fake one: formulas of backward, which read saved DTensors. They
   run with interception off, as C++ does not know it; and an assignment to ``.data`` takes the new device over.
+* torch sends an object as the bytes of a tensor, and a fake one has none: every rank has the object of this one.
 * torch looks at the compute capability of the GPU in `broadcast`, and the platform at its number: both are given.
 
 An operation on tensors of two devices is an error of FakeTensorMode: a tensor that the library left on the CPU shows.
@@ -108,7 +109,11 @@ def fake_platform() -> Platform:
     def make(self: Any, mixin: type, dispatch: Any) -> type:
         return dtensor_class.make_dtensor_class(mixin, dispatch, FakeTensor)
 
+    def gather(self: Any, value: Any, group: Any, size: int) -> list[Any]:
+        return [value] * size
+
     TorchCudaPlatform.make_dtensor_class = make  # type: ignore[method-assign]
+    TorchCudaPlatform.all_gather_object = gather  # type: ignore[method-assign]
     return platform
 
 

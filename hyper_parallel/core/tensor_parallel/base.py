@@ -94,7 +94,13 @@ _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class ModuleStyle(ParallelStyle):
-    """A style that owns the parameters of its module: one such style a module."""
+    """A style that owns the parameters of its module: one such style a module.
+
+    Attributes:
+        shard_taken: what a plain input counts as, where that is a shard whose global size only the ranks together know.
+    """
+
+    shard_taken: Placement | None = None
 
     def excludes(self, other: ParallelStyle) -> bool:
         return isinstance(other, ModuleStyle)
@@ -167,11 +173,6 @@ class ModuleStyle(ParallelStyle):
             return convert(module, *args, **kwargs)
 
         return run
-
-    @property
-    def shard_taken(self) -> Placement | None:
-        """What a plain input counts as, where that is a shard whose global size only the ranks together know."""
-        return None
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         """A shorter way for single inputs, where style and module are such that all is known now; else None. It must

@@ -113,9 +113,9 @@ def _redistribute(x: Any, desired: Placement, what: str) -> Any:
         placed = x.redistribute(placements=(desired,))
         _TARGETS[x._layout, desired] = placed._layout
         return placed
-    except ValueError:
+    except ValueError as error:
         _check_dim(desired, x, what)
-        raise
+        raise ValueError(f"{what} cannot be placed as the plan says: {error}") from None
 
 
 def _check_dim(placement: Placement | None, x: Any, what: str) -> None:

@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
-__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_lengths", "forget", "uneven_on"]
+__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_lengths", "uneven_on"]
 
 #: mesh -> a list, empty until an uneven shard was handed out.
 _UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
@@ -72,11 +72,3 @@ def compare_lengths(x: Any, mesh: DeviceMesh, placement: Placement, what: str, t
             )
     if what not in compared:
         object.__setattr__(taker, COMPARED, (*compared, what))
-
-
-def forget() -> None:
-    """Take it that no uneven shard was ever handed out: for measurements, which begin so."""
-    HANDED_OUT.clear()
-    ANY_UNEVEN.clear()
-    for uneven in _UNEVEN.values():
-        uneven.clear()

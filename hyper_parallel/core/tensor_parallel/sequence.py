@@ -39,11 +39,8 @@ class SequenceParallel(ModuleStyle):
             raise TypeError(f"SequenceParallel(sequence_dim=...) takes a tensor dimension, got {sequence_dim!r}")
         check_tensor_dim(sequence_dim, f"SequenceParallel(sequence_dim={sequence_dim})")
         self.sequence_sharding = (Shard(sequence_dim),)
+        self.shard_taken = self.sequence_sharding[0]
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-
-    @property
-    def shard_taken(self) -> Placement | None:
-        return self.sequence_sharding[0]
 
     def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         (shard,) = self.sequence_sharding

@@ -49,6 +49,8 @@ class _WeightParallel(ModuleStyle):
         self.output_layouts: tuple[Placement] = (
             as_single(output_layouts, "output_layouts", name) or self._default_output,
         )
+        if self._splits_outputs and isinstance(self.input_layouts[0], Shard):
+            self.shard_taken = self.input_layouts[0]
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
         self.packed = None if packed is None else PackedShard(0, packed).sizes
         self.heads = as_heads(heads, name)
@@ -161,10 +163,6 @@ class _WeightParallel(ModuleStyle):
 
     def _split_dim(self, kind: ModuleKind) -> int:
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
-
-    @property
-    def shard_taken(self) -> Placement | None:
-        return self.input_layouts[0] if self._splits_outputs and isinstance(self.input_layouts[0], Shard) else None
 
     def features(self, module: Any, platform: Platform) -> int:
         """How many features are split."""

@@ -11,6 +11,7 @@ from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
     DTensor,
+    PackedShard,
     HeadNormParallel,
     NoParallel,
     Partial,
@@ -169,6 +170,11 @@ def wrong_layouts(mesh: Any) -> None:
         get_lab().call(probe, x)
     with fails(TypeError, "input 0 of Probe", "must be a tensor, got str"):
         get_lab().call(probe, "x", x)
+
+    parts = PackedShard(1, (2, 2))
+    packed = PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(parts, None))
+    with fails(ValueError, "input 0 of Probe", "cannot be placed as the plan says", "(2, 2)", "6"):
+        get_lab().call(parallelize_module(get_lab().Probe(), mesh, packed), x, x)
 
 
 @spmd.on_mesh()
