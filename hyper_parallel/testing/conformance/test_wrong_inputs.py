@@ -84,7 +84,8 @@ def forgotten(mesh: Any) -> list[tuple[str, str]]:
     parallelize_module(lab.Mlp(6, 1), mesh, {"up": ColwiseParallel()})
     # What needs no hook: a gathered output, a partner beside it, no layer of that size, a style for the model itself.
     for plan in ({"up": "colwise_rep"}, {"up": "colwise", "down": "rowwise"}):
-        lab.call(parallelize_module(lab.Mlp(6, 12), mesh, plan), lab.tensor(floats(2, 6)))
+        mlp = lab.load(lab.Mlp(6, 12), np.random.default_rng(0))
+        lab.call(parallelize_module(mlp, mesh, plan), lab.tensor(floats(2, 6)))
     parallelize_module(lab.linear_module(6, 6), mesh, ColwiseParallel())
     return found
 
