@@ -80,7 +80,11 @@ def _restore_autograd(library: torch.library.Library, name: str) -> None:
 
 
 def _call_with_key(operator: Any, key: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: operator._op_dk(key, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():  # a real kernel is below Python, where DTensors are not seen
+            return operator._op_dk(key, *args, **kwargs)
+
+    return call
 
 
 def _measure_this_thread() -> None:

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def fresh(code: str, ranks: int = 1, port: int = 0) -> None:
     """Run ``code`` in a new interpreter, which must print "passed" and end well; with several ranks in one for each,
     under torchrun's variables."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
+    environment = {**os.environ, "GLOG_v": "3"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     started = []

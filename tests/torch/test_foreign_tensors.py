@@ -22,7 +22,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.testing.spmd import on_mesh
-from tests.torch.support import close, randn, shard
+from tests.torch.support import close, device, randn, shard
 
 
 class Wrapper(torch.Tensor):
@@ -59,27 +59,32 @@ def of_torch() -> Any:
     from torch.distributed.tensor import Replicate as TorchReplicate
     from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-    return torch_distribute_tensor(randn(4, 6), init_device_mesh("cpu", (4,)), [TorchReplicate()])
+    return torch_distribute_tensor(randn(4, 6), init_device_mesh(device().type, (4,)), [TorchReplicate()])
+
+
+def on_host(*shape: int) -> torch.Tensor:
+    """For kinds of tensors that not every device has."""
+    return randn(*shape).cpu()
 
 
 def quantised() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(randn(4, 6), 0.1, 0, torch.qint8)
+        return torch.quantize_per_tensor(on_host(4, 6), 0.1, 0, torch.qint8)
 
 
 def nested() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.nested.nested_tensor([randn(2, 6), randn(3, 6)])
+        return torch.nested.nested_tensor([on_host(2, 6), on_host(3, 6)])
 
 
 KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "torch's DTensor": (of_torch, "torch's own DTensor", "full_tensor()"),
     "wrapper": (lambda: Wrapper(randn(4, 6)), "Wrapper", "plain tensor that it stands for"),
     "quantised": (quantised, "quantised", "dequantize()"),
-    "sparse": (lambda: randn(4, 6).to_sparse(), "sparse_coo", "to_dense()"),
-    "compressed": (lambda: randn(4, 6).to_sparse_csr(), "sparse_csr", "to_dense()"),
+    "sparse": (lambda: on_host(4, 6).to_sparse(), "sparse_coo", "to_dense()"),
+    "compressed": (lambda: on_host(4, 6).to_sparse_csr(), "sparse_csr", "to_dense()"),
     "nested": (nested, "nested tensor", "to_padded_tensor"),
 }
 

@@ -276,6 +276,8 @@ def every_function(mesh: Any) -> None:
     for work in works:
         work.wait()
     assert holds(part, other)
+    if device().type != "cpu":
+        return  # neither nccl nor hccl receives from anybody
     if mine == 0:
         send(value(8), peer)
     else:

@@ -14,6 +14,7 @@ from torch import nn
 from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, distribute_tensor, parallelize_module, strict
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.test_errors import fails
+from tests.torch.support import device, randn
 
 
 @spmd.on_mesh()
@@ -102,7 +103,7 @@ class Attention(nn.Module):
 def fused_attention(mesh: Any) -> None:
     def model() -> Any:
         torch.manual_seed(0)
-        return nn.ModuleDict({"attn": Attention()})
+        return nn.ModuleDict({"attn": Attention()}).to(device())
 
     plan: dict[str, Any] = {"attn.qkv": ColwiseParallel(), "attn.proj": RowwiseParallel()}
     words = ("'attn.qkv' has 24 output features", "(n_head)", "heads=(4, 4, 4)", "packed=(8, 8, 8)", "packed=1")
@@ -110,7 +111,7 @@ def fused_attention(mesh: Any) -> None:
         parallelize_module(model(), mesh, plan)
     with fails(ValueError, *words), strict():
         parallelize_module(model(), mesh, plan)
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    x = randn(2, 3, 8, seed=1)
     for style in (ColwiseParallel(heads=(4, 4, 4)), ColwiseParallel(packed=3)):
         sharded = parallelize_module(model(), mesh, {**plan, "attn.qkv": style})
         torch.testing.assert_close(sharded["attn"](x), model()["attn"](x))

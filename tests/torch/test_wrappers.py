@@ -98,13 +98,13 @@ def flattened(mesh: Any) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     only_distributed = parallel(mesh)[1]
-    FullyShardedDataParallel(only_distributed, process_group=mesh["dp"].get_group(), device_id=torch.device("cpu"))
+    FullyShardedDataParallel(only_distributed, process_group=mesh["dp"].get_group(), device_id=device())
 
 
 def flattened_with_plain_ones(mesh: Any) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    FullyShardedDataParallel(parallel(mesh), device_id=torch.device("cpu"), use_orig_params=True)
+    FullyShardedDataParallel(parallel(mesh), device_id=device(), use_orig_params=True)
 
 
 def states_over_all_ranks(mesh: Any) -> None:

@@ -81,7 +81,7 @@ class AutogradVerbs(Platform):
 
         def run(x: torch.Tensor, *static: Any) -> torch.Tensor:
             if SEEN:
-                refuse_levels()
+                refuse_levels(x)
             if _is_grad_enabled() and x.requires_grad:
                 return apply(x, *static)
             with no_dispatch():
@@ -97,7 +97,7 @@ class AutogradVerbs(Platform):
 
         def run(x: torch.Tensor) -> torch.Tensor:
             if SEEN:
-                refuse_levels()
+                refuse_levels(x)
             return apply(x) if _is_grad_enabled() and x.requires_grad else forward(None, x)
 
         return run
@@ -123,7 +123,7 @@ class AutogradVerbs(Platform):
 
         def view(x: torch.Tensor) -> torch.Tensor:
             if SEEN:
-                refuse_levels()
+                refuse_levels(x)
             if not (_is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")
@@ -172,7 +172,7 @@ class AutogradVerbs(Platform):
 
         def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if SEEN:
-                refuse_levels()
+                refuse_levels(x)
             if not (_is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")
@@ -238,7 +238,7 @@ class AutogradVerbs(Platform):
     def detach(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.detach`."""
         if SEEN:
-            refuse_levels()
+            refuse_levels(x)
         if type(x) is torch.Tensor:
             return x.detach()
         with no_dispatch():

@@ -142,7 +142,7 @@ class CommunicationVerbs(Platform):
     def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
         """See `Platform.all_reduce`."""
         if SEEN:
-            refuse_levels()
+            refuse_levels(local)
         if local._is_zerotensor():
             local = _written_out(local)
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
@@ -152,7 +152,7 @@ class CommunicationVerbs(Platform):
     def all_gather(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_gather`."""
         if SEEN:
-            refuse_levels()
+            refuse_levels(local)
         if local._is_zerotensor():
             local = _written_out(local)
         shape = local.shape
@@ -167,7 +167,7 @@ class CommunicationVerbs(Platform):
     def reduce_scatter(self, local: torch.Tensor, op: str, group: Any, size: int) -> torch.Tensor:
         """See `Platform.reduce_scatter`."""
         if SEEN:
-            refuse_levels()
+            refuse_levels(local)
         if local._is_zerotensor():
             local = _written_out(local)
         shape = local.shape
@@ -179,7 +179,7 @@ class CommunicationVerbs(Platform):
     def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_to_all`."""
         if SEEN:
-            refuse_levels()
+            refuse_levels(local)
         if local._is_zerotensor():
             local = _written_out(local)
         out = torch.empty_like(local)
@@ -189,7 +189,7 @@ class CommunicationVerbs(Platform):
     def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
         """See `Platform.broadcast`."""
         if SEEN:
-            refuse_levels()
+            refuse_levels(local)
         if local._is_zerotensor():
             local = _written_out(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
@@ -198,7 +198,7 @@ class CommunicationVerbs(Platform):
     def scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, group: Any) -> torch.Tensor:
         """See `Platform.scatter`."""
         if SEEN:
-            refuse_levels()
+            refuse_levels(out)
         sent = None if parts is None else [self._movable(p) for p in parts]
         dist.scatter(self._movable(out), sent, src=src, group=_resolve(group))
         return out

@@ -16,13 +16,16 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from hyper_parallel.platform.torch.private import dual_level, old_vmap_level, transform_level
+import torch
+
+from hyper_parallel.platform.torch.private import dual_level, is_batched, old_vmap_level, transform_level
 
 __all__ = ["SEEN", "following", "refuse_levels", "refusing_dtensors"]
 
 #: Threads that have opened a transform and not been found outside of it since.
 SEEN: dict[int, bool] = {}
 
+_BATCHED = "autograd.grad(is_grads_batched=True) or jacobian(vectorize=True)"
 _REMEDY = (
     "differentiate with torch.autograd.grad or backward(), one call for each output, and with create_graph=True for "
     "products with Hessians and Jacobians; in place of vmap use a batch dimension or a loop; or gather the tensors "
@@ -30,13 +33,17 @@ _REMEDY = (
 )
 
 
-def refuse_levels() -> None:
+def refuse_levels(x: torch.Tensor | None = None) -> None:
     """Return when no transform is open in this thread; to be called when there are `SEEN` ones.
+
+    Args:
+        x: the local tensor that is about to be read, which tells of batched cotangents in the threads in which devices
+            run backward. What is open there in another thread is not known there.
 
     Raises:
         ValueError: otherwise. It is the same on all ranks, since they run the same program.
     """
-    name = _open_transform()
+    name = _open_transform() or (_BATCHED if x is not None and is_batched(x) else None)
     if name is not None:
         raise ValueError(_message(name))
     SEEN.pop(get_ident(), None)
@@ -47,7 +54,7 @@ def _open_transform() -> str | None:
         return "forward-mode AD (torch.func.jvp, torch.autograd.forward_ad)"
     if transform_level() is not None:
         return "a transform of torch.func or torch.vmap"
-    return "autograd.grad(is_grads_batched=True) or jacobian(vectorize=True)" if old_vmap_level() else None
+    return _BATCHED if old_vmap_level() else None
 
 
 def _message(name: str) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "global_forward_pre_hooks",
     "graph_task",
     "in_dispatch_mode",
+    "is_batched",
     "is_dispatch_on",
     "make_grads",
     "native",
@@ -261,6 +262,14 @@ def old_vmap_level() -> int:
     level: int = _open_vmap() - 1
     _close_vmap()
     return level
+
+
+_keys_of = _take("_C._dispatch_key_set", callable)
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether a vmap, of either kind, has put ``x`` around another tensor."""
+    return "Batched" in _keys_of(x)
 
 
 _take("autograd.forward_ad._current_level", lambda level: isinstance(level, int))

@@ -56,24 +56,28 @@ class Outer:
 def forgotten(mesh: Any) -> list[tuple[str, str]]:
     lab = get_lab()
     found = []
+
+    def made(module: Any) -> Any:
+        return lab.load(module, np.random.default_rng(0))
+
     for features in (12, 7):
         x = lab.tensor(floats(2, 3, 6))
-        mlp = parallelize_module(lab.load(lab.Mlp(6, features), np.random.default_rng(0)), mesh, {"up": "colwise"})
+        mlp = parallelize_module(made(lab.Mlp(6, features)), mesh, {"up": "colwise"})
         found.append(message_of(lambda mlp=mlp, x=x: lab.call(mlp, x)))
-        other = Outer(a=lab.linear_module(6, features), norm=lab.norm_module(features), b=lab.linear_module(6, 6))
+        other = made(Outer(a=lab.linear_module(6, features), norm=lab.norm_module(features), b=lab.linear_module(6, 6)))
         parallelize_module(other, mesh, {"a": ColwiseParallel()})
         found.append(message_of(lambda m=other, x=x: lab.call(m.norm, lab.call(m.a, x))))
-        table = Outer(table=lab.embedding_module(5, features), after=lab.linear_module(features, 6))
+        table = made(Outer(table=lab.embedding_module(5, features), after=lab.linear_module(features, 6)))
         parallelize_module(table, mesh, {"table": ColwiseParallel()})
         ids = lab.tensor(np.array([[0, 1]]).astype(lab.TARGET_DTYPE))
         found.append(message_of(lambda m=table, ids=ids: lab.call(m.after, lab.call(m.table, ids))))
-    gated = Outer(w1=lab.linear_module(6, 12), w3=lab.linear_module(6, 12), w2=lab.linear_module(12, 6))
+    gated = made(Outer(w1=lab.linear_module(6, 12), w3=lab.linear_module(6, 12), w2=lab.linear_module(12, 6)))
     parallelize_module(gated, mesh, {"w[13]": ColwiseParallel()})  # two sources, one partner
     if mesh.size() > 1:
         with pytest.raises(ValueError, match=r"'w2' takes 12 features .* as 'w1' gives it"):
             lab.call(gated.w2, lab.call(gated.w3, lab.tensor(floats(2, 6))))
     # A whole input, a DTensor, and a partner that a second call adds, are fine.
-    mlp = parallelize_module(lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), mesh, {"up": ColwiseParallel()})
+    mlp = parallelize_module(made(lab.Mlp(6, 12)), mesh, {"up": ColwiseParallel()})
     lab.call(mlp.down, lab.tensor(floats(2, 12)))
     pickle.dumps([*getattr(mlp.down, "_forward_pre_hooks", {}).values()])
     y = DTensor.from_local(lab.call(mlp.up, lab.tensor(floats(2, 6))), mesh, [Shard(1)])
@@ -84,7 +88,7 @@ def forgotten(mesh: Any) -> list[tuple[str, str]]:
     parallelize_module(lab.Mlp(6, 1), mesh, {"up": ColwiseParallel()})
     # What needs no hook: a gathered output, a partner beside it, no layer of that size, a style for the model itself.
     for plan in ({"up": "colwise_rep"}, {"up": "colwise", "down": "rowwise"}):
-        mlp = lab.load(lab.Mlp(6, 12), np.random.default_rng(0))
+        mlp = made(lab.Mlp(6, 12))
         lab.call(parallelize_module(mlp, mesh, plan), lab.tensor(floats(2, 6)))
     parallelize_module(lab.linear_module(6, 6), mesh, ColwiseParallel())
     return found

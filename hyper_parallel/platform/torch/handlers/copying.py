@@ -86,8 +86,11 @@ def rebuild_dtensor(
             f"a distributed tensor was saved with a local shape of {tuple(local.shape)}, but on this rank its layout "
             f"has {tuple(layout.local_shape)}: load the file of this rank, on a mesh of the same shape"
         )
+    own = mesh.platform.device()
     with no_dispatch():
         local = local.detach() if not is_dtensor(local) else local
+        if local.device.type == own.type:
+            local = local.to(own)  # torch puts it onto the device of the rank that pickled it
         local.requires_grad_(requires_grad)
     result = wrap(local, layout)
     if is_parameter:
