@@ -212,11 +212,37 @@ def module_hooks(mesh: Any) -> None:
     assert len(seen) == 2
 
 
+@on_mesh()
+def writes_into_a_leaf(mesh: Any) -> None:
+    """Of a plain leaf and of a DTensor: refused with what to do, which then is right."""
+    plain = randn(2, 3).requires_grad_()
+    d, own = DTensor.from_local(plain, mesh, [Shard(0)]), leaf(mesh, Shard(0), 5, 3)
+    writes: list[Any] = [
+        lambda x: x.mul_(2),
+        torch.relu_,
+        lambda x: x.__setitem__(slice(None), 0.0),
+        lambda x: x.zero_(),
+    ]
+    for x in (d, own):
+        for write in writes:
+            before = full(x).clone()
+            with pytest.raises(RuntimeError, match=r"leaf Variable.*torch\.no_grad\(\).*from_local\(x\.clone\(\)"):
+                write(x)
+            close(x, before)
+    copied = DTensor.from_local(plain.clone(), mesh, [Shard(0)])
+    copied.mul_(2).sum().backward()
+    close(plain.grad, torch.full((2, 3), 2.0))
+    with torch.no_grad():
+        d.mul_(2)
+    close(plain, 2 * randn(2, 3))
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
     "job",
     [
         grad_attribute,
+        writes_into_a_leaf,
         gradient_of_a_partial_sum_is_replicated,
         backward_with_a_gradient,
         one_element_shards_do_not_pass_for_scalars,

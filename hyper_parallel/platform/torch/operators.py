@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.torch.leaves import explain_leaf
 from hyper_parallel.platform.torch.op_table.binding import UnboundCallError, words
 from hyper_parallel.platform.torch.private import function_modes as modes_open
 from hyper_parallel.platform.torch.private import is_dispatch_on
@@ -86,6 +87,9 @@ def _make_method(native: Any, handler: Callable[[Any, tuple, dict], Any], unboun
             return handler(native, (self, *args), kwargs)
         except UnboundCallError:
             return unbound(native, (self, *args), kwargs)
+        except RuntimeError as error:
+            explain_leaf(error, native, (self, *args))
+            raise
 
     return method
 
@@ -95,7 +99,11 @@ def _make_operator(name: str, native: Any, func: Any, handler: Callable[[Any, tu
 
     def operator(self: Any, other: Any) -> Any:
         if is_dispatch_on() and isinstance(other, _OPERANDS) and not modes_open():
-            return handler(func, (self, other), no_kwargs)
+            try:
+                return handler(func, (self, other), no_kwargs)
+            except RuntimeError as error:
+                explain_leaf(error, func, (self, other))
+                raise
         return native(self, other)
 
     operator.__name__ = name

@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import Dispatch
 from hyper_parallel.platform.torch.functional import direct_calls
+from hyper_parallel.platform.torch.leaves import explain_leaf
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
@@ -186,6 +187,9 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
         except UnboundCallError:
             # The row does not cover these arguments.
             return unknown(func, args, kwargs or _NO_KWARGS)
+        except RuntimeError as error:
+            explain_leaf(error, func, args)
+            raise
 
     def shape(self: Any) -> Any:
         """Global shape; of the local tensor where dispatch is off."""
