@@ -29,7 +29,6 @@ __all__ = [
     "mark_applied",
     "name_module",
     "of_style",
-    "reapply",
     "title",
 ]
 
@@ -233,13 +232,6 @@ def _forward_outside(mesh: DeviceMesh) -> Callable[..., Any]:
 def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
     """Remember on ``module`` that ``style`` was applied to it over ``mesh``."""
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (style, mesh)))
-
-
-def reapply(module: Any, applied: tuple) -> None:
-    """Apply styles to a module that was loaded: of the class of before, with the parameters that they distributed, so
-    that nothing is communicated. ``applied`` is what `mark_applied` left in the attribute `APPLIED`."""
-    for style, mesh in applied:
-        style._apply(module, mesh)
 
 
 def of_style(hook: Callable[..., Any]) -> Callable[..., Any]:

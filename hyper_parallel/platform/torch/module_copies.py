@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.core.tensor_parallel.base import APPLIED, reapply
+from hyper_parallel.core.tensor_parallel.base import APPLIED
 
 __all__ = ["copying_methods"]
 
@@ -69,7 +69,8 @@ def _reduce(self: Any, protocol: Any) -> tuple:
 def _restore(module: Any, saved: tuple[dict[str, Any], tuple]) -> None:
     state, applied = saved
     module.__setstate__(state)
-    reapply(module, applied)
+    for style, mesh in applied:
+        style._apply(module, mesh)  # its parameters are distributed already, so nothing is communicated
 
 
 def _importable(cls: type) -> type:

@@ -199,6 +199,42 @@ def wrong_calls(mesh: Any) -> None:
         lab.call(model(up=ColwiseParallel()).up)
 
 
+class Stop(Exception):
+    """What a model may raise to end a computation early."""
+
+
+def _stopping(cls: Any) -> Any:
+    """A class of modules like ``cls``, whose forward raises `Stop` where the attribute ``stops`` is set."""
+    entry = "construct" if "construct" in vars(cls) else "forward"
+    original = vars(cls)[entry]
+
+    def run(self: Any, x: Any) -> Any:
+        if self.stops:
+            raise Stop
+        return original(self, x)
+
+    return type("StoppingNorm", (cls,), {entry: run, "stops": False})
+
+
+@spmd.on_mesh()
+def own_exception(mesh: Any) -> None:
+    """It passes as it is, and the module works afterwards."""
+    lab, x = get_lab(), floats(2, 4 * mesh.size(), 6)
+    stopping = _stopping(type(lab.RmsNorm(6)))
+    mesh.platform.register_norm_module(stopping)
+    norm = lab.load(stopping(6), np.random.default_rng(0))
+    wanted = lab.numpy(lab.call(norm, lab.tensor(x)))
+    parallelize_module(norm, mesh, SequenceParallel())
+    given = DTensor.from_local(lab.tensor(x), mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    for stops in (True, False, True, False):
+        norm.stops = stops
+        if stops:
+            with pytest.raises(Stop):
+                lab.call(norm, given)
+        else:
+            np.testing.assert_allclose(lab.numpy(lab.call(norm, given).full_tensor()), wanted, rtol=1e-5, atol=1e-6)
+
+
 @spmd.on_mesh()
 def mixed_tensors(mesh: Any) -> None:
     x = floats(4, 6)
@@ -232,7 +268,9 @@ def wrong_meshes(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("job", [wrong_plans, wrong_layouts, wrong_calls, mixed_tensors], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [wrong_plans, wrong_layouts, wrong_calls, own_exception, mixed_tensors], ids=lambda job: job.__name__
+)
 def test_wrong_use(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)
 
