@@ -220,6 +220,7 @@ def writes_into_a_leaf(mesh: Any) -> None:
     writes: list[Any] = [
         lambda x: x.mul_(2),
         torch.relu_,
+        lambda x: x.__iadd__(x),
         lambda x: x.__setitem__(slice(None), 0.0),
         lambda x: x.zero_(),
     ]

@@ -277,7 +277,7 @@ def every_function(mesh: Any) -> None:
         work.wait()
     assert holds(part, other)
     if device().type != "cpu":
-        return  # neither nccl nor hccl receives from anybody
+        return  # hccl refuses to receive from anybody; nccl could not be asked
     if mine == 0:
         send(value(8), peer)
     else:
