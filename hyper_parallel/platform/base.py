@@ -46,6 +46,10 @@ class NativeOp:
             a tensor or a tuple or list of tensors.
         binds_by_function: whether `bind` may look at ``func``. False where it does not, as it must be where a
             framework makes a new function object for each call: calls are remembered under the function otherwise.
+        memory: what the result does with the memory of the first operand, where that does not follow from the canonical
+            operation: ``"shared"`` for a view, ``"viewable"`` for a view where strides allow it, else a copy,
+            ``"contiguous"`` for the operand itself if it is contiguous, else a copy, ``"copied"`` for a copy always,
+            of an operation that gives views elsewhere.
         varies: ``varies()`` is whether a mode of the framework, such as autocast, has a say in what `bind` returns now:
             then a call is not remembered. None where none ever has.
     """
@@ -55,6 +59,7 @@ class NativeOp:
     call: Callable[[Any, tuple, Any], Any]
     binds_by_function: bool = True
     varies: Callable[[], bool] | None = None
+    memory: str = ""
 
 
 class Dispatch(Protocol):
@@ -575,6 +580,10 @@ class Platform(ABC):
     @abstractmethod
     def alias(self, x: Tensor) -> Tensor:
         """A new plain tensor object with the data of ``x``, differentiable with respect to ``x``."""
+
+    @abstractmethod
+    def same_memory(self, x: Tensor, y: Tensor) -> bool:
+        """Whether ``y``, which has elements, lies in the storage that ``x`` lies in. Called with interception off."""
 
     @abstractmethod
     def no_grad(self) -> AbstractContextManager:

@@ -128,7 +128,7 @@ def remembered_call(
 def _bind_local(plan: Any, call: Callable[..., Any], take: Take, statics: Any) -> Run:
     """A plan of which only the native operation is left on tensors that are read where they are."""
     no_dispatch, wrap, result, wrap_several = plan.no_dispatch, plan.wrap, plan.result, plan.wrap_several
-    reads = plan.reads
+    reads, after = plan.reads, plan.after
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():
@@ -143,7 +143,20 @@ def _bind_local(plan: Any, call: Callable[..., Any], take: Take, statics: Any) -
             y = call(func, operands, statics)
             return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
 
-    return read_and_run if reads else run
+    def run_and_note(func: Any, args: tuple, kwargs: dict) -> Any:
+        operands = args if take is _all else take(args, kwargs)
+        with no_dispatch():
+            local_operands = operands
+            if reads:
+                local_operands = [*operands]
+                for i, read in reads:
+                    local_operands[i] = read(operands[i])
+            y = call(func, local_operands, statics)
+            y = wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
+            after(operands, y)
+            return y
+
+    return run_and_note if after is not None else read_and_run if reads else run
 
 
 def _is_value(x: Any) -> bool:

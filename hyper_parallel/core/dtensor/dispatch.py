@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
+from hyper_parallel.core.dtensor.aliasing import aliasing_of
 from hyper_parallel.core.dtensor.bounded import Bounded, Table
 from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
@@ -31,6 +32,7 @@ from hyper_parallel.core.dtensor.operands import (
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
+from hyper_parallel.core.dtensor.views import after_write, before_write
 from hyper_parallel.platform.base import NativeOp
 
 __all__ = ["CALLS", "dispatch"]
@@ -54,11 +56,15 @@ class _Plan:
         statics: static arguments of the local call, None to use the call's own.
         operand_layouts, results: layouts after the reads.
         inplace: whether operand 0 is written.
-        only_local: whether the reads, the native operation and the wrap are all that is to be done.
+        copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
+        after: what is to be noted of operands and result, or None; see `aliasing`.
+        only_local: whether the reads, the native operation, the wrap and `after` are all that is to be done.
     """
 
     __slots__ = (
+        "after",
         "call",
+        "copies",
         "inplace",
         "mesh",
         "mixes",
@@ -83,6 +89,7 @@ class _Plan:
         strategy: Strategy,
         statics: Any,
         mesh: DeviceMesh,
+        name: str,
     ) -> None:
         self.mesh = mesh
         self.call = op.call
@@ -105,7 +112,12 @@ class _Plan:
         self.inplace = op.name.endswith("_")
         localized = sharding.localize
         self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
-        self.only_local = not (self.inplace or self.replacement or self.plain or self.mixes is not None)
+        aliasing = aliasing_of(op, layouts, statics, strategy, name)
+        self.copies = None if aliasing is None else aliasing.copies
+        self.after = None if aliasing is None else aliasing.after
+        self.only_local = not (
+            self.inplace or self.replacement or self.plain or self.mixes is not None or self.copies is not None
+        )
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
@@ -119,6 +131,8 @@ class _Plan:
     def __call__(self, func: Any, operands: tuple, statics: Any) -> Any:
         if self.statics is not None:
             statics = self.statics
+        if self.inplace:
+            before_write(operands[0])
         with self.no_dispatch():
             if self.mixes is not None:
                 refuse_foreign(operands[self.mixes], self.mesh.platform, name_of(func))
@@ -128,6 +142,8 @@ class _Plan:
                     what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
                     check_replicated(operands[self.mixes], self.mesh, all_replicated(self.mesh), what)
             local_operands = self._read(operands) if self.reads else operands
+            if self.copies is not None and self.copies(operands[0]):
+                local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
             if self.replacement is None:
                 result = self.call(func, local_operands, statics)
             else:
@@ -139,11 +155,15 @@ class _Plan:
                     self.operand_layouts,
                     self.results,
                 )
-            if self.inplace:
-                return self._written(operands[0])
-            if isinstance(result, (tuple, list)):
-                return self.wrap_several(result)
-            return self.wrap(result, self.result)
+            if not self.inplace:
+                several = isinstance(result, (tuple, list))
+                result = self.wrap_several(result) if several else self.wrap(result, self.result)
+                if self.after is not None:
+                    self.after(operands, result)
+                return result
+            self._written(operands[0])
+        after_write(operands[0])
+        return operands[0]
 
     def _read(self, operands: tuple) -> tuple:
         """The operands as the plan wants them."""
@@ -162,11 +182,10 @@ class _Plan:
         promoted._origin = x
         return promoted
 
-    def _written(self, x: Any) -> Any:
+    def _written(self, x: Any) -> None:
         """Operand 0 after an operation in place: what was computed from its old value is void."""
         self.mesh.platform.clear_cache(x)
         x._gathered = x._origin = None
-        return x
 
 
 def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:
@@ -292,4 +311,4 @@ def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics
             f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the other "
             "operands do not fit that placement. Redistribute it first, or use the operation that returns a new tensor"
         )
-    return _Plan(op, known, plain, sharding, strategy, statics, mesh)
+    return _Plan(op, known, plain, sharding, strategy, statics, mesh, name_of(func))

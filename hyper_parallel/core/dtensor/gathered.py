@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, refuse_foreign
 from hyper_parallel.core.dtensor.redistribute import redistribute
+from hyper_parallel.core.dtensor.views import after_write, before_write, follow, share
 from hyper_parallel.platform.base import Platform
 
 __all__ = ["run_gathered", "tell_of_failure_in"]
@@ -46,16 +47,38 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
         if platform.shape_of(x) and not is_implicit_replication():
             shapes = (tuple(platform.shape_of(x)), found[0]._layout)
             raise mixed_error(func, shapes, 0)
+    if writes:
+        before_write(found[0])
+    read: list[tuple[Any, Any]] = []
     with platform.no_dispatch():
         replicated = all_replicated(mesh)
 
         def gather(x: Any) -> Any:
-            x = redistribute(x, x._layout.with_placements(replicated))
+            y = redistribute(x, x._layout.with_placements(replicated))
             # Plain for code that looks at it; what is written to must stay the object that it is.
-            return x if writes else platform.alias(x)
+            y = y if writes else platform.alias(y)
+            read.append((x, y))
+            return y
 
         result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
-        return _wrap_replicated(result, mesh, replicated)
+        result = _wrap_replicated(result, mesh, replicated)
+        if not writes:
+            _note_views(result, read, name)
+    if writes:
+        after_write(found[0])
+    return result
+
+
+def _note_views(result: Any, read: list[tuple[Any, Any]], name: str) -> None:
+    """Tie results that are views of a gathered operand to the operand."""
+    for y in _dtensors(result):
+        for x, gathered in read:
+            if y is not x and y._layout.mesh.platform.same_memory(gathered, y):
+                if x._layout.replicated:
+                    share(x, y)
+                else:
+                    follow(x, (y,), (None,), name)
+                break
 
 
 def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:

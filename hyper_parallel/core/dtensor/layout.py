@@ -36,6 +36,7 @@ class Layout:
     __slots__ = (
         "__weakref__",
         "_cotangent",
+        "_tells_strides",
         "local_offset",
         "local_shape",
         "mesh",
@@ -50,6 +51,7 @@ class Layout:
         self.shape = mesh.platform.Size(shape)
         self.replicated = all(p is Replicate() for p in placements)
         self._cotangent: Layout | None = None
+        self._tells_strides: bool | None = None
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             self.local_shape: tuple[int, ...] = (0,)
@@ -76,6 +78,22 @@ class Layout:
             placements = tuple(Replicate() if p.is_partial() else p for p in self.placements)
             self._cotangent = get_layout(self.mesh, placements, self.shape)
         return self._cotangent
+
+    @property
+    def tells_strides(self) -> bool:
+        """Whether the strides of every rank's part tell those of the whole. They do not where a rank has one row, or
+        none, of a dimension that has more: the stride of such a dimension means nothing."""
+        if self._tells_strides is None:
+            wide = [dim for dim, size in enumerate(self.shape) if size > 1]
+            self._tells_strides = len(wide) < 2 or all(self._smallest_part(dim) > 1 for dim in wide)
+        return self._tells_strides
+
+    def _smallest_part(self, dim: int) -> int:
+        sizes: tuple[int, ...] = (self.shape[dim],)
+        for mesh_dim in self.shard_mesh_dims(dim):
+            placement: Any = self.placements[mesh_dim]
+            sizes = tuple(n for size in sizes for n in shard_sizes(placement, size, self.mesh.shape[mesh_dim]))
+        return min(sizes)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The layout of the same tensor placed otherwise."""

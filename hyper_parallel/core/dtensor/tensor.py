@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.transitions import transitions_of
+from hyper_parallel.core.dtensor.views import CurrentLayout
 from hyper_parallel.platform import Platform
 
 __all__ = ["DTensor", "bind_platform", "dtensor_class"]
@@ -44,8 +45,12 @@ class DTensor:
 
     __slots__ = ()
 
-    #: Layout of the instance; None on the class.
-    _layout: Any = None
+    #: Layout of the instance; None on the class. An error where the instance is a view that is out of date.
+    _layout: Any = CurrentLayout()
+    #: The tensors that share memory with the instance, once a view was made of it; see `views`.
+    _family: Any = None
+    #: Strides that the single device's tensor would have, where the shards do not tell; None if it were contiguous.
+    _strides: Any = None
     #: (source DTensor, step, gathered data, perhaps as rows) of an instance made by all-gather: its partial-gradient
     #: views go through the shard, so that their backward is one reduce-scatter.
     _gathered: Any = None

@@ -222,6 +222,9 @@ class AutogradVerbs:
         with NoDispatch():
             return x.view(tuple(x.shape)) if x.is_contiguous() else _identity(x)
 
+    def same_memory(self, x: Any, y: Any) -> bool:
+        return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
     def no_grad(self) -> AbstractContextManager:
         return _no_grad()
 

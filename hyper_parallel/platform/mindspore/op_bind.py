@@ -101,12 +101,14 @@ def hashable(value: Any) -> Any:
 
 
 def row(
-    name: str, bind: Callable[[tuple, dict], tuple[tuple, tuple]], call: Callable[[Any, tuple, Any], Any] | None = None
+    name: str,
+    bind: Callable[[tuple, dict], tuple[tuple, tuple]],
+    call: Callable[[Any, tuple, Any], Any] | None = None,
+    memory: str = "",
 ) -> NativeOp:
     """A row whose ``bind`` does not look at the function. Without ``call``: operands, then statics, by position."""
-    return NativeOp(
-        name, lambda func, args, kwargs: bind(args, kwargs), guarded(name, call or _call_by_position), False
-    )
+    safe_call = guarded(name, call or _call_by_position)
+    return NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), safe_call, False, memory=memory)
 
 
 def rows(names: str, native: NativeOp) -> dict[str, NativeOp]:
@@ -147,8 +149,17 @@ def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
     """On CPU most primitives that should write in place return a new tensor and write nothing."""
     target, result = operands[0], _call_elementwise(func, operands, statics)
     if result._data_ptr() != target._data_ptr():
-        target.copy_(result)
+        write(target, result)
     return target
+
+
+def write(target: Tensor, value: Any) -> None:
+    """Write to a local tensor, which may be a view. MindSpore's own ``copy_`` and ``x[...] = value`` give a view that is
+    not contiguous memory of its own."""
+    if target.is_contiguous() or not target.ndim:
+        target.copy_(value)
+    else:
+        Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
 
 
 def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict], Any] | None = None) -> NativeOp:

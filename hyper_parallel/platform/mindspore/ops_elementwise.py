@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
@@ -95,6 +96,8 @@ OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.update(
     rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 )
+OPS["StopGradient"] = replace(OPS["StopGradient"], memory="shared")
+OPS["Contiguous"] = replace(OPS["Contiguous"], memory="contiguous")
 OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, guarded("linear_unary", _clone), False)
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
 OPS.update(rows("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0))))

@@ -20,9 +20,9 @@ OPS: dict[str, NativeOp] = {}
 VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
 
 
-def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
+def _add(names: str, canonical: str, bind: Callable, call: Callable, memory: str = "") -> None:
     for name in names.split():
-        OPS[name] = row(canonical, bind, call)
+        OPS[name] = row(canonical, bind, call, memory)
 
 
 def _rest(args: tuple, kwargs: dict, key: str) -> tuple:
@@ -63,7 +63,7 @@ def _bind_flatten_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 _add("FlattenExt", "reshape", _bind_flatten, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
-_add("Flatten", "reshape", _bind_flatten_old, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
+_add("Flatten", "reshape", _bind_flatten_old, lambda func, xs, statics: ops.reshape(xs[0], statics[0]), "copied")
 
 
 def _permute(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -228,9 +228,12 @@ def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
 
 
 def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:
-    index = decode_index(statics[0], operands[2:])
-    func(operands[0], index[0] if len(index) == 1 else index, operands[1])
-    return operands[0]
+    x, index = operands[0], decode_index(statics[0], operands[2:])
+    if index == (...,) and x.ndim:
+        # MindSpore gives x new memory for dots alone, which a tensor that x is a view of does not see.
+        index = (slice(None),) * x.ndim
+    func(x, index[0] if len(index) == 1 else index, operands[1])
+    return x
 
 
 OPS["getitem"] = row("getitem", _bind_getitem, _getitem)

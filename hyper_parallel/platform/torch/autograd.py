@@ -249,6 +249,10 @@ class AutogradVerbs(Platform):
         with no_dispatch():
             return _view_as(x, x)
 
+    def same_memory(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """See `Platform.same_memory`."""
+        return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
     def no_grad(self) -> AbstractContextManager:
         """See `Platform.no_grad`."""
         return torch.no_grad()

@@ -139,7 +139,8 @@ def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 @rule("setitem_")
 def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """``x[index] = value``: only dimensions of x taken whole can be sharded; value broadcasts to ``x[index]``."""
+    """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along are whole;
+    those that ints and slices cut may be sharded: each rank then writes what lies in its shard."""
     x, value = shapes[:2]
     found = _analyse(x, statics[0], shapes[2:])
     if found is None:
@@ -159,13 +160,111 @@ def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
             label if size == full and label in found.x else None
             for size, (full, label) in zip(value[extra:], target, strict=True)
         )
+    labels, cut = found.x, _Cut.of(statics[0], x, found)
+    if cut is not None:
+        labels = tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
     return OpSharding(
-        operands=(found.x, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
-        results=(found.x,),
+        operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
+        results=(labels,),
         result_shapes=(tuple(x),),
         terms=() if value is None else ((0,), (1,)),
         localize=_localize(found.local_index),
+        call=None if cut is None else cut.write,
+        native_if=None if cut is None else cut.is_whole,
     )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """An assignment by ints and slices to a tensor whose shards they may cut.
+
+    Attributes:
+        ranges: for each dimension of x the global indices that are written.
+        ints: dimensions of x that an int takes.
+        dims: dimensions of x that some are taken of.
+        kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
+    """
+
+    ranges: tuple[range, ...]
+    ints: frozenset[int]
+    dims: tuple[int, ...]
+    kept: tuple[int | None, ...]
+
+    @staticmethod
+    def of(index: tuple, x: Shape, found: _Indexing) -> _Cut | None:
+        """The assignment, None where index tensors take part, nothing is cut, or a step is negative."""
+        dims = tuple(dim for dim, label in enumerate(found.x) if label is None)
+        if found.tensors or not dims:
+            return None
+        ranges: list[range] = []
+        ints: list[int] = []
+        kept: list[int | None] = []
+        consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
+        for item in index if Ellipsis in index else (*index, Ellipsis):
+            dim = len(ranges)
+            if item is Ellipsis:
+                count = len(x) - consumed
+                kept += range(dim, dim + count)
+                ranges += map(range, x[dim : dim + count])
+            elif item is None:
+                kept.append(None)
+            elif isinstance(item, tuple):
+                kept.append(dim)
+                ranges.append(range(x[dim])[slice(*item[1:])])
+            else:
+                if not -x[dim] <= item < x[dim]:
+                    return None  # the native operation words the error
+                ints.append(dim)
+                ranges.append(range(item % x[dim], item % x[dim] + 1))
+        if any(picked.step < 1 for picked in ranges):
+            return None
+        return _Cut(tuple(ranges), frozenset(ints), dims, tuple(kept))
+
+    def is_whole(self, layouts: tuple) -> bool:
+        """Whether every rank has all of the dimensions that are cut."""
+        return not any(layouts[0].shard_mesh_dims(dim) for dim in self.dims)
+
+    def write(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        statics: tuple,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Write what lies in this rank's shard, be it nothing: the value stays part of the graph on every rank."""
+        x, value = operands[:2]
+        layout = operand_layouts[0]
+        if operand_layouts[1] is not None:
+            value = value.reshape(self._shape_for_x(tuple(value.shape)))
+        index: list[tuple] = []
+        for dim, picked in enumerate(self.ranges):
+            if not layout.shard_mesh_dims(dim):
+                index.append(("slice", picked.start, picked.stop, picked.step))
+                continue
+            if dim not in self.dims:
+                index.append(_FULL_SLICE)
+                continue
+            start = layout.local_offset[dim]
+            first, last = (
+                min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
+                for edge in (start, start + layout.local_shape[dim])
+            )
+            if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
+                value = platform.narrow(value, dim, first, last - first)
+            own = picked[first:last]
+            begin = own.start - start if own else 0
+            index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
+        return native((x, value), (tuple(index),))
+
+    def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the value with a dimension for each of x."""
+        sizes = [1] * len(self.ranges)
+        for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
+            if dim is not None:
+                sizes[dim] = size
+        return tuple(sizes)
 
 
 @rule("narrow")

@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.dtensor.views import after_write, before_write
 from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 
@@ -42,13 +43,25 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
     args = tuple(reduced(a) if is_dtensor(a) else a for a in args)
     if not all(_fits(a, layouts) for a in (*args, *kwargs.values())):
         return one_by_one(func, args, kwargs)
+    writes = func.__name__.endswith("_")
+    shared = [x for x in _tensors(args, kwargs) if x._family is not None] if writes else []
+    for x in shared:
+        before_write(x)
     with no_dispatch():
         results = func(*args, **kwargs)
+    for x in shared:
+        after_write(x)
     if results is None:
         return None
     return type(results)(
         r if layout is None or r is x else wrap(r, layout) for r, x, layout in zip(results, first, layouts, strict=True)
     )
+
+
+def _tensors(args: tuple, kwargs: dict) -> list[Any]:
+    """The distributed tensors in the lists. Fused optimizers write to several of them, so each counts as written."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    return [x for values in lists for x in values if is_dtensor(x)]
 
 
 def _fits(value: Any, layouts: list[Any]) -> bool:

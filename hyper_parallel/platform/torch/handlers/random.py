@@ -13,6 +13,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.core.dtensor.random import synchronize
+from hyper_parallel.core.dtensor.views import after_write, before_write
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
@@ -53,6 +54,7 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     layout = x._layout
     if layout.cotangent is not layout:
         raise TypeError(f"{func.__name__} cannot fill a partial sum ({list(layout.placements)}): redistribute it first")
+    before_write(x)
     with no_dispatch():
         if x.is_meta:
             return x
@@ -61,6 +63,7 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         whole = torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device)
         func(whole, *args, **kwargs)
         x.copy_(whole[layout.local_index()])
+    after_write(x)
     return x
 
 

@@ -50,7 +50,7 @@ __pow__ __rand__ __rfloordiv__ __rlshift__ __rmod__ __ror__ __rpow__ __rrshift__
 #: Linear in their only operand, whatever the remaining arguments say.
 _LINEAR = words(
     """
-clone contiguous conj conj_physical deg2rad detach detach_copy neg negative positive rad2deg resolve_conj resolve_neg
+clone conj_physical deg2rad detach_copy neg negative positive rad2deg resolve_conj resolve_neg
 pin_memory cpu cuda npu __neg__ __pos__
 """
 )
@@ -78,7 +78,9 @@ def table() -> Table:
         rows.update(dict.fromkeys(find([name]), elementwise("pointwise", "input", _second_name(name))))
     linear = elementwise("linear_unary", "input")
     rows.update(dict.fromkeys(find(_LINEAR, torch, T), linear))
-    rows[T.data.__get__] = rows[T.real.__get__] = rows[T.imag.__get__] = linear
+    views = [*find(["conj", "detach"], torch, T), *(getattr(T, name).__get__ for name in ("data", "real", "imag"))]
+    rows.update(dict.fromkeys(views, elementwise("linear_unary", "input", memory="shared")))
+    rows[T.contiguous] = elementwise("linear_unary", "input", memory="contiguous")
     rows.update(_arithmetic())
     rows.update(_three_operands())
     rows.update(_conversions())

@@ -50,18 +50,21 @@ def _input(args: tuple, kwargs: dict) -> Any:
 
 def _reshapes() -> Table:
     rows: Table = {}
-    view = NativeOp("reshape", _bind_reshape, _call_view)
     reshape = NativeOp("reshape", _bind_reshape, _call_reshape)
-    rows[T.view] = rows[getattr(torch, "view_copy", None)] = view
+    rows[T.view] = NativeOp("reshape", _bind_reshape, _call_view, memory="shared")
+    rows[getattr(torch, "view_copy", None)] = NativeOp("reshape", _bind_reshape, _call_view, memory="copied")
     rows[T.reshape] = rows[torch.reshape] = reshape
-    rows[T.view_as] = rows[T.reshape_as] = NativeOp(
-        "reshape", lambda func, args, kwargs: ((args[0],), (tuple(global_shape(args[1])),)), _call_reshape
-    )
+    rows[T.view_as] = NativeOp("reshape", _bind_like, _call_reshape, memory="shared")
+    rows[T.reshape_as] = NativeOp("reshape", _bind_like, _call_reshape)
     rows.update(dict.fromkeys(find(["flatten"], torch, T), NativeOp("reshape", _bind_flatten, _call_reshape)))
     rows.update(dict.fromkeys(find(["unflatten"], torch, T), NativeOp("reshape", _bind_unflatten, _call_reshape)))
     ravel = NativeOp("reshape", lambda func, args, kwargs: ((_input(args, kwargs),), ((-1,),)), _call_reshape)
     rows.update(dict.fromkeys(find(["ravel"], torch, T), ravel))
     return rows
+
+
+def _bind_like(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    return (args[0],), (tuple(global_shape(args[1])),)
 
 
 def _bind_reshape(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:

@@ -1,0 +1,265 @@
+"""Which operations give views on the single device, and what a plan does so that their results behave like views here.
+
+There are three cases. The operation may share memory here too: the framework does what is needed. It had to move data: the
+result is a copy, which `views.follow` ties to its base. Or the framework may answer otherwise for a shard than it would for
+the whole, because some rank has one row or none: then strides that are tracked on the tensors say whether a copy is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.rules.labels import axis
+from hyper_parallel.core.dtensor.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
+from hyper_parallel.core.dtensor.views import follow, part, share
+from hyper_parallel.platform.base import NativeOp
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.strategy import Strategy
+
+__all__ = ["Aliasing", "aliasing_of"]
+
+#: canonical operation -> `NativeOp.memory`, unless a row says otherwise.
+_MEMORY = {
+    **dict.fromkeys(
+        ("permute", "expand", "squeeze", "unsqueeze", "narrow", "getitem", "split", "chunk", "unbind"), "shared"
+    ),
+    "reshape": "viewable",
+}
+#: Operations whose results lie in memory as their operands do.
+_CARRIES = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "div", "dropout"})
+#: Operations whose results are contiguous whatever their operands are.
+_FRESH = frozenset({"linear", "matmul", "addmm", "embedding", "sum", "mean", "cat", "stack", "one_hot", "attention"})
+#: Strides that are not known.
+_UNKNOWN: Any = "unknown"
+
+#: ``after(operands, result)``.
+After = Callable[[tuple, Any], None]
+
+
+class Aliasing:
+    """What a plan does before and after its local operation.
+
+    Attributes:
+        copies: ``copies(operand 0)`` says whether the local operation is to be run on a copy of it; None: never.
+        after: ``after(operands, result)``, of DTensors, to be called with interception off; None: nothing.
+    """
+
+    __slots__ = ("after", "copies")
+
+    def __init__(self, copies: Callable[[Any], bool] | None, after: After | None) -> None:
+        self.copies, self.after = copies, after
+
+
+def aliasing_of(op: NativeOp, layouts: tuple, statics: Any, strategy: Strategy, name: str) -> Aliasing | None:
+    """What plans of ``op`` have to do, None when it is nothing.
+
+    Args:
+        op: the row.
+        layouts: of the operands, None for one that is no tensor.
+        statics: the static arguments.
+        strategy: how it runs.
+        name: of the native operation, for messages.
+    """
+    if op.name.endswith("_") or not layouts or layouts[0] is None:
+        return None
+    memory = op.memory or _MEMORY.get(op.name, "")
+    if op.name == "getitem" and not _is_basic(statics[0]):
+        memory = ""
+    tell = all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None)
+    if memory and _is_moved(layouts[0], strategy.operands[0]):
+        return Aliasing(None, _following(op, layouts[0], statics, strategy.results, memory, name))
+    if not tell:
+        return _tracking(op, layouts[0], statics, strategy.results, memory) if memory else _carrying(op)
+    return _TELLING[memory]
+
+
+def _is_basic(index: tuple) -> bool:
+    """Whether an encoded index has only ints, slices, None and dots: such an index gives a view."""
+    return all(not isinstance(item, bool) and not (isinstance(item, tuple) and item[0] == "tensor") for item in index)
+
+
+def _is_moved(have: Layout, read: Layout | None) -> bool:
+    return read is not None and any(
+        size > 1 and before is not after
+        for size, before, after in zip(have.mesh.shape, have.placements, read.placements, strict=True)
+    )
+
+
+def _all(result: Any) -> Any:
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+# ---------------------------------------------------------------------------- the shards tell
+def _share(operands: tuple, result: Any) -> None:
+    x = operands[0]
+    if isinstance(result, (tuple, list)):
+        for y in result:
+            share(x, y)
+    else:
+        share(x, result)
+
+
+def _share_where_viewed(operands: tuple, result: Any) -> None:
+    x = operands[0]
+    if x.is_contiguous() or x._layout.mesh.platform.same_memory(x, result):
+        share(x, result)
+
+
+#: `NativeOp.memory` -> what is to be done where the framework's answer for a shard is that for the whole.
+_TELLING: dict[str, Aliasing | None] = {
+    "": None,
+    "shared": Aliasing(None, _share),
+    "viewable": Aliasing(None, _share_where_viewed),
+    "contiguous": None,  # the same tensor, or a copy
+    "copied": Aliasing(lambda x: True, None),
+}
+
+
+# ---------------------------------------------------------------------------- data had to move
+def _following(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory: str, name: str) -> After | None:
+    if memory not in ("shared", "viewable"):
+        return None
+    shape = tuple(layout.shape)
+    backs = [_back(op.name, statics, shape, tuple(x.shape)) for x in results]
+    if op.name in ("split", "chunk", "unbind"):
+        dim = axis(statics[0] if op.name == "unbind" else statics[1], len(shape))
+        starts = [0]
+        for x in results:
+            starts.append(starts[-1] + (1 if op.name == "unbind" else x.shape[dim]))
+        whole = (slice(None),) * dim
+        backs = [
+            _back_to((*whole, start if op.name == "unbind" else slice(start, end)))
+            for start, end in zip(starts, starts[1:], strict=False)
+        ]
+    if any(p.is_partial() for p in layout.placements):
+        backs = [None] * len(backs)
+
+    def after(operands: tuple, result: Any) -> None:
+        x = operands[0]
+        if memory == "viewable":
+            strides = _strides_of(x)
+            if strides is _UNKNOWN:
+                part(x, result)
+                return
+            if view_strides(op.name, statics, shape, strides, tuple(results[0].shape)) is None:
+                return
+        follow(x, _all(result), backs, name)
+
+    return after
+
+
+def _back(name: str, statics: Any, shape: tuple, result_shape: tuple) -> Callable[[Any, Any], None] | None:
+    """How what a view has becomes what its base has."""
+    if name == "getitem":
+        return _back_to(tuple(slice(*item[1:]) if isinstance(item, tuple) else item for item in statics[0]))
+    if name == "narrow":
+        dim = axis(statics[0], len(shape))
+        start = statics[1] % shape[dim] if statics[1] < 0 else statics[1]
+        return _back_to((*(slice(None),) * dim, slice(start, start + statics[2])))
+    if name in ("reshape", "squeeze", "unsqueeze"):
+
+        def write(base: Any, view: Any) -> None:
+            base[...] = view.reshape(shape)
+
+        return write
+    return None  # several elements may be one of the base, as after `expand`
+
+
+def _back_to(index: tuple) -> Callable[[Any, Any], None]:
+    def write(base: Any, view: Any) -> None:
+        base[index] = view
+
+    return write
+
+
+def _strides_of(x: Any) -> Any:
+    """Strides that the single device's tensor would have; `_UNKNOWN` where they are not known."""
+    layout = x._layout
+    if x._strides is not None:
+        return x._strides
+    if not layout.tells_strides:
+        return contiguous_strides(layout.shape)
+    local = tuple(x.stride())
+    sharded = [
+        (local[dim], layout.shape[dim], layout.local_shape[dim])
+        for dim in range(layout.ndim)
+        if layout.shape[dim] != layout.local_shape[dim]
+    ]
+    strides = []
+    for own in local:
+        for step, whole, part_of_it in sharded:
+            if step < own:
+                own = own * whole // part_of_it
+        strides.append(own)
+    return tuple(strides)
+
+
+# ---------------------------------------------------------------------------- the shards do not tell
+def _tracking(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory: str) -> Aliasing:
+    shape, result_shapes = tuple(layout.shape), [tuple(x.shape) for x in results]
+
+    def strides_after(x: Any) -> list[Any]:
+        """Of each result; None for a copy."""
+        strides = contiguous_strides(shape) if x._strides is None else x._strides
+        if strides is _UNKNOWN:
+            return [_UNKNOWN] * len(results)
+        if memory == "contiguous":
+            return [strides if is_contiguous(shape, strides) else None]
+        if memory == "copied":
+            return [None]
+        if op.name == "linear_unary":
+            return [strides]
+        return [view_strides(op.name, statics, shape, strides, after) for after in result_shapes]
+
+    def copies(x: Any) -> bool:
+        found = strides_after(x)[0]
+        return found is None or (found is _UNKNOWN and memory != "shared")
+
+    def after(operands: tuple, result: Any) -> None:
+        x = operands[0]
+        for y, strides in zip(_all(result), strides_after(x), strict=True):
+            if strides is None or y is x:
+                continue
+            if strides is _UNKNOWN:
+                if memory == "shared":
+                    y._strides = _UNKNOWN
+                    share(x, y)
+                else:
+                    part(x, y)
+                continue
+            if not is_contiguous(y._layout.shape, strides):
+                y._strides = strides
+            share(x, y)
+
+    return Aliasing(copies if memory != "shared" else None, after)
+
+
+def _carrying(op: NativeOp) -> Aliasing | None:
+    if op.name in _FRESH:
+        return None
+    keeps_order = op.name in _CARRIES
+
+    def after(operands: tuple, result: Any) -> None:
+        if all(getattr(x, "_strides", None) is None for x in operands):
+            return
+        for y in _all(result):
+            strides = _order_of(operands, tuple(y._layout.shape)) if keeps_order else _UNKNOWN
+            if strides is _UNKNOWN or not is_contiguous(y._layout.shape, strides):
+                y._strides = strides
+
+    return Aliasing(None, after)
+
+
+def _order_of(operands: tuple, shape: tuple) -> Any:
+    """Strides of what an element-wise operation makes: the first operand decides, where it is not stretched."""
+    for x in operands:
+        layout = getattr(x, "_layout", None)
+        if layout is None or not layout.ndim:
+            continue
+        if x._strides is _UNKNOWN or tuple(layout.shape) != shape:
+            return _UNKNOWN
+        return dense_strides(shape, contiguous_strides(shape) if x._strides is None else x._strides)
+    return _UNKNOWN

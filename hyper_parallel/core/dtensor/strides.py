@@ -1,0 +1,132 @@
+"""Where the elements of a single device's tensor would lie in memory: strides, worked out from shapes alone.
+
+What a framework answers for a local tensor is not always what it would answer for the whole: a shard of one row is
+contiguous however its dimensions were permuted. A stride is a number of elements; a tensor is contiguous when its last
+dimension varies fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from hyper_parallel.core.dtensor.rules.labels import axis
+
+__all__ = ["Strides", "contiguous_strides", "dense_strides", "is_contiguous", "view_strides"]
+
+Shape: TypeAlias = "tuple[int, ...]"
+Strides: TypeAlias = "tuple[int, ...]"
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """Strides of a contiguous tensor.
+
+    Example:
+        >>> contiguous_strides((2, 3, 4))
+        (12, 4, 1)
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
+    if 0 in shape:
+        return True
+    return all(
+        size == 1 or step == wanted
+        for size, step, wanted in zip(shape, strides, contiguous_strides(shape), strict=True)
+    )
+
+
+def dense_strides(shape: Sequence[int], strides: Strides) -> Strides:
+    """Strides of a new tensor without gaps whose dimensions lie in memory in the order that ``strides`` says: what an
+    element-wise operation gives."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    found, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
+
+
+def view_strides(name: str, statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
+    """Strides of a view, as the canonical operation ``name`` makes it.
+
+    Args:
+        name: the operation.
+        statics: its static arguments.
+        shape, strides: of its operand.
+        result_shape: of the result, or of each result.
+
+    Returns:
+        The strides of the result; None for ``reshape`` of what cannot be viewed so: it copies.
+    """
+    if name == "reshape":
+        return _reshaped(shape, strides, result_shape)
+    if name == "permute":
+        return tuple(strides[axis(d, len(shape))] for d in statics[0])
+    if name == "expand":
+        new = len(result_shape) - len(shape)
+        kept = (0 if old != size else step for old, size, step in zip(shape, result_shape[new:], strides, strict=True))
+        return (0,) * new + tuple(kept)
+    if name == "squeeze":
+        # Dimensions of size 1, of which those that are left fit in the result in any order.
+        dims = statics[0] if statics[0] is not None else range(len(shape))
+        dropped = {axis(d, len(shape)) for d in ((dims,) if isinstance(dims, int) else dims) if shape}
+        return tuple(step for d, step in enumerate(strides) if d not in dropped or shape[d] != 1)
+    if name == "unsqueeze":
+        dim = axis(statics[0], len(shape) + 1)
+        return (*strides[:dim], 1, *strides[dim:])
+    if name == "unbind":
+        dim = axis(statics[0], len(shape))
+        return (*strides[:dim], *strides[dim + 1 :])
+    if name == "getitem":
+        return _indexed(shape, strides, statics[0])
+    return strides  # narrow, split, chunk
+
+
+def _indexed(shape: Shape, strides: Strides, index: tuple) -> Strides:
+    consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
+    found: list[int] = []
+    dim = 0
+    for item in index if Ellipsis in index else (*index, Ellipsis):
+        if item is Ellipsis:
+            count = len(shape) - consumed
+            found += strides[dim : dim + count]
+            dim += count
+        elif item is None:
+            found.append(1)
+        else:
+            if isinstance(item, tuple):
+                found.append(strides[dim] * (1 if item[3] is None else item[3]))
+            dim += 1
+    return tuple(found)
+
+
+def _reshaped(shape: Shape, strides: Strides, after: Shape) -> Strides | None:
+    """Runs of dimensions that lie in memory like one dimension can be cut anew; every run must fit some of ``after``."""
+    if 0 in shape:
+        return contiguous_strides(after)
+    runs: list[tuple[int, int]] = []  # (number of elements, stride of the last dimension), the last run first
+    for size, step in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if runs and step == runs[-1][0] * runs[-1][1]:
+            runs[-1] = (runs[-1][0] * size, runs[-1][1])
+        else:
+            runs.append((size, step))
+    found: list[int] = []
+    rest, step = runs.pop(0) if runs else (1, 1)
+    for size in reversed(after):
+        if rest == 1 and size != 1:
+            rest, step = runs.pop(0) if runs else (math.prod(after), 1)
+        if rest % size:
+            return None
+        found.append(step)
+        rest, step = rest // size, step * size
+    return tuple(reversed(found))

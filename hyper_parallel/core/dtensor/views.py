@@ -1,0 +1,195 @@
+"""Tensors that share memory on the single device, and what a write to one of them means for the others.
+
+A view whose operation needs no communication shares the memory of its base here too, and the framework does the rest.
+Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own. Then
+
+* a write to the view is written back to the base at once, or refused where it cannot be;
+* a write to the base, or to another view of it, makes the view out of date: whoever uses it then is told to take it
+  again. Bringing it up to date would communicate, and which views are still in use is one rank's own knowledge.
+
+A `Family` is what is known about the tensors that share one piece of memory. Only operations that write look into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+__all__ = ["CurrentLayout", "Family", "after_write", "before_write", "follow", "leave_family", "part", "share"]
+
+
+class Family:
+    """The DTensors that share one piece of memory.
+
+    Attributes:
+        members: weak references to those that keep something about their values, or may be out of date one day.
+        children: weak references to the families of views that had to move data of this one.
+        source: of such a family, what it is a view of.
+        rivals: weak references to families that may share memory on the single device, which nobody can tell.
+    """
+
+    members: list[Any]
+    children: tuple[ref[Family], ...] = ()
+    source: _Source | None = None
+    rivals: tuple[ref[Family], ...] = ()
+    _limit = 16
+
+    def __init__(self, x: Any) -> None:
+        self.members = [ref(x)]
+        x._family = self
+
+    def add(self, x: Any) -> None:
+        """Make ``x`` a member."""
+        if len(self.members) >= self._limit:
+            self.members = [member for member in self.members if member() is not None]
+            self._limit = 2 * len(self.members) + 16
+        self.members.append(ref(x))
+        x._family = self
+
+    def add_child(self, child: Family) -> None:
+        """Note a family of views that had to move data of this one."""
+        self.children = (*(other for other in self.children if other() is not None), ref(child))
+
+
+class _Source:
+    """What a view that had to move data is a view of.
+
+    Attributes:
+        base: the tensor.
+        copy: the whole view, as a tensor that is no member of its family: no circle of references.
+        back: ``back(base, copy)`` writes it to the base; None where that is not possible.
+        call: what the views that one call gave have in common: they do not overlap.
+        what: the operation, for messages.
+        busy: whether a write is on its way to the base, which does not make the view out of date.
+    """
+
+    __slots__ = ("back", "base", "busy", "call", "copy", "what")
+
+    def __init__(self, base: Any, copy: Any, back: Callable[[Any, Any], None] | None, call: Any, what: str) -> None:
+        self.base, self.copy, self.back, self.call, self.what, self.busy = base, copy, back, call, what, False
+
+
+class CurrentLayout:
+    """``_layout`` of the DTensor class: what an instance answers that has no layout of its own, because its view is out
+    of date or it is just being made. As it has no ``__set__``, the layout of an instance goes before it."""
+
+    def __get__(self, x: Any, owner: type | None = None) -> Any:
+        if x is not None and (what := x.__dict__.get("_out_of_date")) is not None:
+            raise ValueError(
+                f"this DTensor is a view made by {what}, which had to move data between ranks, and the tensor that it "
+                "is a view of was written to since: take the view again after the write"
+            )
+        return None
+
+
+def share(x: Any, y: Any) -> None:
+    """Note that ``y`` is a view of ``x`` with the same memory."""
+    if y is x:
+        return
+    family = x._family
+    if family is None:
+        family = Family(x)
+    if family.source is None:
+        y._family = family
+    else:
+        family.add(y)
+
+
+def part(x: Any, y: Any) -> None:
+    """Note that ``y`` may share memory with ``x`` on the single device, and does not here: nobody can tell."""
+    for tensor in (x, y):
+        if tensor._family is None:
+            Family(tensor)
+    x._family.rivals += (ref(y._family),)
+    y._family.rivals += (ref(x._family),)
+
+
+def follow(x: Any, results: Any, backs: Any, what: str) -> None:
+    """Note that ``results`` are views of ``x`` on the single device, and copies here.
+
+    Args:
+        x: the base.
+        results: the views that one call gave.
+        backs: for each a function ``back(x, view)`` that writes it to the base, or None.
+        what: the operation, for messages.
+    """
+    if x._family is None:
+        Family(x)
+    platform, call = x._layout.mesh.platform, object()
+    for y, back in zip(results, backs, strict=True):
+        family = Family(y)
+        family.source = _Source(x, platform.wrap(platform.alias(y), y._layout), back, call, what)
+        x._family.add_child(family)
+
+
+def leave_family(x: Any) -> None:
+    """Note that ``x`` has been given other memory."""
+    x._family = x._strides = None
+
+
+def before_write(x: Any) -> None:
+    """Refuse a write to ``x`` that the single device would make visible elsewhere, and this library cannot.
+
+    Raises:
+        ValueError: on every rank alike, before anything is written.
+    """
+    family = getattr(x, "_family", None)  # a plain number may be written to too
+    while family is not None:
+        if any(rival() is not None for rival in family.rivals):
+            raise ValueError(
+                "writing in place: whether this DTensor shares its memory with the tensor that it was made from by "
+                "contiguous() or reshape() cannot be told from its shards, and both are still in use. Use clone(), "
+                "which always copies, or drop one of the two"
+            )
+        source = family.source
+        if source is None:
+            return
+        if source.back is None:
+            raise ValueError(
+                f"writing in place to a view made by {source.what}, which had to move data between ranks: the write "
+                "cannot be brought back to the tensor that it is a view of. Write to that tensor (x[index] = value), "
+                "redistribute it to Replicate() first, or clone() the view if only the copy is to be changed"
+            )
+        family = source.base._family
+
+
+def after_write(x: Any) -> None:
+    """Tell the others of the family of ``x`` that it was written to, and bring the write to what it is a view of.
+
+    To be called with interception on.
+    """
+    family = getattr(x, "_family", None)
+    if family is None:
+        return
+    for member in family.members:
+        y = member()
+        if y is not None and y is not x:
+            y._layout.mesh.platform.clear_cache(y)
+            y._gathered = y._origin = None
+    busy = [child for child in map(_there, family.children) if child is not None and child.source.busy]
+    for child in map(_there, family.children):
+        if child is not None and not any(child.source.call is other.source.call for other in busy):
+            _outdate(child)
+    source = family.source
+    if source is not None:
+        source.busy = True
+        try:
+            source.back(source.base, source.copy)
+        finally:
+            source.busy = False
+
+
+def _there(reference: ref[Family]) -> Any:
+    return reference()
+
+
+def _outdate(family: Any) -> None:
+    for member in family.members:
+        x = member()
+        if x is not None and "_layout" in x.__dict__:
+            x._out_of_date = family.source.what if family.source is not None else ""
+            del x._layout
+    for child in family.children:
+        if (found := child()) is not None:
+            _outdate(found)
