@@ -1,13 +1,14 @@
-"""Which operations give views on the single device, and what a plan does so that their results behave like views here.
+"""Which operations give views on the single device, and how a plan makes their results behave like views here.
 
-There are three cases. The operation may share memory here too: the framework does what is needed. It had to move data: the
-result is a copy, which `views.follow` ties to its base. Or the framework may answer otherwise for a shard than it would for
-the whole, because some rank has one row or none: then strides that are tracked on the tensors say whether a copy is due.
+There are three cases. The operation shares memory here too: the framework does what is needed. It had to move data: the
+result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework may
+answer otherwise for the shard than for the whole: then strides tracked on the tensors say whether a copy is due.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.layout import Layout
@@ -19,7 +20,7 @@ from hyper_parallel.platform.base import NativeOp
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.strategy import Strategy
 
-__all__ = ["Aliasing", "aliasing_of"]
+__all__ = ["Aliasing", "aliasing_of", "is_moved"]
 
 #: canonical operation -> `NativeOp.memory`, unless a row says otherwise.
 _MEMORY = {
@@ -45,12 +46,13 @@ class Aliasing:
     Attributes:
         copies: ``copies(operand 0)`` says whether the local operation is to be run on a copy of it; None: never.
         after: ``after(operands, result)``, of DTensors, to be called with interception off; None: nothing.
+        is_view: whether the result shares the memory of operand 0, or may.
     """
 
-    __slots__ = ("after", "copies")
+    __slots__ = ("after", "copies", "is_view")
 
-    def __init__(self, copies: Callable[[Any], bool] | None, after: After | None) -> None:
-        self.copies, self.after = copies, after
+    def __init__(self, copies: Callable[[Any], bool] | None, after: After | None, is_view: bool = False) -> None:
+        self.copies, self.after, self.is_view = copies, after, is_view
 
 
 def aliasing_of(op: NativeOp, layouts: tuple, statics: Any, strategy: Strategy, name: str) -> Aliasing | None:
@@ -69,7 +71,7 @@ def aliasing_of(op: NativeOp, layouts: tuple, statics: Any, strategy: Strategy, 
     if op.name == "getitem" and not _is_basic(statics[0]):
         memory = ""
     tell = all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None)
-    if memory and _is_moved(layouts[0], strategy.operands[0]):
+    if memory and is_moved(layouts[0], strategy.operands[0]):
         return Aliasing(None, _following(op, layouts[0], statics, strategy.results, memory, name))
     if not tell:
         return _tracking(op, layouts[0], statics, strategy.results, memory) if memory else _carrying(op)
@@ -81,7 +83,8 @@ def _is_basic(index: tuple) -> bool:
     return all(not isinstance(item, bool) and not (isinstance(item, tuple) and item[0] == "tensor") for item in index)
 
 
-def _is_moved(have: Layout, read: Layout | None) -> bool:
+def is_moved(have: Layout, read: Layout | None) -> bool:
+    """Whether what is read is not in the memory of a tensor of layout ``have``."""
     return read is not None and any(
         size > 1 and before is not after
         for size, before, after in zip(have.mesh.shape, have.placements, read.placements, strict=True)
@@ -111,8 +114,8 @@ def _share_where_viewed(operands: tuple, result: Any) -> None:
 #: `NativeOp.memory` -> what is to be done where the framework's answer for a shard is that for the whole.
 _TELLING: dict[str, Aliasing | None] = {
     "": None,
-    "shared": Aliasing(None, _share),
-    "viewable": Aliasing(None, _share_where_viewed),
+    "shared": Aliasing(None, _share, True),
+    "viewable": Aliasing(None, _share_where_viewed, True),
     "contiguous": None,  # the same tensor, or a copy
     "copied": Aliasing(lambda x: True, None),
 }
@@ -131,8 +134,7 @@ def _following(op: NativeOp, layout: Layout, statics: Any, results: tuple, memor
             starts.append(starts[-1] + (1 if op.name == "unbind" else x.shape[dim]))
         whole = (slice(None),) * dim
         backs = [
-            _back_to((*whole, start if op.name == "unbind" else slice(start, end)))
-            for start, end in zip(starts, starts[1:], strict=False)
+            _back_to((*whole, start if op.name == "unbind" else slice(start, end))) for start, end in pairwise(starts)
         ]
     if any(p.is_partial() for p in layout.placements):
         backs = [None] * len(backs)
@@ -234,7 +236,7 @@ def _tracking(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory
                 y._strides = strides
             share(x, y)
 
-    return Aliasing(copies if memory != "shared" else None, after)
+    return Aliasing(copies if memory != "shared" else None, after, True)
 
 
 def _carrying(op: NativeOp) -> Aliasing | None:

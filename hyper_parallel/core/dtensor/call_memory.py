@@ -146,12 +146,10 @@ def _bind_local(plan: Any, call: Callable[..., Any], take: Take, statics: Any) -
     def run_and_note(func: Any, args: tuple, kwargs: dict) -> Any:
         operands = args if take is _all else take(args, kwargs)
         with no_dispatch():
-            local_operands = operands
-            if reads:
-                local_operands = [*operands]
-                for i, read in reads:
-                    local_operands[i] = read(operands[i])
-            y = call(func, local_operands, statics)
+            local_operands = [*operands]
+            for i, read in reads:
+                local_operands[i] = read(operands[i])
+            y = call(func, local_operands if reads else operands, statics)
             y = wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
             after(operands, y)
             return y

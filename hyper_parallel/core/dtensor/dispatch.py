@@ -113,6 +113,8 @@ class _Plan:
         localized = sharding.localize
         self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
         aliasing = aliasing_of(op, layouts, statics, strategy, name)
+        if aliasing is not None and aliasing.is_view:
+            self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
         self.copies = None if aliasing is None else aliasing.copies
         self.after = None if aliasing is None else aliasing.after
         self.only_local = not (
@@ -198,6 +200,13 @@ def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) 
         return partial_grad_view(x, partial_dims) if partial_dims and requires_grad(x) else x
 
     return read
+
+
+def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor of which it makes a view. Only mesh dimensions of one rank differ, if any: no data
+    moves, and the result must share memory as on any number of ranks."""
+    wrap, alias = mesh.platform.wrap, mesh.platform.alias
+    return lambda x: x if x._layout is layout else wrap(alias(x), layout)
 
 
 class _Dispatch:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from hyper_parallel.core.dtensor.aliasing import is_moved
 from hyper_parallel.core.dtensor.faults import tell_of_failure
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
@@ -74,10 +75,10 @@ def _note_views(result: Any, read: list[tuple[Any, Any]], name: str) -> None:
     for y in _dtensors(result):
         for x, gathered in read:
             if y is not x and y._layout.mesh.platform.same_memory(gathered, y):
-                if x._layout.replicated:
-                    share(x, y)
-                else:
+                if is_moved(x._layout, x._layout.with_placements(y._layout.placements)):
                     follow(x, (y,), (None,), name)
+                else:
+                    share(x, y)
                 break
 
 

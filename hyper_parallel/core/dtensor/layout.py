@@ -84,8 +84,9 @@ class Layout:
         """Whether the strides of every rank's part tell those of the whole. They do not where a rank has one row, or
         none, of a dimension that has more: the stride of such a dimension means nothing."""
         if self._tells_strides is None:
-            wide = [dim for dim, size in enumerate(self.shape) if size > 1]
-            self._tells_strides = len(wide) < 2 or all(self._smallest_part(dim) > 1 for dim in wide)
+            parts = [(size, self._smallest_part(dim)) for dim, size in enumerate(self.shape)]
+            wide = sum(size > 1 for size, _ in parts)
+            self._tells_strides = all(part > 1 or (part == 1 and (size == 1 or wide == 1)) for size, part in parts)
         return self._tells_strides
 
     def _smallest_part(self, dim: int) -> int:

@@ -109,7 +109,7 @@ def _indexed(shape: Shape, strides: Strides, index: tuple) -> Strides:
 
 
 def _reshaped(shape: Shape, strides: Strides, after: Shape) -> Strides | None:
-    """Runs of dimensions that lie in memory like one dimension can be cut anew; every run must fit some of ``after``."""
+    """Runs of dimensions that lie in memory as one can be cut anew; every run must fit some dimensions of ``after``."""
     if 0 in shape:
         return contiguous_strides(after)
     runs: list[tuple[int, int]] = []  # (number of elements, stride of the last dimension), the last run first

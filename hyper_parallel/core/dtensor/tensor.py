@@ -182,8 +182,12 @@ class DTensor:
             _TARGETS[layout, target.placements if key[1] is None else tuple(key[1])] = target
         if target is layout:
             return self
-        with layout.mesh.platform.no_dispatch():
-            return redistribute(self, target)
+        platform = layout.mesh.platform
+        with platform.no_dispatch():
+            y = redistribute(self, target)
+            # The result has memory of its own, on one rank as on many.
+            alias = 1 in layout.mesh.shape and platform.same_memory(self, y)
+            return platform.wrap(platform.clone(y), target) if alias else y
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """The whole tensor as a plain tensor, on every rank of the mesh; differentiable, gathers as needed.

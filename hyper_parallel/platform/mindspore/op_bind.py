@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, mint
 
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.mindspore.empty import guarded
@@ -146,20 +146,22 @@ def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
 
 
 def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
-    """On CPU most primitives that should write in place return a new tensor and write nothing."""
-    target, result = operands[0], _call_elementwise(func, operands, statics)
+    """On CPU most primitives that should write in place return a new tensor and write nothing, and those that write
+    lose what is written to a view."""
+    target = operands[0]
+    if not _is_whole(target):
+        value = _call_inplace(func, (mint.add(target, 0), *operands[1:]), statics)
+        Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
+        return target
+    result = _call_elementwise(func, operands, statics)
     if result._data_ptr() != target._data_ptr():
-        write(target, result)
+        target.copy_(result)
     return target
 
 
-def write(target: Tensor, value: Any) -> None:
-    """Write to a local tensor, which may be a view. MindSpore's own ``copy_`` and ``x[...] = value`` give a view that is
-    not contiguous memory of its own."""
-    if target.is_contiguous() or not target.ndim:
-        target.copy_(value)
-    else:
-        Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
+def _is_whole(x: Tensor) -> bool:
+    """Whether ``x`` is all of its memory, in order, so that it is as good as no view."""
+    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
 def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict], Any] | None = None) -> NativeOp:

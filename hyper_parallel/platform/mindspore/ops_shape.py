@@ -232,6 +232,8 @@ def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:
     if index == (...,) and x.ndim:
         # MindSpore gives x new memory for dots alone, which a tensor that x is a view of does not see.
         index = (slice(None),) * x.ndim
+    if 0 in x.shape or any(isinstance(i, slice) and not range(n)[i] for i, n in zip(index, x.shape, strict=False)):
+        return x  # MindSpore fails where there is nothing to write
     func(x, index[0] if len(index) == 1 else index, operands[1])
     return x
 

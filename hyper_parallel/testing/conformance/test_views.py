@@ -1,0 +1,256 @@
+"""Writes through views, on DTensors as on NumPy's arrays: what shared memory on one device is shared on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, distribute_tensor
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.labs import get_lab
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+#: name -> view, by methods that arrays and the tensors of every framework have.
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda x: x[1],
+    "last": lambda x: x[-1],
+    "slice": lambda x: x[1:3],
+    "step": lambda x: x[0:4:2],
+    "column": lambda x: x[:, 1],
+    "columns": lambda x: x[:, 1:4],
+    "both": lambda x: x[1:3, 2],
+    "dots": lambda x: x[..., 0],
+    "nothing": lambda x: x[2:2],
+    "reshape": lambda x: x.reshape((24,)),
+    "transposed": lambda x: x.swapaxes(0, 1),
+    "transposed int": lambda x: x.swapaxes(0, 1)[2],
+    "int of slice": lambda x: x[1:4][1],
+    "slice of reshape": lambda x: x.reshape((2, 12))[1],
+}
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "fill": lambda v: v.__setitem__(..., 7.0),
+    "double": lambda v: v.__imul__(2.0),
+    "first": lambda v: v.__setitem__(slice(0, 1), 5.0),
+}
+
+
+def whole(x: Any) -> np.ndarray:
+    return np.array(get_lab().numpy(x.full_tensor()))
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1
+
+
+@spmd.on_mesh()
+def write_through(mesh: Any, shape: tuple[int, ...], placement: Any) -> None:
+    """Every view and every write: the base, the view, and another view, taken after."""
+    for name, view in VIEWS.items():
+        for how, write in WRITES.items():
+            array = numbers(*shape)
+            x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
+            v, expected = view(x), view(array)
+            write(v)
+            write(expected)
+            message = f"{name}, {how}, {placement}"
+            assert np.array_equal(whole(x), array), message
+            assert np.array_equal(whole(v), expected), message
+            assert np.array_equal(whole(x[2]), array[2]), message
+
+
+@pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_writes_reach_the_base(pool: Any, world_size: int, placement: Any) -> None:
+    """Six of four ranks' rows or columns: two of them have two, one has one, one has none."""
+    for shape in (6, 4), (4, 6):
+        pool.run(world_size, write_through, shape, placement)
+
+
+@spmd.on_mesh()
+def write_into_packed(mesh: Any) -> None:
+    """What lies along the packed dimension is written; across it the write is refused, on every rank."""
+    array = numbers(4, 8)
+    x = distribute_tensor(get_lab().tensor(array), mesh, [PackedShard(1, (4, 4))])
+    row = x[1]
+    row[...] = 3.0
+    array[1] = 3.0
+    assert np.array_equal(whole(x), array)
+    if mesh.size() > 1:
+        column = x[:, 1]
+        with pytest.raises(ValueError, match=r"cannot write into a tensor placed \[PackedShard"):
+            column[...] = 3.0
+    assert np.array_equal(whole(x), array)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_packed_shards(pool: Any, world_size: int) -> None:
+    pool.run(world_size, write_into_packed)
+
+
+@spmd.on_mesh(2, 2)
+def write_on_two_dimensions(mesh: Any) -> None:
+    for placements in ([S0, S1], [S0, S0], [S1, R], [R, S0], [S1, S0]):
+        for name, view in VIEWS.items():
+            array = numbers(6, 4)
+            x = distribute_tensor(get_lab().tensor(array), mesh, placements)
+            v, expected = view(x), view(array)
+            v[...] = 7.0
+            expected[...] = 7.0
+            assert np.array_equal(whole(x), array), f"{name}, {placements}"
+            assert np.array_equal(whole(v), expected), f"{name}, {placements}"
+
+
+def test_two_mesh_dimensions(pool: Any) -> None:
+    pool.run(4, write_on_two_dimensions)
+
+
+# ---------------------------------------------------------------------------- views that are out of date
+@spmd.on_mesh()
+def use_after_write(mesh: Any) -> None:
+    """A view that had to move data is refused after its base was written, and right when it is taken again."""
+    array = numbers(6, 4)
+    writes: dict[str, Callable[[Any], Any]] = {
+        "base": lambda x: x.__setitem__(..., 2.0),
+        "another view": lambda x: x.swapaxes(0, 1).__setitem__(..., 2.0),
+        "another view that moved": lambda x: x[0].__setitem__(..., 2.0),
+        "assignment": lambda x: x.__setitem__(0, 2.0),
+    }
+    for how, write in writes.items():
+        x = distribute_tensor(get_lab().tensor(array), mesh, [S0])
+        row, later = x[0], x[0:2].swapaxes(0, 1)
+        assert np.array_equal(whole(row), array[0])
+        write(x)
+        if mesh.size() > 1:
+            for stale in row, later:
+                for use in (lambda v: v * 2, lambda v: v.full_tensor(), lambda v: v.to_local(), repr):
+                    with pytest.raises(ValueError, match="take the view again after the write"):
+                        use(stale)
+        else:
+            assert np.array_equal(whole(row), np.full(4, 2.0)), how
+        assert np.array_equal(whole(x[0]), np.full(4, 2.0)), how
+
+
+@spmd.on_mesh()
+def write_parts(mesh: Any) -> None:
+    """The parts of one call do not overlap: a write to one leaves the others as they are."""
+    array = numbers(6, 4)
+    x = distribute_tensor(get_lab().tensor(array), mesh, [S0])
+    parts = x.chunk(3)
+    for i, rows in enumerate(parts):
+        rows[...] = float(i)
+        array[2 * i : 2 * i + 2] = i
+    assert np.array_equal(whole(x), array)
+    for i, rows in enumerate(parts):
+        assert np.array_equal(whole(rows), array[2 * i : 2 * i + 2])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_views_out_of_date(pool: Any, world_size: int) -> None:
+    pool.run(world_size, use_after_write)
+    pool.run(world_size, write_parts)
+
+
+@spmd.on_mesh()
+def write_to_partial(mesh: Any) -> None:
+    """What a maximum over ranks is a view of cannot be written."""
+    x = DTensor.from_local(get_lab().tensor(numbers(4, 4)), mesh, [Partial("max")])
+    row = x[0]
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match="cannot be brought back"):
+            row[...] = 2.0
+    assert np.array_equal(whole(x), numbers(4, 4))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_views_of_partial(pool: Any, world_size: int) -> None:
+    pool.run(world_size, write_to_partial)
+
+
+# ---------------------------------------------------------------------------- copies that a shard would not need
+@spmd.on_mesh()
+def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
+    """``contiguous`` and ``reshape`` copy what was permuted, also where a rank's part is contiguous as it is."""
+    for placement in (Shard(d) for d in range(len(shape))):
+        for name, copy in {
+            "contiguous": lambda x: x.swapaxes(0, 1).contiguous(),
+            "product, contiguous": lambda x: (x.swapaxes(0, 1) * 2).contiguous(),
+            "reshape": lambda x: x.swapaxes(0, 1).reshape((-1,)),
+            "columns": lambda x: x.swapaxes(0, 1)[:, 0:2].reshape((-1,)),
+        }.items():
+            array = numbers(*shape)
+            x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
+            y = copy(x)
+            before = whole(y)
+            y[...] = 7.0
+            assert np.array_equal(whole(x), array), f"{name}, {placement}: the copy wrote to its source"
+            y, x[...] = copy(x), 5.0
+            assert np.array_equal(whole(y), before), f"{name}, {placement}: the source wrote to the copy"
+        x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
+        for view in (
+            lambda x: x.contiguous(),
+            lambda x: x.reshape(shape),
+            lambda x: x.swapaxes(0, 1).swapaxes(0, 1).contiguous(),
+        ):
+            view(x)[...] = 9.0
+            assert np.array_equal(whole(x), np.full(shape, 9.0)), placement
+            x[...] = 1.0
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2), (2, 4), (3, 2), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_copies_stay_copies(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
+    pool.run(world_size, write_to_copies, shape)
+
+
+def refusal(x: Any) -> ValueError | None:
+    """The error of a write to ``x``, without the frames that hold ``x``."""
+    try:
+        x[...] = 1.0
+    except ValueError as error:
+        return error.with_traceback(None)
+    return None
+
+
+@spmd.on_mesh()
+def write_where_nobody_can_tell(mesh: Any) -> None:
+    """The order of elements in what `cumsum` gives is not tracked: a write is refused while both are in use."""
+    array = numbers(mesh.size(), 3)
+    x = distribute_tensor(get_lab().tensor(array), mesh, [S0]).swapaxes(0, 1)
+    summed = x.cumsum(0)
+    y = summed.contiguous()
+    if mesh.size() > 1:
+        assert "cannot be told from its shards" in str(refusal(y))
+        assert "cannot be told from its shards" in str(refusal(summed))
+    del summed
+    y[...] = 1.0
+    assert np.array_equal(whole(y), np.ones((3, mesh.size())))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_memory_that_is_not_known(pool: Any, world_size: int) -> None:
+    pool.run(world_size, write_where_nobody_can_tell)
+
+
+# ---------------------------------------------------------------------------- what it costs
+@spmd.on_mesh()
+def count_collectives(mesh: Any) -> None:
+    """A write to rows that are replicated, or that lie on one rank each, sends nothing."""
+    x = distribute_tensor(get_lab().tensor(numbers(4, 4)), mesh, [S0])
+    with CommDebugMode() as comm:
+        x[0] = 1.0
+        x[1:3] = 2.0
+        x[:, 0] = 3.0
+    assert comm.get_comm_counts() == {}
+    row = x[0]
+    with CommDebugMode() as comm:
+        row[...] = 1.0
+    assert comm.get_comm_counts() == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_writes_send_nothing(pool: Any, world_size: int) -> None:
+    pool.run(world_size, count_collectives)

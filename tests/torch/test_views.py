@@ -1,0 +1,200 @@
+"""Writes through views on torch: with gradients, by methods that only torch has, and where people meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_tensor,
+    parallelize_module,
+)
+from hyper_parallel.testing import spmd
+from tests.torch.support import device
+
+View = Callable[[torch.Tensor], torch.Tensor]
+VIEWS: dict[str, View] = {
+    "int": lambda y: y[0],
+    "slice": lambda y: y[:2],
+    "step": lambda y: y[1:5:2],
+    "narrow": lambda y: y.narrow(0, 1, 3),
+    "select": lambda y: y.select(0, 3),
+    "view": lambda y: y.view(-1),
+    "reshape": lambda y: y.reshape(3, 10),
+    "flatten": lambda y: y.flatten(),
+    "unflatten": lambda y: y.unflatten(0, (2, 3)),
+    "view_as": lambda y: y.view_as(torch.empty(5, 6, dtype=y.dtype)),
+    "t": lambda y: y.t(),
+    "copy of t": lambda y: y.t().contiguous(),
+    "flat copy of t": lambda y: y.t().reshape(-1),
+    "int, slice": lambda y: y[0][1:3],
+    "slice, slice, t": lambda y: y[:4][1:3].t(),
+    "column": lambda y: y[:, 1],
+    "squeeze": lambda y: y[2:3].squeeze(0),
+    "unsqueeze": lambda y: y.unsqueeze(0)[0, 1],
+}
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mul_": lambda v: v.mul_(3),
+    "fill_": lambda v: v.fill_(1.5),
+    "copy_": lambda v: v.copy_(v.detach() * 2),
+    "setitem": lambda v: v.__setitem__(slice(0, 1), 2.0),
+    "foreach": lambda v: torch._foreach_mul_([v], 2.0),
+}
+
+
+def run(x: torch.Tensor, view: View, write: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+    """Values of the base and of the view after the write, and the gradient."""
+    y = x * 2
+    v = view(y)
+    write(v)
+    results = [y * 3, v * 5]
+    if x.requires_grad:
+        sum((r**2).sum() for r in results).backward()
+        results.append(x.grad)
+    return [r.full_tensor() if isinstance(r, DTensor) else r for r in results]
+
+
+@spmd.on_mesh()
+def compare(mesh: Any, shape: tuple[int, ...], placement: Any, requires_grad: bool) -> None:
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device())
+    for name, view in VIEWS.items():
+        for how, write in WRITES.items():
+            plain = values.clone().requires_grad_(requires_grad)
+            expected = run(plain, view, write)
+            x = distribute_tensor(values, mesh, [placement]).requires_grad_(requires_grad)
+            for got, wanted in zip(run(x, view, write), expected, strict=True):
+                assert torch.allclose(got, wanted), f"{name}, {how}, {placement}"
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_values_and_gradients(pool: Any, world_size: int, placement: Any, requires_grad: bool) -> None:
+    pool.run(world_size, compare, (6, 5), placement, requires_grad)
+
+
+@spmd.on_mesh()
+def write_parts(mesh: Any) -> None:
+    """Several views of one call, which torch itself refuses to write to while it records gradients."""
+    for take in (
+        lambda y: y.chunk(3),
+        lambda y: y.split([1, 3, 2]),
+        lambda y: y.unbind(0),
+    ):
+        values = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device())
+        x = distribute_tensor(values, mesh, [Shard(1)])
+        for part in take(x):
+            part.mul_(2)
+        assert torch.equal(x.full_tensor(), values * 2)
+    x = distribute_tensor(values, mesh, [Shard(0)])
+    for row in x.unbind(0):
+        row.mul_(2)
+    assert torch.equal(x.full_tensor(), values * 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_parts(pool: Any, world_size: int) -> None:
+    pool.run(world_size, write_parts)
+
+
+@spmd.on_mesh()
+def refuse(mesh: Any) -> None:
+    """Views whose write cannot be brought back, and views that are out of date."""
+    x = distribute_tensor(torch.ones(6, 5, device=device()), mesh, [Shard(0)])
+    for view in (lambda x: x.diagonal(), lambda x: x.as_strided((2, 2), (5, 1)), lambda x: x.tensor_split(3)[1]):
+        with pytest.raises(ValueError, match="the write cannot be brought back"):
+            view(x).mul_(2)
+        view(x).clone().mul_(2)
+    row = x[0]
+    torch._foreach_mul_([x], 2.0)
+    with pytest.raises(ValueError, match="take the view again"):
+        row.sum()
+    row = x[0]
+    nn.init.normal_(x)
+    with pytest.raises(ValueError, match="take the view again"):
+        _ = row.shape
+    assert x[0].shape == (5,)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_refusals(pool: Any, world_size: int) -> None:
+    pool.run(world_size, refuse)
+
+
+@spmd.on_mesh()
+def heads(mesh: Any) -> None:
+    """One head a rank: transposed heads are contiguous there, and a copy must be made all the same."""
+    h = torch.randn(2, 3, mesh.size(), 2, generator=torch.Generator().manual_seed(0)).to(device())
+    x = distribute_tensor(h, mesh, [Shard(2)])
+    y = x.transpose(1, 2).contiguous().mul_(2)
+    assert torch.equal(x.full_tensor(), h)
+    assert torch.equal(y.full_tensor(), h.transpose(1, 2) * 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_heads(pool: Any, world_size: int) -> None:
+    pool.run(world_size, heads)
+
+
+# ---------------------------------------------------------------------------- where people meet them
+@spmd.on_mesh()
+def embeddings(mesh: Any) -> None:
+    """`reset_parameters`, and what every ``_init_weights`` of Hugging Face does, leave the padding row 0."""
+    for pad in range(10):
+        torch.manual_seed(0)
+        plain = nn.Embedding(10, 4, padding_idx=pad, device=device())
+        model = nn.Sequential(nn.Embedding(10, 4, padding_idx=pad, device=device()))
+        parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+        for module in plain, model[0]:
+            torch.manual_seed(1)
+            module.reset_parameters()
+        assert torch.equal(model[0].weight.full_tensor(), plain.weight)
+        for module in plain, model[0]:
+            torch.manual_seed(2)
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            module.weight.data[module.padding_idx].zero_()
+        assert torch.equal(model[0].weight.full_tensor(), plain.weight)
+        assert not plain.weight[pad].any()
+        assert plain.weight[pad - 1].any()
+
+
+@spmd.on_mesh()
+def orthogonal(mesh: Any, placement: Any) -> None:
+    plain = torch.empty(8, 3, 2, dtype=torch.float64, device=device())
+    x = distribute_tensor(torch.zeros(8, 3, 2, dtype=torch.float64, device=device()), mesh, [placement])
+    for tensor in plain, x:
+        torch.manual_seed(2)
+        nn.init.orthogonal_(tensor)
+    assert torch.allclose(x.full_tensor(), plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_initialisation(pool: Any, world_size: int) -> None:
+    pool.run(world_size, embeddings)
+    for placement in Shard(0), Shard(1), Shard(2), Replicate():
+        pool.run(world_size, orthogonal, placement)
+
+
+@spmd.on_mesh()
+def partial(mesh: Any) -> None:
+    """A view of partial sums is one of partial sums: what is linear may be written."""
+    local = torch.arange(12.0, device=device()).view(4, 3) + mesh.get_local_rank()
+    x = DTensor.from_local(local.clone(), mesh, [Partial()])
+    before = x.full_tensor().clone()
+    x[1].mul_(2)
+    before[1] *= 2
+    assert torch.allclose(x.full_tensor(), before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_partial_sums(pool: Any, world_size: int) -> None:
+    pool.run(world_size, partial)

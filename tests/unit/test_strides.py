@@ -1,0 +1,105 @@
+"""Strides worked out from shapes, against NumPy's."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hyper_parallel.core.dtensor.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
+
+X = np.arange(120.0).reshape(4, 5, 6)
+TENSORS = {
+    "contiguous": X,
+    "permuted": X.transpose(2, 0, 1),
+    "sliced": X[:, 1:4],
+    "stepped": X[::2, :, ::3],
+    "one row": X[1:2],
+    "one column": X[:, :, 2:3],
+    "flat": X.reshape(-1),
+    "stretched": np.broadcast_to(X[:1], X.shape),
+    "number": X[0, 0, 0:1].reshape(()),
+}
+
+
+def strides_of(x: np.ndarray) -> tuple[int, ...]:
+    return tuple(n // x.itemsize for n in x.strides)
+
+
+def agree(x: np.ndarray, found: tuple[int, ...]) -> bool:
+    """Equal but for dimensions of size 1, of which strides mean nothing."""
+    return all(size == 1 or a == b for size, a, b in zip(x.shape, strides_of(x), found, strict=True))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_contiguous(name: str) -> None:
+    x = TENSORS[name]
+    assert is_contiguous(x.shape, strides_of(x)) == x.flags.c_contiguous
+    assert agree(np.ascontiguousarray(x).reshape(x.shape), contiguous_strides(x.shape))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_reshape(name: str) -> None:
+    """Every way to cut the elements into up to three dimensions: a view where NumPy gives one, else a copy."""
+    x = TENSORS[name]
+    views = copies = 0
+    for shape in itertools.product(range(1, 121), repeat=3):
+        if shape[0] * shape[1] * shape[2] != x.size:
+            continue
+        y = x.reshape(shape)
+        found = view_strides("reshape", (), x.shape, strides_of(x), shape)
+        if np.shares_memory(x, y):
+            views += 1
+            assert found is not None, shape
+            assert agree(y, found), shape
+        else:
+            copies += 1
+            assert found is None, shape
+    assert views
+    assert copies or name in ("contiguous", "one row", "flat", "number", "one column")
+
+
+CALLS = {
+    "permute": ("permute", ((2, -3, 1),), lambda x: x.transpose(2, 0, 1)),
+    "narrow": ("narrow", (1, 1, 2), lambda x: x[:, 1:3]),
+    "unsqueeze": ("unsqueeze", (-1,), lambda x: x[..., None]),
+    "unbind": ("unbind", (1,), lambda x: x[:, 0]),
+    "int": ("getitem", ((("slice", None, None, None), 1),), lambda x: x[:, 1]),
+    "dots": ("getitem", ((..., ("slice", 0, None, 2)),), lambda x: x[..., 0::2]),
+    "none": ("getitem", ((None, ("slice", 0, 1, None), ..., 0),), lambda x: x[None, 0:1, ..., 0]),
+}
+
+
+@pytest.mark.parametrize("name", ["contiguous", "permuted", "sliced", "stepped", "stretched"])
+@pytest.mark.parametrize("call", CALLS)
+def test_views(name: str, call: str) -> None:
+    x = TENSORS[name]
+    operation, statics, function = CALLS[call]
+    y = function(x)
+    found = view_strides(operation, statics, x.shape, strides_of(x), y.shape)
+    assert found is not None
+    assert agree(y, found)
+
+
+def test_squeeze_and_expand() -> None:
+    x = X[:, 1:2, :][:, :, 3:4]
+    for dims in (1,), (2,), (1, 2), None:
+        y = x.squeeze(dims)
+        found = view_strides("squeeze", (dims,), x.shape, strides_of(x), y.shape)
+        assert found is not None and agree(y, found)
+    y = np.broadcast_to(x, (3, 4, 5, 6))
+    found = view_strides("expand", ((3, -1, 5, 6),), x.shape, strides_of(x), y.shape)
+    assert found == strides_of(y)
+
+
+def test_no_elements() -> None:
+    assert view_strides("reshape", (), (0, 3), (1, 7), (3, 0)) == (1, 1)
+    assert is_contiguous((0, 3), (1, 7))
+
+
+@pytest.mark.parametrize("name", ["contiguous", "permuted", "sliced", "stepped"])
+def test_order_is_kept(name: str) -> None:
+    """An element-wise operation gives a new array in the order of its operand."""
+    x = TENSORS[name]
+    assert dense_strides(x.shape, strides_of(x)) == strides_of(x * 2)
