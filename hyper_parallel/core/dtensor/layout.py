@@ -77,6 +77,14 @@ class Layout:
             self._cotangent = get_layout(self.mesh, placements, self.shape)
         return self._cotangent
 
+    @property
+    def summed_mesh_dims(self) -> tuple[int, ...]:
+        """Mesh dimensions of more than one rank over which the tensor is a sum or an average of what ranks hold."""
+        placements, sizes = self.placements, self.mesh.shape
+        return tuple(
+            d for d, p in enumerate(placements) if (p.is_partial("sum") or p.is_partial("avg")) and sizes[d] > 1
+        )
+
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The layout of the same tensor placed otherwise."""
         return get_layout(self.mesh, tuple(placements), self.shape)

@@ -118,8 +118,9 @@ class DTensor:
             if grad_placements is not None:
                 wanted = get_layout(mesh, normalize_placements(grad_placements, mesh, layout.ndim), layout.shape)
                 local = _with_cotangent(local, layout.cotangent, wanted, platform)
+            local = _to_summands(local, layout, platform)
             x = platform.wrap(local, layout)
-            if platform.requires_grad(local_tensor) and grad_placements is None:
+            if platform.requires_grad(local_tensor) and grad_placements is None and layout.cotangent is layout:
                 x._origin = local_tensor
             return x
 
@@ -135,7 +136,7 @@ class DTensor:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             if grad_placements is None:
-                return platform.alias(self)
+                return platform.alias(_of_summands(self, layout, platform))
             given = layout.with_placements(
                 normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
             )
@@ -144,7 +145,7 @@ class DTensor:
                 for i, (g, p) in enumerate(zip(given.placements, layout.placements, strict=True))
                 if g is Partial() and p is Replicate()
             )
-            local = partial_grad_view(self, partial) if partial else self
+            local = _of_summands(partial_grad_view(self, partial) if partial else self, layout, platform)
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
             if rest is not layout.cotangent:
                 local = _with_cotangent(local, rest, layout.cotangent, platform)
@@ -258,6 +259,23 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platfor
     if given is wanted:
         return local
     return transitions_of(platform).convert_cotangent(local, lambda g: redistribute_local(g, given, wanted))
+
+
+def _to_summands(local: Any, layout: Layout, platform: Platform) -> Any:
+    """``local``, which the user holds, as the local tensor of ``layout``: identity in forward and backward. Gradients of
+    gradients of summands are counted otherwise outside of DTensors than inside."""
+    if layout.cotangent is layout or not layout.summed_mesh_dims or not platform.requires_grad(local):
+        return local
+    transitions = transitions_of(platform)
+    return transitions.convert_cotangent(local, lambda g: transitions.to_owner(g, layout))
+
+
+def _of_summands(local: Any, layout: Layout, platform: Platform) -> Any:
+    """The local tensor of ``layout`` as its user gets it: the inverse of `_to_summands`."""
+    if layout.cotangent is layout or not layout.summed_mesh_dims or not platform.requires_grad(local):
+        return local
+    transitions = transitions_of(platform)
+    return transitions.convert_cotangent(local, lambda g: transitions.to_summands(g, layout))
 
 
 def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:

@@ -66,8 +66,11 @@ class Step:
         """The step of the cotangent: from the placement after to the placement before, a `Partial` being
         `Replicate`."""
         if self._reversed is None:
+            # Of what was scattered; otherwise the cotangent of the cotangent of an average would be averaged again.
+            scattered = isinstance(self.source, Partial) and isinstance(self.target, Shard)
+            before = Replicate() if scattered else self.source
             self._reversed = Step(
-                self.mesh, self.mesh_dim, self.target, self.source, self.target_sizes, self.source_sizes, None
+                self.mesh, self.mesh_dim, self.target, before, self.target_sizes, self.source_sizes, None
             )
         return self._reversed
 
@@ -225,6 +228,21 @@ class Transitions:
     def convert_cotangent(self, x: Any, convert: Any) -> Any:
         """Identity whose backward applies ``convert`` to the cotangent."""
         return self._convert_cotangent(x, convert)
+
+    def to_owner(self, g: Any, layout: Layout) -> Any:
+        """The gradient ``g`` of each rank's part of a tensor of ``layout``, for who reads it as a replicated tensor: what
+        is computed from it is the same on all ranks, and counts once."""
+        if layout.cotangent is not layout and self.platform.requires_grad(g):
+            for mesh_dim in layout.summed_mesh_dims:
+                g = self._of_summand(g, summation(layout.mesh, mesh_dim))
+        return g
+
+    def to_summands(self, g: Any, layout: Layout) -> Any:
+        """The other way round: ``g``, the same on all ranks, as the gradient of each rank's part, of which each rank
+        makes something else."""
+        if layout.cotangent is not layout and layout.summed_mesh_dims and self.platform.requires_grad(g):
+            return self._copy(g, layout.mesh, layout.summed_mesh_dims)
+        return g
 
     # ------------------------------------------------------------ forward and backward of each
     def _share_forward(self, ctx: Any, x: Any, step: Step, data: Any) -> Any:
