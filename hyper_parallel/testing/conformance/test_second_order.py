@@ -193,3 +193,28 @@ def average(mesh: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_average_of_parts(pool: Any, world_size: int) -> None:
     pool.run(world_size, average)
+
+
+@spmd.on_mesh()
+def reduced_loss(mesh: Any, op: str) -> None:
+    """A loss that is still to be reduced counts as its global value."""
+    lab, size, rank = get_lab(), mesh.size(), mesh.get_local_rank()
+    x = floats(3, 4) + rank
+
+    def loss(x: Any) -> Any:
+        y = DTensor.from_local(lab.sum(x * x), mesh, [Partial(op)])
+        assert y.placements == (Partial(op),)
+        return y, y
+
+    y, (grad,) = lab.value_and_grads(loss, [x])
+    losses = [float((np.square(floats(3, 4) + i)).sum()) for i in range(size)]
+    reduce = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min}[op]
+    same(lab.numpy(y), np.float32(reduce(losses)), "loss")
+    share = {"sum": 1.0, "avg": 1 / size}.get(op, float(losses[rank] == reduce(losses)))
+    same(grad, 2 * x * np.float32(share), f"gradient of a loss that is {Partial(op)}")
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_loss_to_be_reduced(pool: Any, world_size: int, op: str) -> None:
+    pool.run(world_size, reduced_loss, op)
