@@ -110,6 +110,8 @@ class Platform(ABC):
     comm_backend: ClassVar[str]
     #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
     fuses_linear: bool = False
+    #: Whether the framework's largest and smallest element of some with NaN among them is NaN, wherever that stands.
+    extremes_keep_nan: bool = True
 
     # ---------------------------------------------------------------- types and checks
     #: The framework's tensor, parameter, module and shape classes. ``Size`` is a tuple or a subclass of it.

@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.bounded import Bounded, Table
 from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.extremes import bind_extreme
 from hyper_parallel.core.dtensor.gathered import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.loss_operands import distribute_labels
@@ -28,6 +29,7 @@ from hyper_parallel.core.dtensor.operands import (
     operand_key,
     refuse_foreign,
 )
+from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
@@ -54,11 +56,13 @@ class _Plan:
         statics: static arguments of the local call, None to use the call's own.
         operand_layouts, results: layouts after the reads.
         inplace: whether operand 0 is written.
+        extreme: what is to be done with the largest or smallest of local elements, or None.
         only_local: whether the reads, the native operation and the wrap are all that is to be done.
     """
 
     __slots__ = (
         "call",
+        "extreme",
         "inplace",
         "mesh",
         "mixes",
@@ -105,7 +109,13 @@ class _Plan:
         self.inplace = op.name.endswith("_")
         localized = sharding.localize
         self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
-        self.only_local = not (self.inplace or self.replacement or self.plain or self.mixes is not None)
+        self.extreme = None
+        op_of_ranks = sharding.extreme and _compared(self.results[0])
+        if op_of_ranks:
+            self.extreme = bind_extreme(sharding.extreme, op_of_ranks, mesh.platform)
+        self.only_local = not (
+            self.inplace or self.replacement or self.extreme or self.plain or self.mixes is not None
+        )
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
@@ -130,6 +140,9 @@ class _Plan:
             local_operands = self._read(operands) if self.reads else operands
             if self.replacement is None:
                 result = self.call(func, local_operands, statics)
+                if self.extreme is not None:
+                    x = local_operands[0]
+                    result = self.extreme(x, lambda mask: self.call(func, (mask,), statics), result)
             else:
                 result = self.replacement(
                     self.mesh.platform,
@@ -167,6 +180,14 @@ class _Plan:
         self.mesh.platform.clear_cache(x)
         x._gathered = x._origin = None
         return x
+
+
+def _compared(layout: Layout) -> str:
+    """By which operation the extreme values of several ranks are compared, empty where there is nothing to compare."""
+    for mesh_dim, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial) and layout.mesh.shape[mesh_dim] > 1:
+            return placement.reduce_op
+    return ""
 
 
 def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:

@@ -52,6 +52,8 @@ class DTensor:
     #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
     #: modules that are given the same plain tensor share one collective.
     _origin: Any = None
+    #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
+    _ties: Any = None
 
     @staticmethod
     def from_local(

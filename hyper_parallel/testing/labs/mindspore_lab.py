@@ -390,6 +390,26 @@ def amax(x: Any, dim: int) -> Any:
     return ops.amax(x, dim)
 
 
+def amin(x: Any, dim: int) -> Any:
+    return ops.amin(x, dim)
+
+
+def max(x: Any) -> Any:
+    return x.max()
+
+
+def min(x: Any) -> Any:
+    return x.min()
+
+
+EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]] = {
+    "mint.max": mint.max,
+    "mint.min": mint.min,
+    "ops.argmax": ops.argmax,
+    "ops.max": ops.max,
+}
+
+
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
     return x.reshape(shape)
 

@@ -37,6 +37,9 @@ class Lab(Protocol):
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).
     IN_PLACE: dict[str, tuple[Callable[..., Any], bool]]
 
+    #: Functions of a tensor and a dimension that give the place of an extreme value, or the value and its place.
+    EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]]
+
     # ---------------------------------------------------------------- tensors and gradients
     def tensor(self, array: np.ndarray) -> Tensor:
         """A plain tensor on this rank's device with a copy of ``array``."""
@@ -192,7 +195,16 @@ class Lab(Protocol):
         """Mean over one dimension, several or all."""
 
     def amax(self, x: Tensor, dim: int) -> Tensor:
-        """Largest along ``dim``."""
+        """Largest along ``dim``; elements that tie share its gradient."""
+
+    def amin(self, x: Tensor, dim: int) -> Tensor:
+        """Smallest along ``dim``, as `amax`."""
+
+    def max(self, x: Tensor) -> Tensor:
+        """Largest of all, as `amax`."""
+
+    def min(self, x: Tensor) -> Tensor:
+        """Smallest of all, as `amax`."""
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Another shape, with one -1 at most."""

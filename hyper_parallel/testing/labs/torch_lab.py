@@ -319,6 +319,16 @@ def amax(x: Any, dim: int) -> Any:
     return x.amax(dim)
 
 
+def amin(x: Any, dim: int) -> Any:
+    return x.amin(dim)
+
+
+max, min = torch.max, torch.min
+EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]] = {
+    name: getattr(torch, name) for name in ("max", "min", "argmax", "argmin", "median")
+}
+
+
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
     return x.reshape(shape)
 

@@ -27,7 +27,8 @@ addmm              c, a, b                         c + a @ b for matrices a and 
 einsum             any number                      equation, as in numpy.einsum
 -----------------  ------------------------------  ------------------------------------------------------------------
 sum, mean          x                               dims (tuple or None), keepdim
-amax, amin         x                               dims (tuple or None), keepdim
+amax, amin         x                               dims (tuple or None), keepdim, and ``"whole"`` where NaNs share the
+                                                   gradient
 reduce_whole       x                               dims (tuple or None), keepdim; the dims reduced must be whole:
                                                    argmax, var, all
 reduce_pair        x                               as reduce_whole, two results: max with indices, var_mean
