@@ -31,6 +31,7 @@ class Layout:
         local_offset: global index of this rank's first element, per tensor dimension; of no meaning in a dimension
             whose shards are packed.
         replicated: whether every placement is `Replicate`.
+        summed_mesh_dims: mesh dimensions of more than one rank over which the tensor is a sum or an average.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Layout:
         "placements",
         "replicated",
         "shape",
+        "summed_mesh_dims",
     )
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> None:
@@ -49,6 +51,11 @@ class Layout:
         self.placements = placements
         self.shape = mesh.platform.Size(shape)
         self.replicated = all(p is Replicate() for p in placements)
+        self.summed_mesh_dims = tuple(
+            d
+            for d, p in enumerate(placements)
+            if (p.is_partial("sum") or p.is_partial("avg")) and mesh.shape[d] > 1
+        )
         self._cotangent: Layout | None = None
         coordinate = mesh.get_coordinate()
         if coordinate is None:
@@ -76,14 +83,6 @@ class Layout:
             placements = tuple(Replicate() if p.is_partial() else p for p in self.placements)
             self._cotangent = get_layout(self.mesh, placements, self.shape)
         return self._cotangent
-
-    @property
-    def summed_mesh_dims(self) -> tuple[int, ...]:
-        """Mesh dimensions of more than one rank over which the tensor is a sum or an average of what ranks hold."""
-        placements, sizes = self.placements, self.mesh.shape
-        return tuple(
-            d for d, p in enumerate(placements) if (p.is_partial("sum") or p.is_partial("avg")) and sizes[d] > 1
-        )
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The layout of the same tensor placed otherwise."""

@@ -120,9 +120,10 @@ class DTensor:
             if grad_placements is not None:
                 wanted = get_layout(mesh, normalize_placements(grad_placements, mesh, layout.ndim), layout.shape)
                 local = _with_cotangent(local, layout.cotangent, wanted, platform)
-            local = _to_summands(local, layout, platform)
+            if layout.summed_mesh_dims:
+                local = _to_summands(local, layout, platform)
             x = platform.wrap(local, layout)
-            if platform.requires_grad(local_tensor) and grad_placements is None and layout.cotangent is layout:
+            if platform.requires_grad(local_tensor) and grad_placements is None and not layout.summed_mesh_dims:
                 x._origin = local_tensor
             return x
 
@@ -138,7 +139,7 @@ class DTensor:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             if grad_placements is None:
-                return platform.alias(_of_summands(self, layout, platform))
+                return platform.alias(_of_summands(self, layout, platform) if layout.summed_mesh_dims else self)
             given = layout.with_placements(
                 normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
             )
@@ -147,7 +148,9 @@ class DTensor:
                 for i, (g, p) in enumerate(zip(given.placements, layout.placements, strict=True))
                 if g is Partial() and p is Replicate()
             )
-            local = _of_summands(partial_grad_view(self, partial) if partial else self, layout, platform)
+            local = partial_grad_view(self, partial) if partial else self
+            if layout.summed_mesh_dims:
+                local = _of_summands(local, layout, platform)
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
             if rest is not layout.cotangent:
                 local = _with_cotangent(local, rest, layout.cotangent, platform)
@@ -266,7 +269,7 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platfor
 def _to_summands(local: Any, layout: Layout, platform: Platform) -> Any:
     """``local``, which the user holds, as the local tensor of ``layout``: identity in forward and backward. Gradients of
     gradients of summands are counted otherwise outside of DTensors than inside."""
-    if layout.cotangent is layout or not layout.summed_mesh_dims or not platform.requires_grad(local):
+    if not platform.requires_grad(local):
         return local
     transitions = transitions_of(platform)
     return transitions.convert_cotangent(local, lambda g: transitions.to_owner(g, layout))
@@ -274,7 +277,7 @@ def _to_summands(local: Any, layout: Layout, platform: Platform) -> Any:
 
 def _of_summands(local: Any, layout: Layout, platform: Platform) -> Any:
     """The local tensor of ``layout`` as its user gets it: the inverse of `_to_summands`."""
-    if layout.cotangent is layout or not layout.summed_mesh_dims or not platform.requires_grad(local):
+    if not platform.requires_grad(local):
         return local
     transitions = transitions_of(platform)
     return transitions.convert_cotangent(local, lambda g: transitions.to_summands(g, layout))

@@ -241,7 +241,7 @@ class Transitions:
     def to_owner(self, g: Any, layout: Layout) -> Any:
         """The gradient ``g`` of each rank's part of a tensor of ``layout``, for who reads it as a replicated tensor: what
         is computed from it is the same on all ranks, and counts once."""
-        if layout.cotangent is not layout and self.platform.requires_grad(g):
+        if layout.summed_mesh_dims and self.platform.requires_grad(g):
             for mesh_dim in layout.summed_mesh_dims:
                 g = self._of_summand(g, summation(layout.mesh, mesh_dim))
         return g
@@ -249,7 +249,7 @@ class Transitions:
     def to_summands(self, g: Any, layout: Layout) -> Any:
         """The other way round: ``g``, the same on all ranks, as the gradient of each rank's part, of which each rank
         makes something else."""
-        if layout.cotangent is not layout and layout.summed_mesh_dims and self.platform.requires_grad(g):
+        if layout.summed_mesh_dims and self.platform.requires_grad(g):
             return self._copy(g, layout.mesh, layout.summed_mesh_dims)
         return g
 

@@ -91,7 +91,7 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
     if layout is None or not isinstance(gradients, Tensor) or getattr(gradients, "_layout", None) is not None:
         return gradients
     platform = layout.mesh.platform
-    if layout.cotangent is not layout:
+    if layout.summed_mesh_dims:
         with platform.no_dispatch():
             gradients = transitions_of(platform).to_owner(gradients, layout)
     return platform.wrap(platform.alias(gradients), layout.cotangent)

@@ -63,7 +63,7 @@ def _hook_node(args: tuple, results: tuple) -> None:
 
 def _tagged(cotangent: Any, layout: Any) -> Any:
     with no_dispatch():
-        if layout.cotangent is not layout:
+        if layout.summed_mesh_dims:
             cotangent = transitions_of(layout.mesh.platform).to_owner(cotangent, layout)
         cotangent = cotangent.view_as(cotangent)
     return wrap(cotangent, layout.cotangent)
@@ -79,6 +79,6 @@ def _local(cotangent: Any, layout: Any) -> Any:
     cotangent = cotangent.redistribute(placements=list(wanted))
     with no_dispatch():
         cotangent = cotangent.as_subclass(T)
-        if layout is not None and layout.cotangent is not layout:
+        if layout is not None and layout.summed_mesh_dims:
             cotangent = transitions_of(mesh.platform).to_summands(cotangent, layout)
         return cotangent

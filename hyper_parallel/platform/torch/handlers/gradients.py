@@ -36,7 +36,7 @@ def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
         if gradient is None or is_dtensor(gradient):
             return gradient
         layout = x._layout
-        if layout.cotangent is not layout and gradient.requires_grad:
+        if layout.summed_mesh_dims and gradient.requires_grad:
             # Made with create_graph=True. Kept, because x.grad is one object until it is accumulated into.
             gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)
             T.grad.__set__(x, gradient)
@@ -182,7 +182,7 @@ def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -
 def _as_owned(gradient: Any, layout: Any) -> Any:
     """A new plain tensor of the gradient that reached a tensor of ``layout``, for who looks at it."""
     with no_dispatch():
-        if layout.cotangent is not layout:
+        if layout.summed_mesh_dims:
             gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)
         return gradient.view_as(gradient)
 
