@@ -315,6 +315,21 @@ class Platform(ABC):
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
         the same object, on its device. Called without gradients."""
 
+    def watch(self, x: Tensor, operation: str) -> Callable[[], str]:
+        """``how()``, which says how the native ``operation`` has written to a plain tensor since: ``""`` for not,
+        ``"recorded"`` for a change that gradients pass through, else ``"values"``. Unless a framework counts writes, it
+        is found out by comparing values."""
+        before = self.clone(self.detach(x))
+
+        def how() -> str:
+            now = self.detach(x)
+            same = now == before
+            if self.is_floating_point(now):
+                same = same | ((now != now) & (before != before))
+            return "" if 0 in self.shape_of(now) or bool(same.all()) else "values"
+
+        return how
+
     @abstractmethod
     def shape_of(self, local: Tensor) -> tuple[int, ...]:
         """Shape of a tensor as the framework holds it: of a DTensor, the local shape."""

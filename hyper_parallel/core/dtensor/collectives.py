@@ -72,8 +72,8 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
 
 
 def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
-    """`all_reduce` by ``"max"`` or ``"min"`` into a new tensor, with NaN where a rank has NaN: what a backend makes of a
-    number and NaN depends on the backend, and on which comes first. So they travel apart, in one message."""
+    """`all_reduce` by ``"max"`` or ``"min"`` into a new tensor, with NaN where a rank has NaN. What a backend makes of
+    a number and NaN depends on the backend, and on which comes first. So they travel apart, in one message."""
     platform = mesh.platform
     shape = platform.shape_of(x)
     if (

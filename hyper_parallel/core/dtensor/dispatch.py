@@ -15,7 +15,7 @@ from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remem
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.extremes import bind_extreme
-from hyper_parallel.core.dtensor.gathered import run_gathered, tell_of_failure_in
+from hyper_parallel.core.dtensor.gathered import forget_value, run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.loss_operands import distribute_labels
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_loss_parallel
@@ -110,12 +110,9 @@ class _Plan:
         localized = sharding.localize
         self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
         self.extreme = None
-        op_of_ranks = sharding.extreme and _compared(self.results[0])
-        if op_of_ranks:
-            self.extreme = bind_extreme(sharding.extreme, op_of_ranks, mesh.platform)
-        self.only_local = not (
-            self.inplace or self.replacement or self.extreme or self.plain or self.mixes is not None
-        )
+        if sharding.extreme is not None and (compared_by := _compared(self.results[0])):
+            self.extreme = bind_extreme(sharding.extreme, compared_by, mesh.platform)
+        self.only_local = not (self.inplace or self.replacement or self.extreme or self.plain or self.mixes is not None)
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
@@ -153,7 +150,8 @@ class _Plan:
                     self.results,
                 )
             if self.inplace:
-                return self._written(operands[0])
+                forget_value(operands[0])
+                return operands[0]
             if isinstance(result, (tuple, list)):
                 return self.wrap_several(result)
             return self.wrap(result, self.result)
@@ -174,12 +172,6 @@ class _Plan:
         promoted = platform.wrap(platform.alias(x), layout)
         promoted._origin = x
         return promoted
-
-    def _written(self, x: Any) -> Any:
-        """Operand 0 after an operation in place: what was computed from its old value is void."""
-        self.mesh.platform.clear_cache(x)
-        x._gathered = x._origin = None
-        return x
 
 
 def _compared(layout: Layout) -> str:

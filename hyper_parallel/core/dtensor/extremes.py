@@ -36,8 +36,8 @@ def differs(x: Any, y: Any) -> Any:
 
 
 def bind_extreme(extreme: Extreme, op: str, platform: Any) -> Callable[[Any, Callable[[Any], Any], Any], Any]:
-    """``finish(x, native, y)`` for the extreme value ``y = native(x)`` of local elements, still to be compared with those
-    of other ranks: gives ``y``, with NaN where there is one, and counts ties where a gradient will want to know."""
+    """``finish(x, native, y)`` for the extreme value ``y = native(x)`` of local elements, still to be compared with
+    those of other ranks: gives ``y``, with NaN where there is one, and counts ties where a gradient asks for them."""
     dims, keepdim, nan_ties = extreme.dims, extreme.keepdim, extreme.nan_ties
     keeps_nan, flag = platform.extremes_keep_nan, 1.0 if op == "max" else -1.0
 

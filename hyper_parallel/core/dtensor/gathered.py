@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mi
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.platform.base import Platform
 
-__all__ = ["run_gathered", "tell_of_failure_in"]
+__all__ = ["forget_value", "run_gathered", "tell_of_failure_in"]
 
 _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
@@ -48,14 +48,66 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
             raise mixed_error(func, shapes, 0)
     with platform.no_dispatch():
         replicated = all_replicated(mesh)
+        given: list[_Given] = []
 
         def gather(x: Any) -> Any:
-            x = redistribute(x, x._layout.with_placements(replicated))
+            whole = redistribute(x, x._layout.with_placements(replicated))
             # Plain for code that looks at it; what is written to must stay the object that it is.
-            return x if writes else platform.alias(x)
+            whole = whole if writes else platform.alias(whole)
+            if op_name != "replicate":
+                given.append(_Given(x, whole, platform, name))
+            return whole
 
         result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
-        return _wrap_replicated(result, mesh, replicated)
+        written = {id(g.whole): g.x for g in given if g.write_back(name)}
+        return _wrap_replicated(result, mesh, replicated, written)
+
+
+class _Given:
+    """A DTensor and what the operation got in its place, which it may write to, as normalisation over batches writes
+    its running statistics.
+
+    Attributes:
+        x: the DTensor.
+        whole: its whole value.
+    """
+
+    __slots__ = ("_how", "whole", "x")
+
+    def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
+        self.x, self.whole = x, whole
+        self._how = None if platform.is_meta(whole) else platform.watch(whole, name)
+
+    def write_back(self, name: str) -> bool:
+        """Put what was written into the DTensor; returns whether anything was. All ranks have computed the same on the
+        same values, so that they agree.
+
+        Raises:
+            ValueError: when that cannot be done.
+        """
+        how = self._how and self._how()
+        if not how:
+            return False
+        x, layout = self.x, self.x._layout
+        platform = layout.mesh.platform
+        if not layout.replicated:
+            if how == "recorded" or any(p.is_partial() for p in layout.placements):
+                raise ValueError(
+                    f"{name} writes into an operand in place, which is placed {list(layout.placements)} and cannot be "
+                    "written that way: redistribute it to Replicate() first, or let the operation return a new tensor"
+                )
+            with platform.no_grad():
+                whole = platform.wrap(platform.detach(self.whole), layout.with_placements(all_replicated(layout.mesh)))
+                platform.write(x, platform.detach(redistribute(whole, layout)))
+        forget_value(x)
+        return True
+
+
+def forget_value(x: Any) -> None:
+    """``x`` was written to: what was computed from its old value and kept is void."""
+    x._layout.mesh.platform.clear_cache(x)
+    x._gathered = x._origin = x._ties = None
+    x._writes += 1
 
 
 def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
@@ -113,12 +165,14 @@ def _map_dtensors(tree: Any, convert: Any) -> Any:
     return convert(tree) if getattr(tree, "_layout", None) is not None else tree
 
 
-def _wrap_replicated(result: Any, mesh: Any, replicated: tuple) -> Any:
+def _wrap_replicated(result: Any, mesh: Any, replicated: tuple, written: dict[int, Any]) -> Any:
     platform = mesh.platform
     if isinstance(result, (tuple, list)):
-        items = [_wrap_replicated(item, mesh, replicated) for item in result]
+        items = [_wrap_replicated(item, mesh, replicated, written) for item in result]
         return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
     if platform.is_tensor(result):
+        if id(result) in written:
+            return written[id(result)]
         if getattr(result, "_layout", None) is not None:
             return result
         return platform.wrap(result, get_layout(mesh, replicated, platform.shape_of(result)))

@@ -52,9 +52,7 @@ class Layout:
         self.shape = mesh.platform.Size(shape)
         self.replicated = all(p is Replicate() for p in placements)
         self.summed_mesh_dims = tuple(
-            d
-            for d, p in enumerate(placements)
-            if (p.is_partial("sum") or p.is_partial("avg")) and mesh.shape[d] > 1
+            d for d, p in enumerate(placements) if (p.is_partial("sum") or p.is_partial("avg")) and mesh.shape[d] > 1
         )
         self._cotangent: Layout | None = None
         coordinate = mesh.get_coordinate()

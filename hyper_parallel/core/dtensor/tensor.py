@@ -46,14 +46,17 @@ class DTensor:
 
     #: Layout of the instance; None on the class.
     _layout: Any = None
-    #: (source DTensor, step, gathered data, perhaps as rows) of an instance made by all-gather: its partial-gradient
-    #: views go through the shard, so that their backward is one reduce-scatter.
+    #: (source DTensor, step, gathered data, perhaps as rows, how often the source had been written to) of an instance
+    #: made by all-gather: its partial-gradient views go through the shard, so that their backward is one
+    #: reduce-scatter.
     _gathered: Any = None
     #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
     #: modules that are given the same plain tensor share one collective.
     _origin: Any = None
     #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
     _ties: Any = None
+    #: How often dispatch has let the instance be written to.
+    _writes: int = 0
 
     @staticmethod
     def from_local(
@@ -267,8 +270,8 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platfor
 
 
 def _to_summands(local: Any, layout: Layout, platform: Platform) -> Any:
-    """``local``, which the user holds, as the local tensor of ``layout``: identity in forward and backward. Gradients of
-    gradients of summands are counted otherwise outside of DTensors than inside."""
+    """``local``, which the user holds, as the local tensor of ``layout``: identity in forward and backward. Gradients
+    of gradients of summands are counted otherwise outside of DTensors than inside."""
     if not platform.requires_grad(local):
         return local
     transitions = transitions_of(platform)

@@ -239,8 +239,8 @@ class Transitions:
         return self._convert_cotangent(x, convert)
 
     def to_owner(self, g: Any, layout: Layout) -> Any:
-        """The gradient ``g`` of each rank's part of a tensor of ``layout``, for who reads it as a replicated tensor: what
-        is computed from it is the same on all ranks, and counts once."""
+        """The gradient ``g`` of each rank's part of a tensor of ``layout``, for who reads it as a replicated tensor:
+        what is computed from it is the same on all ranks, and counts once."""
         if layout.summed_mesh_dims and self.platform.requires_grad(g):
             for mesh_dim in layout.summed_mesh_dims:
                 g = self._of_summand(g, summation(layout.mesh, mesh_dim))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ __all__ = ["TorchPlatform"]
 
 T: Any = torch.Tensor
 _local_shape = T.shape.__get__
+
+
+#: Ends of names of operations whose schema does not say that they write.
+_UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
 
 
 class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
@@ -99,6 +103,19 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
             if stride == 0 and x.shape[dim] > 1:  # expanded: one element stands for all
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
+
+    def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
+        """See `Platform.watch`. Torch does not count what is written to running statistics, nor in inference mode."""
+        if operation.endswith(_UNCOUNTED) or torch.is_inference_mode_enabled() or x.is_inference():
+            return super().watch(x, operation)
+        version, node = x._version, x.grad_fn
+
+        def how() -> str:
+            if x._version == version:
+                return ""
+            return "values" if x.grad_fn is node else "recorded"
+
+        return how
 
     def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
         """See `Platform.shape_of`."""

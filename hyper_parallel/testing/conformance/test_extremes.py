@@ -150,9 +150,7 @@ def run_places(mesh_shape: tuple[int, ...]) -> None:
     if mesh is None:
         return
     lab = get_lab()
-    for place, placements in itertools.product(
-        (None, (4, 3)), itertools.product((R, S0, S1), repeat=len(mesh_shape))
-    ):
+    for place, placements in itertools.product((None, (4, 3)), itertools.product((R, S0, S1), repeat=len(mesh_shape))):
         x = whole()
         if place is not None:
             x[place] = NAN

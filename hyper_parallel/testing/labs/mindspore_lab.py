@@ -501,6 +501,13 @@ unruled = ops.inverse
 CUSTOM = "BesselI0"
 
 
+def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
+    ones, zeros = ops.ones(mean.shape, mean.dtype), ops.zeros(mean.shape, mean.dtype)
+    if isinstance(x, DTensor):
+        ones, zeros = (DTensor.from_local(a, x.device_mesh) for a in (ones, zeros))
+    return ops.batch_norm(x, mean, variance, ones, zeros, training=True)
+
+
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
 WRITES_BACK = False
 

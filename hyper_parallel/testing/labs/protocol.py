@@ -273,6 +273,9 @@ class Lab(Protocol):
     def unruled_in_place(self, x: Tensor) -> Tensor:
         """An operation without a sharding rule that writes into ``x``."""
 
+    def batch_norm(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Normalisation over the first dimension as in training, which writes the running statistics."""
+
     def custom(self, x: Tensor) -> Tensor:
         """An element-wise operation without a sharding rule, which a check registers under `CUSTOM`."""
 
