@@ -112,6 +112,9 @@ class Platform(ABC):
     fuses_linear: bool = False
     #: Whether the framework's largest and smallest element of some with NaN among them is NaN, wherever that stands.
     extremes_keep_nan: bool = True
+    #: Whether every draw of a native operation changes what `get_rng_state` gives, which is a tensor then, so that core
+    #: can see that an operation has drawn.
+    watches_draws: bool = False
 
     # ---------------------------------------------------------------- types and checks
     #: The framework's tensor, parameter, module and shape classes. ``Size`` is a tuple or a subclass of it.
@@ -659,6 +662,15 @@ class Platform(ABC):
     @abstractmethod
     def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Ones with dtype and device of ``like``."""
+
+    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
+        """`ones` with the given strides, of a dense tensor. For frameworks that draw a tensor's random numbers in the
+        order of its elements in memory; the others draw in row-major order, whatever the strides."""
+        return self.ones(shape, like)
+
+    def local_strides(self, x: Tensor) -> tuple[int, ...] | None:
+        """Strides of a local tensor, None where `ones_in_memory` does not heed them."""
+        return None
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:

@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.faults import tell_of_failure
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, refuse_foreign
+from hyper_parallel.core.dtensor.random import run_alike
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.platform.base import Platform
 
@@ -58,7 +59,13 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
                 given.append(_Given(x, whole, platform, name))
             return whole
 
-        result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
+        local_args, local_kwargs = _map_dtensors(args, gather), _map_dtensors(kwargs, gather)
+        if op_name == "replicate":
+            result = func(*local_args, **local_kwargs)
+        else:
+            result = run_alike(
+                lambda: func(*local_args, **local_kwargs), mesh, lambda: any(g.is_written() for g in given), name
+            )
         written = {id(g.whole): g.x for g in given if g.write_back(name)}
         return _wrap_replicated(result, mesh, replicated, written)
 
@@ -77,6 +84,10 @@ class _Given:
     def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
         self.x, self.whole = x, whole
         self._how = None if platform.is_meta(whole) else platform.watch(whole, name)
+
+    def is_written(self) -> bool:
+        """Whether the operation has written to it."""
+        return bool(self._how and self._how())
 
     def write_back(self, name: str) -> bool:
         """Put what was written into the DTensor; returns whether anything was. All ranks have computed the same on the

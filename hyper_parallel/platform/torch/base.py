@@ -35,6 +35,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     Size = torch.Size
+    watches_draws = True
 
     def __init__(self) -> None:
         warn_of_untested("torch", torch.__version__)
@@ -174,6 +175,14 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def ones(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """See `Platform.ones`."""
         return torch.ones(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.ones_in_memory`."""
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=like.dtype, device=like.device).fill_(1)
+
+    def local_strides(self, x: torch.Tensor) -> tuple[int, ...]:
+        """See `Platform.local_strides`."""
+        return T.stride(x)
 
     def masked_fill(self, x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
         """See `Platform.masked_fill`."""

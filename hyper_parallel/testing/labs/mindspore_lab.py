@@ -501,6 +501,10 @@ unruled = ops.inverse
 CUSTOM = "BesselI0"
 
 
+def rand_like(x: Any) -> Any:
+    return ops.rand_like(x)
+
+
 def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
     ones, zeros = ops.ones(mean.shape, mean.dtype), ops.zeros(mean.shape, mean.dtype)
     if isinstance(x, DTensor):

@@ -84,6 +84,9 @@ class Lab(Protocol):
     def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The framework's ``rand`` or ``randn``."""
 
+    def rand_like(self, x: Tensor) -> Tensor:
+        """The framework's ``rand_like``."""
+
     # ---------------------------------------------------------------- modules
     def linear_module(self, n_in: int, n_out: int, bias: bool = True) -> Module:
         """The framework's linear layer."""

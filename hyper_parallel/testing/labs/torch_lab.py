@@ -415,6 +415,9 @@ unruled = torch.linalg.inv
 custom = CUSTOM = torch.special.entr
 
 
+rand_like = torch.rand_like
+
+
 def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
     return F.batch_norm(x, mean, variance, training=True)
 

@@ -76,7 +76,7 @@ fused_attention    q, k, v, bias|None, mask|None,  layout of q, k and v, heads, 
 cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing, dtype of the result or
                                                    None for that of the logits (classes in dim 1, or 0)
 nll_loss           log_probs, target, weight|None  reduction, ignore_index, dtype of the result or None
-dropout            x                               p, training
+dropout            x                               p, training, and maybe a seed and a stream of numbers of its own
 -----------------  ------------------------------  ------------------------------------------------------------------
 replicate          any number                      every operand is gathered first (item, equal, nonzero)
 =================  ==============================  ==================================================================
