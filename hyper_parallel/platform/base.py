@@ -115,6 +115,11 @@ class Platform(ABC):
     comm_backend: ClassVar[str]
     #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
     fuses_linear: bool = False
+    #: Whether the framework's largest and smallest element of some with NaN among them is NaN, wherever that stands.
+    extremes_keep_nan: bool = True
+    #: Whether every draw of a native operation changes what `get_rng_state` gives, which is a tensor then, so that core
+    #: can see that an operation has drawn.
+    watches_draws: bool = False
 
     # ---------------------------------------------------------------- types and checks
     #: The framework's tensor, parameter, module and shape classes. ``Size`` is a tuple or a subclass of it.
@@ -317,6 +322,21 @@ class Platform(ABC):
     def write(self, x: Tensor, values: Tensor) -> None:
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
         the same object, on its device. Called without gradients."""
+
+    def watch(self, x: Tensor, operation: str) -> Callable[[], str]:
+        """``how()``, which says how the native ``operation`` has written to a plain tensor since: ``""`` for not,
+        ``"recorded"`` for a change that gradients pass through, else ``"values"``. Unless a framework counts writes, it
+        is found out by comparing values."""
+        before = self.clone(self.detach(x))
+
+        def how() -> str:
+            now = self.detach(x)
+            same = now == before
+            if self.is_floating_point(now):
+                same = same | ((now != now) & (before != before))
+            return "" if 0 in self.shape_of(now) or bool(same.all()) else "values"
+
+        return how
 
     @abstractmethod
     def shape_of(self, local: Tensor) -> tuple[int, ...]:
@@ -651,6 +671,15 @@ class Platform(ABC):
     @abstractmethod
     def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Ones with dtype and device of ``like``."""
+
+    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
+        """`ones` with the given strides, of a dense tensor. For frameworks that draw a tensor's random numbers in the
+        order of its elements in memory; the others draw in row-major order, whatever the strides."""
+        return self.ones(shape, like)
+
+    @abstractmethod
+    def strides(self, x: Tensor) -> tuple[int, ...]:
+        """Strides of a local tensor, in elements. Called with interception off."""
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.bounded import Table
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.memory_order import UNKNOWN, strides_of
 from hyper_parallel.core.dtensor.rules.labels import axis
 from hyper_parallel.core.dtensor.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
 from hyper_parallel.core.dtensor.views import follow, part, share
@@ -33,8 +35,8 @@ _MEMORY = {
 _CARRIES = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "div", "dropout"})
 #: Operations whose results are contiguous whatever their operands are.
 _FRESH = frozenset({"linear", "matmul", "addmm", "embedding", "sum", "mean", "cat", "stack", "one_hot", "attention"})
-#: Strides that are not known.
-_UNKNOWN: Any = "unknown"
+#: What stands for the strides of a view where the result is a copy.
+_COPY: Any = "copy"
 
 #: ``after(operands, result)``.
 After = Callable[[tuple, Any], None]
@@ -142,8 +144,8 @@ def _following(op: NativeOp, layout: Layout, statics: Any, results: tuple, memor
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
         if memory == "viewable":
-            strides = _strides_of(x)
-            if strides is _UNKNOWN:
+            strides = strides_of(x, x._layout)
+            if strides is UNKNOWN:
                 part(x, result)
                 return
             if view_strides(op.name, statics, shape, strides, tuple(results[0].shape)) is None:
@@ -177,62 +179,41 @@ def _back_to(index: tuple) -> Callable[[Any, Any], None]:
     return write
 
 
-def _strides_of(x: Any) -> Any:
-    """Strides that the single device's tensor would have; `_UNKNOWN` where they are not known."""
-    layout = x._layout
-    if x._strides is not None:
-        return x._strides
-    if not layout.tells_strides:
-        return contiguous_strides(layout.shape)
-    local = tuple(x.stride())
-    sharded = [
-        (local[dim], layout.shape[dim], layout.local_shape[dim])
-        for dim in range(layout.ndim)
-        if layout.shape[dim] != layout.local_shape[dim]
-    ]
-    strides = []
-    for own in local:
-        for step, whole, part_of_it in sharded:
-            if step < own:
-                own = own * whole // part_of_it
-        strides.append(own)
-    return tuple(strides)
-
-
 # ---------------------------------------------------------------------------- the shards do not tell
 def _tracking(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory: str) -> Aliasing:
     shape, result_shapes = tuple(layout.shape), [tuple(x.shape) for x in results]
 
-    def strides_after(x: Any) -> list[Any]:
-        """Of each result; None for a copy."""
-        strides = contiguous_strides(shape) if x._strides is None else x._strides
-        if strides is _UNKNOWN:
-            return [_UNKNOWN] * len(results)
-        if memory == "contiguous":
-            return [strides if is_contiguous(shape, strides) else None]
+    def work_out(strides: Any) -> tuple:
+        """`DTensor._strides` of each result, from those of the operand; `_COPY` for a copy."""
         if memory == "copied":
-            return [None]
-        if op.name == "linear_unary":
-            return [strides]
-        return [view_strides(op.name, statics, shape, strides, after) for after in result_shapes]
+            return (_COPY,)
+        if strides is UNKNOWN:
+            return (UNKNOWN,) * len(results)
+        own = contiguous_strides(shape) if strides is None else strides
+        if memory == "contiguous":
+            return (strides if is_contiguous(shape, own) else _COPY,)
+        found = []
+        for after in result_shapes:
+            new = own if op.name == "linear_unary" else view_strides(op.name, statics, shape, own, after)
+            found.append(_COPY if new is None else None if is_contiguous(after, new) else new)
+        return tuple(found)
+
+    known = Table(work_out)
 
     def copies(x: Any) -> bool:
-        found = strides_after(x)[0]
-        return found is None or (found is _UNKNOWN and memory != "shared")
+        return known[x._strides][0] is _COPY or (x._strides is UNKNOWN and memory != "shared")
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
-        for y, strides in zip(_all(result), strides_after(x), strict=True):
-            if strides is None or y is x:
+        for y, strides in zip(
+            result if isinstance(result, (tuple, list)) else (result,), known[x._strides], strict=True
+        ):
+            if strides is _COPY or y is x:
                 continue
-            if strides is _UNKNOWN:
-                if memory == "shared":
-                    y._strides = _UNKNOWN
-                    share(x, y)
-                else:
-                    part(x, y)
+            if strides is UNKNOWN and memory != "shared":
+                part(x, y)
                 continue
-            if not is_contiguous(y._layout.shape, strides):
+            if strides is not None:
                 y._strides = strides
             share(x, y)
 
@@ -245,11 +226,14 @@ def _carrying(op: NativeOp) -> Aliasing | None:
     keeps_order = op.name in _CARRIES
 
     def after(operands: tuple, result: Any) -> None:
-        if all(getattr(x, "_strides", None) is None for x in operands):
+        for x in operands:
+            if getattr(x, "_strides", None) is not None:
+                break
+        else:
             return
         for y in _all(result):
-            strides = _order_of(operands, tuple(y._layout.shape)) if keeps_order else _UNKNOWN
-            if strides is _UNKNOWN or not is_contiguous(y._layout.shape, strides):
+            strides = _order_of(operands, tuple(y._layout.shape)) if keeps_order else UNKNOWN
+            if strides is UNKNOWN or not is_contiguous(y._layout.shape, strides):
                 y._strides = strides
 
     return Aliasing(None, after)
@@ -261,7 +245,7 @@ def _order_of(operands: tuple, shape: tuple) -> Any:
         layout = getattr(x, "_layout", None)
         if layout is None or not layout.ndim:
             continue
-        if x._strides is _UNKNOWN or tuple(layout.shape) != shape:
-            return _UNKNOWN
+        if x._strides is UNKNOWN or tuple(layout.shape) != shape:
+            return UNKNOWN
         return dense_strides(shape, contiguous_strides(shape) if x._strides is None else x._strides)
-    return _UNKNOWN
+    return UNKNOWN

@@ -128,7 +128,7 @@ def remembered_call(
 def _bind_local(plan: Any, call: Callable[..., Any], take: Take, statics: Any) -> Run:
     """A plan of which only the native operation is left on tensors that are read where they are."""
     no_dispatch, wrap, result, wrap_several = plan.no_dispatch, plan.wrap, plan.result, plan.wrap_several
-    reads, after = plan.reads, plan.after
+    reads, copies, after, clone = plan.reads, plan.copies, plan.after, plan.mesh.platform.clone
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():
@@ -149,12 +149,17 @@ def _bind_local(plan: Any, call: Callable[..., Any], take: Take, statics: Any) -
             local_operands = [*operands]
             for i, read in reads:
                 local_operands[i] = read(operands[i])
-            y = call(func, local_operands if reads else operands, statics)
+            if copies is not None and copies(operands[0]):
+                local_operands[0] = clone(local_operands[0])
+            y = call(func, local_operands, statics)
             y = wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
-            after(operands, y)
+            if after is not None:
+                after(operands, y)
             return y
 
-    return run_and_note if after is not None else read_and_run if reads else run
+    if after is not None or copies is not None:
+        return run_and_note
+    return read_and_run if reads else run
 
 
 def _is_value(x: Any) -> bool:

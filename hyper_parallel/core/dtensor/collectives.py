@@ -21,6 +21,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_extreme",
     "all_to_all",
     "announce",
     "bind_all_gather",
@@ -68,6 +69,28 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
     except RuntimeError as error:
         explain_along(error, "all_reduce", x, mesh, mesh_dim)
         raise
+
+
+def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
+    """`all_reduce` by ``"max"`` or ``"min"`` into a new tensor, with NaN where a rank has NaN. What a backend makes of
+    a number and NaN depends on the backend, and on which comes first. So they travel apart, in one message."""
+    platform = mesh.platform
+    shape = platform.shape_of(x)
+    if (
+        mesh.shape[mesh_dim] == 1
+        or 0 in shape
+        or not platform.is_floating_point(x)
+        or not platform.supports("all_reduce", op, x)
+    ):
+        return all_reduce(platform.clone(x), mesh, mesh_dim, op)
+    count, sign = math.prod(shape), 1.0 if op == "max" else -1.0
+    flat = x.reshape((count,))
+    is_nan = flat != flat
+    flags = platform.masked_fill(platform.zeros((count,), x), is_nan, sign)
+    both = platform.cat([platform.masked_fill(flat, is_nan, -sign * math.inf), flags], 0)
+    both = all_reduce(both, mesh, mesh_dim, op)
+    is_nan = platform.narrow(both, 0, count, count) != 0
+    return platform.masked_fill(platform.narrow(both, 0, 0, count), is_nan, math.nan).reshape(shape)
 
 
 def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
@@ -358,7 +381,7 @@ def _reduce_parts(parts: list[Any], op: str, platform: Any) -> Any:
             result = result * part
         else:
             # Written with arithmetic, because a backend that lacks the reduction may lack the element-wise kernel too.
-            take = part > result if op == "max" else part < result
+            take = (part > result if op == "max" else part < result) | (part != part)
             result = platform.masked_fill(result, take, 0) + platform.masked_fill(part, ~take, 0)
     return result / len(parts) if op == "avg" else result
 

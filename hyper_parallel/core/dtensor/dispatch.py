@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.bounded import Bounded, Table
 from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.extremes import bind_extreme
 from hyper_parallel.core.dtensor.gathered import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.loss_operands import distribute_labels
@@ -29,10 +30,11 @@ from hyper_parallel.core.dtensor.operands import (
     operand_key,
     refuse_foreign,
 )
+from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
-from hyper_parallel.core.dtensor.views import after_write, before_write
+from hyper_parallel.core.dtensor.views import after_write, before_write, forget_value
 from hyper_parallel.platform.base import NativeOp
 
 __all__ = ["CALLS", "dispatch"]
@@ -58,13 +60,15 @@ class _Plan:
         inplace: whether operand 0 is written.
         copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
         after: what is to be noted of operands and result, or None; see `aliasing`.
-        only_local: whether the reads, the native operation, the wrap and `after` are all that is to be done.
+        extreme: what is to be done with the largest or smallest of local elements, or None.
+        only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
     """
 
     __slots__ = (
         "after",
         "call",
         "copies",
+        "extreme",
         "inplace",
         "mesh",
         "mixes",
@@ -117,9 +121,11 @@ class _Plan:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
         self.copies = None if aliasing is None else aliasing.copies
         self.after = None if aliasing is None else aliasing.after
-        self.only_local = not (
-            self.inplace or self.replacement or self.plain or self.mixes is not None or self.copies is not None
-        )
+        self.extreme = None
+        if sharding.extreme is not None and (compared_by := _compared(self.results[0])):
+            self.extreme = bind_extreme(sharding.extreme, compared_by, mesh.platform)
+        more = self.inplace or self.replacement or self.extreme or self.plain
+        self.only_local = not more and self.mixes is None
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
@@ -148,6 +154,9 @@ class _Plan:
                 local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
             if self.replacement is None:
                 result = self.call(func, local_operands, statics)
+                if self.extreme is not None:
+                    x = local_operands[0]
+                    result = self.extreme(x, lambda mask: self.call(func, (mask,), statics), result)
             else:
                 result = self.replacement(
                     self.mesh.platform,
@@ -163,7 +172,7 @@ class _Plan:
                 if self.after is not None:
                     self.after(operands, result)
                 return result
-            self._written(operands[0])
+            forget_value(operands[0])
         after_write(operands[0])
         return operands[0]
 
@@ -184,10 +193,13 @@ class _Plan:
         promoted._origin = x
         return promoted
 
-    def _written(self, x: Any) -> None:
-        """Operand 0 after an operation in place: what was computed from its old value is void."""
-        self.mesh.platform.clear_cache(x)
-        x._gathered = x._origin = None
+
+def _compared(layout: Layout) -> str:
+    """By which operation the extreme values of several ranks are compared, empty where there is nothing to compare."""
+    for mesh_dim, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial) and layout.mesh.shape[mesh_dim] > 1:
+            return placement.reduce_op
+    return ""
 
 
 def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:

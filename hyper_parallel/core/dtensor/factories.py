@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.random import synchronize
+from hyper_parallel.core.dtensor.random import synchronize, take_part
 from hyper_parallel.core.dtensor.tensor import bind_platform
 
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
@@ -86,11 +86,7 @@ def _make(
         if name in ("rand", "randn") and mesh.get_coordinate() is not None:
             # Every rank draws the whole tensor and keeps its part: the numbers are those of a single device.
             synchronize(mesh)
-            local = platform.factory(name, shape, fill_value, dtype)
-            for dim, pieces in enumerate(layout.local_ranges()):
-                parts = [platform.narrow(local, dim, start, length) for start, length in pieces]
-                local = platform.cat(parts, dim) if len(parts) > 1 else parts[0]
-            local = platform.clone(local)
+            local = take_part(platform.factory(name, shape, fill_value, dtype), layout)
         else:
             local = platform.factory(name, layout.local_shape, fill_value, dtype)
     x = platform.wrap(local, layout)

@@ -11,8 +11,9 @@ from hyper_parallel.core.dtensor.faults import tell_of_failure
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, refuse_foreign
+from hyper_parallel.core.dtensor.random import run_alike
 from hyper_parallel.core.dtensor.redistribute import redistribute
-from hyper_parallel.core.dtensor.views import after_write, before_write, follow, share
+from hyper_parallel.core.dtensor.views import after_write, before_write, follow, forget_value, share
 from hyper_parallel.platform.base import Platform
 
 __all__ = ["run_gathered", "tell_of_failure_in"]
@@ -50,36 +51,87 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
             raise mixed_error(func, shapes, 0)
     if writes:
         before_write(found[0])
-    read: list[tuple[Any, Any]] = []
     with platform.no_dispatch():
         replicated = all_replicated(mesh)
+        given: list[_Given] = []
 
         def gather(x: Any) -> Any:
-            y = redistribute(x, x._layout.with_placements(replicated))
+            whole = redistribute(x, x._layout.with_placements(replicated))
             # Plain for code that looks at it; what is written to must stay the object that it is.
-            y = y if writes else platform.alias(y)
-            read.append((x, y))
-            return y
+            whole = whole if writes else platform.alias(whole)
+            if op_name != "replicate":
+                given.append(_Given(x, whole, platform, name))
+            return whole
 
-        result = func(*_map_dtensors(args, gather), **_map_dtensors(kwargs, gather))
-        result = _wrap_replicated(result, mesh, replicated)
-        if not writes:
-            _note_views(result, read, name)
-    if writes:
-        after_write(found[0])
+        local_args, local_kwargs = _map_dtensors(args, gather), _map_dtensors(kwargs, gather)
+        if op_name == "replicate":
+            result = func(*local_args, **local_kwargs)
+        else:
+            result = run_alike(
+                lambda: func(*local_args, **local_kwargs), mesh, lambda: any(g.is_written() for g in given), name
+            )
+        changed = [g for g in given if g.write_back(name)]
+        result = _wrap_replicated(result, mesh, replicated, {id(g.whole): g.x for g in changed})
+        for given_operand in given:
+            given_operand.note_views(result, name)
+    for written in changed:
+        after_write(written.x)
     return result
 
 
-def _note_views(result: Any, read: list[tuple[Any, Any]], name: str) -> None:
-    """Tie results that are views of a gathered operand to the operand."""
-    for y in _dtensors(result):
-        for x, gathered in read:
-            if y is not x and y._layout.mesh.platform.same_memory(gathered, y):
+class _Given:
+    """A DTensor and what the operation got in its place, which it may write to, as normalisation over batches writes
+    its running statistics.
+
+    Attributes:
+        x: the DTensor.
+        whole: its whole value.
+    """
+
+    __slots__ = ("_how", "whole", "x")
+
+    def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
+        self.x, self.whole = x, whole
+        self._how = None if platform.is_meta(whole) else platform.watch(whole, name)
+
+    def is_written(self) -> bool:
+        """Whether the operation has written to it."""
+        return bool(self._how and self._how())
+
+    def write_back(self, name: str) -> bool:
+        """Put what was written into the DTensor; returns whether anything was. All ranks have computed the same on the
+        same values, so that they agree.
+
+        Raises:
+            ValueError: when that cannot be done.
+        """
+        how = self._how and self._how()
+        if not how:
+            return False
+        x, layout = self.x, self.x._layout
+        platform = layout.mesh.platform
+        before_write(x)
+        if not layout.replicated:
+            if how == "recorded" or any(p.is_partial() for p in layout.placements):
+                raise ValueError(
+                    f"{name} writes into an operand in place, which is placed {list(layout.placements)} and cannot be "
+                    "written that way: redistribute it to Replicate() first, or let the operation return a new tensor"
+                )
+            with platform.no_grad():
+                whole = platform.wrap(platform.detach(self.whole), layout.with_placements(all_replicated(layout.mesh)))
+                platform.write(x, platform.detach(redistribute(whole, layout)))
+        forget_value(x)
+        return True
+
+    def note_views(self, result: Any, name: str) -> None:
+        """Tie results that are views of the operand to it."""
+        x = self.x
+        for y in _dtensors(result):
+            if y is not x and y._layout.mesh.platform.same_memory(self.whole, y):
                 if is_moved(x._layout, x._layout.with_placements(y._layout.placements)):
                     follow(x, (y,), (None,), name)
                 else:
                     share(x, y)
-                break
 
 
 def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
@@ -137,12 +189,14 @@ def _map_dtensors(tree: Any, convert: Any) -> Any:
     return convert(tree) if getattr(tree, "_layout", None) is not None else tree
 
 
-def _wrap_replicated(result: Any, mesh: Any, replicated: tuple) -> Any:
+def _wrap_replicated(result: Any, mesh: Any, replicated: tuple, written: dict[int, Any]) -> Any:
     platform = mesh.platform
     if isinstance(result, (tuple, list)):
-        items = [_wrap_replicated(item, mesh, replicated) for item in result]
+        items = [_wrap_replicated(item, mesh, replicated, written) for item in result]
         return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
     if platform.is_tensor(result):
+        if id(result) in written:
+            return written[id(result)]
         if getattr(result, "_layout", None) is not None:
             return result
         return platform.wrap(result, get_layout(mesh, replicated, platform.shape_of(result)))

@@ -31,6 +31,7 @@ class Layout:
         local_offset: global index of this rank's first element, per tensor dimension; of no meaning in a dimension
             whose shards are packed.
         replicated: whether every placement is `Replicate`.
+        summed_mesh_dims: mesh dimensions of more than one rank over which the tensor is a sum or an average.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Layout:
         "placements",
         "replicated",
         "shape",
+        "summed_mesh_dims",
     )
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> None:
@@ -50,6 +52,9 @@ class Layout:
         self.placements = placements
         self.shape = mesh.platform.Size(shape)
         self.replicated = all(p is Replicate() for p in placements)
+        self.summed_mesh_dims = tuple(
+            d for d, p in enumerate(placements) if (p.is_partial("sum") or p.is_partial("avg")) and mesh.shape[d] > 1
+        )
         self._cotangent: Layout | None = None
         self._tells_strides: bool | None = None
         coordinate = mesh.get_coordinate()

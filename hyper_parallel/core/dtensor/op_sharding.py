@@ -27,6 +27,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.dtensor.extremes import Extreme
+
 __all__ = ["OpSharding", "Label"]
 
 Label = Hashable
@@ -46,6 +48,7 @@ class OpSharding:
             combines the ranks itself and returns a replicated result; None when no label may be contracted.
         combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
             is replicated there (the classes of a cross entropy, whose samples add up).
+        extreme: of a largest or smallest element, what is to be known about it besides, where ranks are to be compared.
         localize: ``localize(statics, operand_layouts, result_layouts) -> statics`` gives the static arguments for the
             local call, where they speak of global sizes (the shape of a reshape). None: they stay.
         call: ``call(platform, native, operands, statics, operand_layouts, result_layouts) -> result`` replaces the
@@ -71,6 +74,7 @@ class OpSharding:
     terms: tuple[tuple[int, ...], ...] = ()
     reduce: str | None = None
     combined: tuple[Label, ...] = ()
+    extreme: Extreme | None = None
     localize: Callable[[tuple, tuple, tuple], tuple] | None = None
     call: Callable[..., Any] | None = None
     native_if: Callable[[tuple], bool] | None = None

@@ -56,10 +56,10 @@ def _bind_step(step: Step) -> Callable[[Any], Any]:
         local, partial, data = gather(x)
         y = wrap(local, after)
         if partial is not None:
-            y._gathered = (x, step, data)
+            y._gathered = (x, step, data, (x._writes, x._version))
             write_cache(y, key, partial)
         elif requires_grad(x):
-            y._gathered = (x, step, data)
+            y._gathered = (x, step, data, (x._writes, x._version))
         return y
 
     return run
@@ -104,7 +104,10 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         return view
     transitions = transitions_of(platform)
     linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
-    if x._gathered is None:
+    gathered = x._gathered
+    if gathered is not None and gathered[3] != (gathered[0]._writes, gathered[0]._version):
+        gathered = None  # the shard has another value and another history by now
+    if gathered is None:
         if linear is None and isinstance(x, platform.Parameter):
             view = transitions.parameter_view(mesh, mesh_dims)(x)
         elif linear is None:
@@ -115,7 +118,7 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     elif linear is not None:
         view = linear.reshape(platform.shape_of(x))
     else:
-        source, step, data = x._gathered
+        source, step, data, _ = gathered
         others = tuple(d for d in mesh_dims if d != step.mesh_dim)
         shard = partial_grad_view(source, others)
         share = transitions.share if len(others) == len(mesh_dims) else transitions.share_partial

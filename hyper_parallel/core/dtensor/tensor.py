@@ -51,12 +51,17 @@ class DTensor:
     _family: Any = None
     #: Strides that the single device's tensor would have, where the shards do not tell; None if it were contiguous.
     _strides: Any = None
-    #: (source DTensor, step, gathered data, perhaps as rows) of an instance made by all-gather: its partial-gradient
-    #: views go through the shard, so that their backward is one reduce-scatter.
+    #: (source DTensor, step, gathered data, perhaps as rows, how often the source had been written to) of an instance
+    #: made by all-gather: its partial-gradient views go through the shard, so that their backward is one
+    #: reduce-scatter.
     _gathered: Any = None
     #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
     #: modules that are given the same plain tensor share one collective.
     _origin: Any = None
+    #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
+    _ties: Any = None
+    #: How often dispatch has let the instance be written to.
+    _writes: int = 0
 
     @staticmethod
     def from_local(
@@ -123,8 +128,10 @@ class DTensor:
             if grad_placements is not None:
                 wanted = get_layout(mesh, normalize_placements(grad_placements, mesh, layout.ndim), layout.shape)
                 local = _with_cotangent(local, layout.cotangent, wanted, platform)
+            if layout.summed_mesh_dims:
+                local = _to_summands(local, layout, platform)
             x = platform.wrap(local, layout)
-            if platform.requires_grad(local_tensor) and grad_placements is None:
+            if platform.requires_grad(local_tensor) and grad_placements is None and not layout.summed_mesh_dims:
                 x._origin = local_tensor
             return x
 
@@ -140,7 +147,7 @@ class DTensor:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             if grad_placements is None:
-                return platform.alias(self)
+                return platform.alias(_of_summands(self, layout, platform) if layout.summed_mesh_dims else self)
             given = layout.with_placements(
                 normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
             )
@@ -150,6 +157,8 @@ class DTensor:
                 if g is Partial() and p is Replicate()
             )
             local = partial_grad_view(self, partial) if partial else self
+            if layout.summed_mesh_dims:
+                local = _of_summands(local, layout, platform)
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
             if rest is not layout.cotangent:
                 local = _with_cotangent(local, rest, layout.cotangent, platform)
@@ -267,6 +276,23 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platfor
     if given is wanted:
         return local
     return transitions_of(platform).convert_cotangent(local, lambda g: redistribute_local(g, given, wanted))
+
+
+def _to_summands(local: Any, layout: Layout, platform: Platform) -> Any:
+    """``local``, which the user holds, as the local tensor of ``layout``: identity in forward and backward. Gradients
+    of gradients of summands are counted otherwise outside of DTensors than inside."""
+    if not platform.requires_grad(local):
+        return local
+    transitions = transitions_of(platform)
+    return transitions.convert_cotangent(local, lambda g: transitions.to_owner(g, layout))
+
+
+def _of_summands(local: Any, layout: Layout, platform: Platform) -> Any:
+    """The local tensor of ``layout`` as its user gets it: the inverse of `_to_summands`."""
+    if not platform.requires_grad(local):
+        return local
+    transitions = transitions_of(platform)
+    return transitions.convert_cotangent(local, lambda g: transitions.to_summands(g, layout))
 
 
 def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:

@@ -29,6 +29,7 @@ from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.chunking import packed_ranges, shard_sizes
 from hyper_parallel.core.dtensor.coalesce import BLOCKS
 from hyper_parallel.core.dtensor.device_mesh import CACHES
+from hyper_parallel.core.dtensor.extremes import differs
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 
@@ -66,8 +67,11 @@ class Step:
         """The step of the cotangent: from the placement after to the placement before, a `Partial` being
         `Replicate`."""
         if self._reversed is None:
+            # Of what was scattered; otherwise the cotangent of the cotangent of an average would be averaged again.
+            scattered = isinstance(self.source, Partial) and isinstance(self.target, Shard)
+            before = Replicate() if scattered else self.source
             self._reversed = Step(
-                self.mesh, self.mesh_dim, self.target, self.source, self.target_sizes, self.source_sizes, None
+                self.mesh, self.mesh_dim, self.target, before, self.target_sizes, self.source_sizes, None
             )
         return self._reversed
 
@@ -141,8 +145,16 @@ class Transitions:
                 return self._reduce_scatter(x, step)
             if source.reduce_op in ("sum", "avg"):
                 return self._all_reduce(x, step)
-            return (self._multiply if source.reduce_op == "product" else self._select)(x, step)
+            return self._multiply(x, step) if source.reduce_op == "product" else self._choose(x, step)
         return (self._slice if isinstance(target, Shard) else self._to_partial)(x, step)
+
+    def _choose(self, x: Any, step: Step) -> Any:
+        """From ``Partial("max")`` or ``("min")`` to ``Replicate()``."""
+        counts: list[Any] = []
+        y = self._select(x, step, getattr(x, "_ties", None), counts)
+        if counts and step.layout is not None and any(p.is_partial() for p in step.layout.placements):
+            y._ties = counts[0]  # there are more ranks to be compared
+        return y
 
     def gather_data(self, x: Any, step: Step) -> Any:
         """The all-gathered data of a ``Shard -> Replicate`` step, outside autograd."""
@@ -226,6 +238,21 @@ class Transitions:
         """Identity whose backward applies ``convert`` to the cotangent."""
         return self._convert_cotangent(x, convert)
 
+    def to_owner(self, g: Any, layout: Layout) -> Any:
+        """The gradient ``g`` of each rank's part of a tensor of ``layout``, for who reads it as a replicated tensor:
+        what is computed from it is the same on all ranks, and counts once."""
+        if layout.summed_mesh_dims and self.platform.requires_grad(g):
+            for mesh_dim in layout.summed_mesh_dims:
+                g = self._of_summand(g, summation(layout.mesh, mesh_dim))
+        return g
+
+    def to_summands(self, g: Any, layout: Layout) -> Any:
+        """The other way round: ``g``, the same on all ranks, as the gradient of each rank's part, of which each rank
+        makes something else."""
+        if layout.summed_mesh_dims and self.platform.requires_grad(g):
+            return self._copy(g, layout.mesh, layout.summed_mesh_dims)
+        return g
+
     # ------------------------------------------------------------ forward and backward of each
     def _share_forward(self, ctx: Any, x: Any, step: Step, data: Any) -> Any:
         ctx.step = step
@@ -263,15 +290,18 @@ class Transitions:
         g = self._for_summands(g, ctx.step)
         return g if ctx.scale is None else g / ctx.scale
 
-    def _select_forward(self, ctx: Any, x: Any, step: Step) -> Any:
+    def _select_forward(self, ctx: Any, x: Any, step: Step, ties: Any, counts: list[Any]) -> Any:
         x = self.platform.detach(x)
-        y = collectives.all_reduce(self.platform.clone(x), step.mesh, step.mesh_dim, step.source.reduce_op)
+        y = collectives.all_reduce_extreme(x, step.mesh, step.mesh_dim, step.source.reduce_op)
         if self.platform.is_floating_point(x):
-            # Ranks that tie share the cotangent evenly, as the elements of one tensor do in amax.
-            chosen = self.platform.masked_fill(self.platform.ones(self.platform.shape_of(x), x), x != y, 0.0)
+            # Elements that tie share the cotangent evenly, as those of one tensor do in amax.
+            if ties is None:
+                ties = self.platform.ones(self.platform.shape_of(x), x)
+            chosen = self.platform.masked_fill(ties, differs(x, y), 0.0)
             count = collectives.all_reduce(self.platform.clone(chosen), step.mesh, step.mesh_dim, "sum")
             ctx.step = step
             ctx.save_for_backward(chosen / count)
+            counts.append(count)
         return y
 
     def _selected_cotangent(self, ctx: Any, g: Any) -> Any:

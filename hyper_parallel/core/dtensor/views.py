@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-__all__ = ["CurrentLayout", "Family", "after_write", "before_write", "follow", "leave_family", "part", "share"]
+__all__ = ["CurrentLayout", "Family", "after_write", "before_write", "follow", "forget_value", "part", "share"]
 
 
 class Family:
@@ -123,11 +123,6 @@ def follow(x: Any, results: Any, backs: Any, what: str) -> None:
         x._family.add_child(family)
 
 
-def leave_family(x: Any) -> None:
-    """Note that ``x`` has been given other memory."""
-    x._family = x._strides = None
-
-
 def before_write(x: Any) -> None:
     """Refuse a write to ``x`` that the single device would make visible elsewhere, and this library cannot.
 
@@ -154,6 +149,13 @@ def before_write(x: Any) -> None:
         family = source.base._family
 
 
+def forget_value(x: Any) -> None:
+    """``x`` was written to: what was computed from its old value and kept is void."""
+    x._layout.mesh.platform.clear_cache(x)
+    x._gathered = x._origin = x._ties = None
+    x._writes += 1
+
+
 def after_write(x: Any) -> None:
     """Tell the others of the family of ``x`` that it was written to, and bring the write to what it is a view of.
 
@@ -165,8 +167,7 @@ def after_write(x: Any) -> None:
     for member in family.members:
         y = member()
         if y is not None and y is not x:
-            y._layout.mesh.platform.clear_cache(y)
-            y._gathered = y._origin = None
+            forget_value(y)
     busy = [child for child in map(_there, family.children) if child is not None and child.source.busy]
     for child in map(_there, family.children):
         if child is not None and not any(child.source.call is other.source.call for other in busy):

@@ -68,13 +68,27 @@ def counted_end(plain: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for the end of a recording."""
 
     @functools.wraps(plain)
-    def end(*args: Any, **kwargs: Any) -> Any:
+    def end(executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_recording():
+            output = _reduced(output)
         # The first DTensor may have been made inside of it, and its beginning not been counted.
         _Recording.forwards = max(0, _Recording.forwards - 1)
         _Recording.forget()
-        return plain(*args, **kwargs)
+        return plain(executor, function, output, *args, **kwargs)
 
     return end
+
+
+def _reduced(output: Any) -> Any:
+    """The outputs that backward begins with. Not every rank's value of an average, an extreme value or a product
+    receives the gradient, or not all of it: there backward begins with the reduced one."""
+    if isinstance(output, (tuple, list)):
+        new = [_reduced(y) for y in output]
+        return output if all(a is b for a, b in zip(new, output, strict=True)) else type(output)(new)
+    layout = getattr(output, "_layout", None)
+    if layout is None or all(not p.is_partial() or p.is_partial("sum") for p in layout.placements):
+        return output
+    return output.redistribute(placements=layout.cotangent.placements)
 
 
 def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +234,11 @@ class AutogradVerbs:
         if not self.requires_grad(x):
             return _data(x)
         with NoDispatch():
-            return x.view(tuple(x.shape)) if x.is_contiguous() else _identity(x)
+            # Of the gradient of what was computed and then viewed MindSpore says that its gradient is zero.
+            return x.view(tuple(x.shape)) if _Recording.forwards < 2 and x.is_contiguous() else _identity(x)
+
+    def strides(self, x: Any) -> tuple[int, ...]:
+        return tuple(x.stride())
 
     def same_memory(self, x: Any, y: Any) -> bool:
         return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()

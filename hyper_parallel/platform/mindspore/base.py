@@ -31,6 +31,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     name = "mindspore"
     device_type = "cpu"
     comm_backend = "mccl"
+    extremes_keep_nan = False  # it is lost unless it comes first
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)

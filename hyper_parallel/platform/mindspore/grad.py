@@ -13,6 +13,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
+from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.platform.mindspore.autograd import DelayedGradients
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 
@@ -90,6 +91,9 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
     if layout is None or not isinstance(gradients, Tensor) or getattr(gradients, "_layout", None) is not None:
         return gradients
     platform = layout.mesh.platform
+    if layout.summed_mesh_dims:
+        with platform.no_dispatch():
+            gradients = transitions_of(platform).to_owner(gradients, layout)
     return platform.wrap(platform.alias(gradients), layout.cotangent)
 
 

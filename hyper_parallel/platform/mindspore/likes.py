@@ -16,7 +16,7 @@ from mindspore.ops.function import array_func
 
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.operands import all_replicated
-from hyper_parallel.core.dtensor.random import synchronize
+from hyper_parallel.core.dtensor.random import synchronize, take_part
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
@@ -56,7 +56,7 @@ def _draw_like(plain: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
     synchronize(layout.mesh)
     with platform.no_dispatch():
         whole = plain(ops.zeros(tuple(layout.shape), x.dtype), *args, **kwargs)
-        return platform.wrap(platform.clone(whole[layout.local_index()]), layout)
+        return platform.wrap(take_part(whole, layout), layout)
 
 
 def _full_like(plain: Callable[..., Any], x: Any, fill_value: Any, *, dtype: Any = None) -> Any:

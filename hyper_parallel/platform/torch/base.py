@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ T: Any = torch.Tensor
 _local_shape = T.shape.__get__
 
 
+#: Ends of names of operations whose schema does not say that they write.
+_UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
+
+
 class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     """What all torch devices share; `cpu`, `cuda` and `npu` add what differs."""
 
@@ -31,6 +35,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     Size = torch.Size
+    watches_draws = True
 
     def __init__(self) -> None:
         warn_of_untested("torch", torch.__version__)
@@ -100,6 +105,19 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
 
+    def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
+        """See `Platform.watch`. Torch does not count what is written to running statistics, nor in inference mode."""
+        if operation.endswith(_UNCOUNTED) or torch.is_inference_mode_enabled() or x.is_inference():
+            return super().watch(x, operation)
+        version, node = x._version, x.grad_fn
+
+        def how() -> str:
+            if x._version == version:
+                return ""
+            return "values" if x.grad_fn is node else "recorded"
+
+        return how
+
     def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
         """See `Platform.shape_of`."""
         if type(local) is torch.Tensor:
@@ -157,6 +175,14 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def ones(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """See `Platform.ones`."""
         return torch.ones(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.ones_in_memory`."""
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=like.dtype, device=like.device).fill_(1)
+
+    def strides(self, x: torch.Tensor) -> tuple[int, ...]:
+        """See `Platform.strides`."""
+        return T.stride(x)
 
     def masked_fill(self, x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
         """See `Platform.masked_fill`."""

@@ -11,6 +11,7 @@ import pytest
 import hyper_parallel
 from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor, manual_seed
 from hyper_parallel.core.dtensor import random
+from hyper_parallel.core.dtensor.collectives import all_gather_object
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import local_parts, same
@@ -56,7 +57,11 @@ def run_dropout(mesh_shape: tuple[int, ...], rows: int) -> None:
         same(lab.numpy(got), lab.numpy(wanted), f"dropout of {placements}", 1e-4)
         same(grad, wanted_grad[layout.cotangent.local_index()], f"gradient for {placements}")
         loss_only = sum(mesh.shape[d] > 1 for d, p in enumerate(placements) if p is not R)
-        assert comm.get_total_counts() == loss_only, placements
+        held_alike = sum(mesh.shape[d] > 1 for d, p in enumerate(placements) if p in (R, P))
+        broadcasts = 2 * held_alike
+        counts = comm.get_comm_counts()
+        assert counts.get("broadcast", 0) == broadcasts, placements
+        assert comm.get_total_counts() == loss_only + broadcasts, placements
 
 
 @pytest.mark.parametrize("rows", [12, 5])
@@ -80,7 +85,8 @@ def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
             draw = getattr(hyper_parallel, name)
             with CommDebugMode() as comm:
                 drawn = [draw(*shape, **options), draw(shape, **options)]
-            assert comm.get_total_counts() == 0
+            alike = sum(mesh.shape[d] > 1 for d, p in enumerate(placements) if p is R)
+            assert comm.get_comm_counts() == ({"broadcast": 2 * alike} if alike else {})
             for got, numbers in zip(drawn, wanted, strict=True):
                 assert got.placements == placements
                 same(lab.numpy(got), numbers, f"{name} of {placements}", 0.0)
@@ -161,3 +167,77 @@ def seeding(mesh: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_manual_seed(pool: Any, world_size: int) -> None:
     pool.run(world_size, seeding)
+
+
+def apart(mesh_shape: tuple[int, ...]) -> None:
+    """One rank draws a number more after the first random operation: what ranks hold alike stays alike."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, last = get_lab(), mesh.size() - 1
+    whole = floats(8, 6) + 3
+    for placements in itertools.product((R, S0, P), repeat=mesh.ndim):
+        layout = get_layout(mesh, placements, whole.shape)
+        mine = local_parts(whole, layout, np.random.default_rng(1))
+        manual_seed(3, mesh)
+        lab.dropout(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=whole.shape), 0.5)
+        for extra in (last, 0):
+            if mesh.platform.rank() == extra:
+                lab.draw("rand", (3,))
+                lab.dropout(lab.tensor(np.ones(5, np.float32)), 0.5)
+
+            def weighted(x: Any, placements: Any = placements) -> Any:
+                y = lab.dropout(DTensor.from_local(x, mesh, placements, shape=whole.shape), 0.5)
+                return lab.sum(y * y).full_tensor(), y
+
+            y, (grad,) = lab.value_and_grads(weighted, [mine])
+            value = lab.numpy(y)  # gathered: rank by rank, where it is sharded
+            kept = np.isclose(value, whole * 2, rtol=1e-4, atol=1e-4)
+            assert np.all(kept | (np.abs(value) < 1e-4)), placements  # each element is kept on all ranks, or on none
+            assert 0.15 < kept.mean() < 0.85
+            index = layout.local_index()
+            same(grad, (np.where(kept, 8 * whole, 0))[index], f"gradient for {placements}", 1e-4)
+            drawn = hyper_parallel.rand(8, 6, device_mesh=mesh, placements=layout.cotangent.placements)
+            like = lab.rand_like(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=whole.shape))
+            for x, what in ((y, "dropout"), (drawn, "rand"), (like, "rand_like")):
+                assert spmd_equal(mesh, x), f"{what} of {placements} differs between ranks"
+
+
+def spmd_equal(mesh: Any, x: Any) -> bool:
+    """Whether ranks that hold the same part of ``x`` hold the same numbers."""
+    lab, layout = get_lab(), x.redistribute(placements=x._layout.cotangent.placements)._layout
+    local = lab.numpy(x.redistribute(placements=layout.placements).to_local())
+    for mesh_dim, placement in enumerate(layout.placements):
+        if placement is R:
+            everyone = all_gather_object(local, mesh, mesh_dim)
+            if any(not np.array_equal(everyone[0], other) for other in everyone):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+def test_ranks_that_come_apart_agree(pool: Any, mesh: tuple[int, ...]) -> None:
+    pool.run(int(np.prod(mesh)), apart, mesh)
+
+
+def transposed(mesh_shape: tuple[int, ...]) -> None:
+    """Which element gets which number follows the order in memory, as on a single device."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, whole = get_lab(), floats(8, 4, 12) + 3
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        for placements in itertools.product((R, S0, Shard(2)), repeat=mesh.ndim):
+            layout = get_layout(mesh, placements, whole.shape)
+            mine = np.ascontiguousarray(whole[layout.local_index()])
+            for name, draw in {"dropout": lambda x: lab.dropout(x, 0.5), "rand_like": lab.rand_like}.items():
+                lab.seed(7)
+                wanted = lab.numpy(draw(lab.transpose(lab.tensor(whole), a, b)))
+                manual_seed(7, mesh)
+                x = lab.transpose(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=whole.shape), a, b)
+                same(lab.numpy(draw(x)), wanted, f"{name} of {placements} transposed {a}, {b}", 1e-6)
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,), (4,), (2, 2)], ids=str)
+def test_transposed(pool: Any, mesh: tuple[int, ...]) -> None:
+    pool.run(int(np.prod(mesh)), transposed, mesh)

@@ -390,6 +390,26 @@ def amax(x: Any, dim: int) -> Any:
     return ops.amax(x, dim)
 
 
+def amin(x: Any, dim: int) -> Any:
+    return ops.amin(x, dim)
+
+
+def max(x: Any) -> Any:
+    return x.max()
+
+
+def min(x: Any) -> Any:
+    return x.min()
+
+
+EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]] = {
+    "mint.max": mint.max,
+    "mint.min": mint.min,
+    "ops.argmax": ops.argmax,
+    "ops.max": ops.max,
+}
+
+
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
     return x.reshape(shape)
 
@@ -479,6 +499,17 @@ def custom(x: Any) -> Any:
 #: An operation on square matrices that has no sharding rule, and the name to register `custom` under.
 unruled = ops.inverse
 CUSTOM = "BesselI0"
+
+
+def rand_like(x: Any) -> Any:
+    return ops.rand_like(x)
+
+
+def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
+    ones, zeros = ops.ones(mean.shape, mean.dtype), ops.zeros(mean.shape, mean.dtype)
+    if isinstance(x, DTensor):
+        ones, zeros = (DTensor.from_local(a, x.device_mesh) for a in (ones, zeros))
+    return ops.batch_norm(x, mean, variance, ones, zeros, training=True)
 
 
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.

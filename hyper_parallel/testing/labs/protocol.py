@@ -37,6 +37,9 @@ class Lab(Protocol):
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).
     IN_PLACE: dict[str, tuple[Callable[..., Any], bool]]
 
+    #: Functions of a tensor and a dimension that give the place of an extreme value, or the value and its place.
+    EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]]
+
     # ---------------------------------------------------------------- tensors and gradients
     def tensor(self, array: np.ndarray) -> Tensor:
         """A plain tensor on this rank's device with a copy of ``array``."""
@@ -80,6 +83,9 @@ class Lab(Protocol):
 
     def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The framework's ``rand`` or ``randn``."""
+
+    def rand_like(self, x: Tensor) -> Tensor:
+        """The framework's ``rand_like``."""
 
     # ---------------------------------------------------------------- modules
     def linear_module(self, n_in: int, n_out: int, bias: bool = True) -> Module:
@@ -192,7 +198,16 @@ class Lab(Protocol):
         """Mean over one dimension, several or all."""
 
     def amax(self, x: Tensor, dim: int) -> Tensor:
-        """Largest along ``dim``."""
+        """Largest along ``dim``; elements that tie share its gradient."""
+
+    def amin(self, x: Tensor, dim: int) -> Tensor:
+        """Smallest along ``dim``, as `amax`."""
+
+    def max(self, x: Tensor) -> Tensor:
+        """Largest of all, as `amax`."""
+
+    def min(self, x: Tensor) -> Tensor:
+        """Smallest of all, as `amax`."""
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Another shape, with one -1 at most."""
@@ -260,6 +275,9 @@ class Lab(Protocol):
 
     def unruled_in_place(self, x: Tensor) -> Tensor:
         """An operation without a sharding rule that writes into ``x``."""
+
+    def batch_norm(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Normalisation over the first dimension as in training, which writes the running statistics."""
 
     def custom(self, x: Tensor) -> Tensor:
         """An element-wise operation without a sharding rule, which a check registers under `CUSTOM`."""

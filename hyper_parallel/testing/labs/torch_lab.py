@@ -319,6 +319,16 @@ def amax(x: Any, dim: int) -> Any:
     return x.amax(dim)
 
 
+def amin(x: Any, dim: int) -> Any:
+    return x.amin(dim)
+
+
+max, min = torch.max, torch.min
+EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]] = {
+    name: getattr(torch, name) for name in ("max", "min", "argmax", "argmin", "median")
+}
+
+
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
     return x.reshape(shape)
 
@@ -403,6 +413,13 @@ def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 #: An operation on square matrices that has no sharding rule, and one on any shape, with the name to register it under.
 unruled = torch.linalg.inv
 custom = CUSTOM = torch.special.entr
+
+
+rand_like = torch.rand_like
+
+
+def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
+    return F.batch_norm(x, mean, variance, training=True)
 
 
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.

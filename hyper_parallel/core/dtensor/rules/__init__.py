@@ -27,7 +27,8 @@ addmm              c, a, b                         c + a @ b for matrices a and 
 einsum             any number                      equation, as in numpy.einsum
 -----------------  ------------------------------  ------------------------------------------------------------------
 sum, mean          x                               dims (tuple or None), keepdim
-amax, amin         x                               dims (tuple or None), keepdim
+amax, amin         x                               dims (tuple or None), keepdim, and ``"whole"`` where NaNs share the
+                                                   gradient
 reduce_whole       x                               dims (tuple or None), keepdim; the dims reduced must be whole:
                                                    argmax, var, all
 reduce_pair        x                               as reduce_whole, two results: max with indices, var_mean
@@ -75,7 +76,7 @@ fused_attention    q, k, v, bias|None, mask|None,  layout of q, k and v, heads, 
 cross_entropy      logits, target, weight|None     reduction, ignore_index, label_smoothing, dtype of the result or
                                                    None for that of the logits (classes in dim 1, or 0)
 nll_loss           log_probs, target, weight|None  reduction, ignore_index, dtype of the result or None
-dropout            x                               p, training
+dropout            x                               p, training, and maybe a seed and a stream of numbers of its own
 -----------------  ------------------------------  ------------------------------------------------------------------
 replicate          any number                      every operand is gathered first (item, equal, nonzero)
 =================  ==============================  ==================================================================

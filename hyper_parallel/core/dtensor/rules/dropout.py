@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.dtensor.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.random import synchronize
+from hyper_parallel.core.dtensor.random import is_held_alike, synchronize, take_part
 from hyper_parallel.core.dtensor.rules import rule
 from hyper_parallel.core.dtensor.rules.labels import named
 
@@ -28,15 +29,13 @@ def _drop(
     platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     """Every rank draws the noise of the whole tensor from its generator, all generators being in the same state, and
-    uses its part of it. That costs memory of the global size for a moment and keeps the generators in step."""
+    uses its part of it. That costs memory of the global size for a moment and keeps the generators in step. Ranks with
+    the same part take it from the first of them, unless the noise comes from where nothing else is drawn from."""
     x, layout = operands[0], operand_layouts[0]
-    _, training = statics[:2]
+    p, training, *more = statics
     if training:
         synchronize(layout.mesh)
-    if not training or tuple(layout.local_shape) == tuple(layout.shape):
+    alike = 0 < p < 1 and is_held_alike(layout) and not any(stream is not None for stream in more[1:])
+    if not training or (not alike and tuple(layout.local_shape) == tuple(layout.shape)):
         return native(operands, statics)
-    noise = native((platform.ones(layout.shape, x),), statics)
-    for dim, (start, size) in enumerate(zip(layout.local_offset, layout.local_shape, strict=True)):
-        if size != layout.shape[dim]:
-            noise = platform.narrow(noise, dim, start, size)
-    return x * noise
+    return x * take_part(native((ones_like_whole(x, layout),), statics), layout, alike)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.random import synchronize
+from hyper_parallel.core.dtensor.random import share_state
 from hyper_parallel.core.dtensor.rules import rule
 from hyper_parallel.core.dtensor.rules.labels import Labels, Shape
 
@@ -153,5 +153,5 @@ def _draw(
     platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     """Every rank draws the same noise, from generators in the same state."""
-    synchronize(operand_layouts[0].mesh)
+    share_state(operand_layouts[0].mesh)
     return native(operands, statics)

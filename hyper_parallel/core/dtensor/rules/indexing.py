@@ -256,7 +256,7 @@ class _Cut:
             own = picked[first:last]
             begin = own.start - start if own else 0
             index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
-        return native((x, value), (tuple(index),))
+        return native((x, value, *operands[2:]), (tuple(index), *statics[1:]))
 
     def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the value with a dimension for each of x."""

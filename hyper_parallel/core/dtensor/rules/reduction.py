@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hyper_parallel.core.dtensor.extremes import Extreme
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
@@ -63,15 +64,20 @@ def _mean(
 @rule("amax")
 def amax(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Largest element. Nothing has none, so a rank without elements cannot take part."""
-    reduced = axes(statics[0], len(shapes[0]))
-    return _reduction(shapes[0], *statics[:2], reduce="max", nonempty=_only(shapes[0], reduced))
+    return _extreme(shapes[0], statics, "max")
 
 
 @rule("amin")
 def amin(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Smallest element; see `amax`."""
-    reduced = axes(statics[0], len(shapes[0]))
-    return _reduction(shapes[0], *statics[:2], reduce="min", nonempty=_only(shapes[0], reduced))
+    return _extreme(shapes[0], statics, "min")
+
+
+def _extreme(x: tuple[int, ...], statics: tuple, op: str) -> OpSharding:
+    dims, keepdim = statics[:2]
+    reduced = axes(dims, len(x))
+    extreme = Extreme(reduced, keepdim, nan_ties="whole" in statics[2:])
+    return _reduction(x, dims, keepdim, reduce=op, nonempty=_only(x, reduced), extreme=extreme)
 
 
 def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of, wrap
 
 __all__ = ["hooked_apply"]
@@ -49,7 +50,7 @@ def _hook_node(args: tuple, results: tuple) -> None:
 
     def distribute(cotangents: tuple) -> tuple:
         return tuple(
-            g if g is None or layout is None or is_dtensor(g) else _tagged(g, layout.cotangent)
+            g if g is None or layout is None or is_dtensor(g) else _tagged(g, layout)
             for g, layout in zip(cotangents, outputs, strict=True)
         )
 
@@ -62,8 +63,10 @@ def _hook_node(args: tuple, results: tuple) -> None:
 
 def _tagged(cotangent: Any, layout: Any) -> Any:
     with no_dispatch():
+        if layout.summed_mesh_dims:
+            cotangent = transitions_of(layout.mesh.platform).to_owner(cotangent, layout)
         cotangent = cotangent.view_as(cotangent)
-    return wrap(cotangent, layout)
+    return wrap(cotangent, layout.cotangent)
 
 
 def _local(cotangent: Any, layout: Any) -> Any:
@@ -75,4 +78,7 @@ def _local(cotangent: Any, layout: Any) -> Any:
     wanted = (Replicate(),) * mesh.ndim if layout is None else layout.cotangent.placements
     cotangent = cotangent.redistribute(placements=list(wanted))
     with no_dispatch():
-        return cotangent.as_subclass(T)
+        cotangent = cotangent.as_subclass(T)
+        if layout is not None and layout.summed_mesh_dims:
+            cotangent = transitions_of(mesh.platform).to_summands(cotangent, layout)
+        return cotangent

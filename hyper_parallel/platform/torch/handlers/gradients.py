@@ -33,7 +33,14 @@ def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
     with no_dispatch():
         gradient = func(x)
-    return gradient if gradient is None or is_dtensor(gradient) else wrap(gradient, x._layout.cotangent)
+        if gradient is None or is_dtensor(gradient):
+            return gradient
+        layout = x._layout
+        if layout.summed_mesh_dims and gradient.requires_grad:
+            # Made with create_graph=True. Kept, because x.grad is one object until it is accumulated into.
+            gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)
+            T.grad.__set__(x, gradient)
+    return wrap(gradient, layout.cotangent)
 
 
 @handles(T.grad.__set__, T._grad.__set__)
@@ -81,7 +88,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
 
 def forget_data(x: Any) -> None:
     """Drop what was kept on ``x`` about data, or a shape, that it has no more."""
-    for name in ("_cached", "_gathered", "_origin", "_plain", "_family", "_strides"):
+    for name in ("_cached", "_gathered", "_origin", "_plain", "_family", "_strides", "_ties"):
         x.__dict__.pop(name, None)
 
 
@@ -169,9 +176,15 @@ def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -
     layout = layout_of(x)
     if layout is None:
         return gradient
+    return wrap(_as_owned(gradient, layout), layout.cotangent)
+
+
+def _as_owned(gradient: Any, layout: Any) -> Any:
+    """A new plain tensor of the gradient that reached a tensor of ``layout``, for who looks at it."""
     with no_dispatch():
-        gradient = gradient.view_as(gradient)
-    return wrap(gradient, layout.cotangent)
+        if layout.summed_mesh_dims:
+            gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)
+        return gradient.view_as(gradient)
 
 
 def _root(x: Any, gradient: Any) -> tuple[Any, Any]:
@@ -189,17 +202,15 @@ def _root(x: Any, gradient: Any) -> tuple[Any, Any]:
 def _root_to_reduce(x: Any, gradient: Any) -> tuple[Any, Any]:
     """`_root` for a tensor that is still to be reduced."""
     layout = x._layout
-    summed = tuple(d for d, p in enumerate(layout.placements) if p.is_partial())
-    if any(layout.placements[d].reduce_op != "sum" for d in summed):
+    if any(p.is_partial() and p.reduce_op != "sum" for p in layout.placements):
         # Not every rank's value receives the gradient, or not all of it: backward starts at the reduced one.
         with torch.enable_grad():
             x = x.redistribute(placements=list(layout.cotangent.placements))
         return x, _root_cotangent(x, gradient)
     cotangent = _root_cotangent(x, gradient)
-    if cotangent is not None and cotangent.requires_grad:
-        # Every summand receives it, and what each rank makes of it is a part of the next gradient.
+    if cotangent is not None:
         with no_dispatch():
-            cotangent = transitions_of(layout.mesh.platform).copy(cotangent, layout.mesh, summed)
+            cotangent = transitions_of(layout.mesh.platform).to_summands(cotangent, layout)
     return x, cotangent
 
 
@@ -255,15 +266,14 @@ def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
 
     def local_hook(gradient: Any) -> Any:
         if not is_dtensor(gradient):
-            with no_dispatch():
-                gradient = gradient.view_as(gradient)
-            gradient = wrap(gradient, layout.cotangent)
+            gradient = wrap(_as_owned(gradient, layout), layout.cotangent)
         result = hook(gradient)
         if result is None:
             return None
         result = as_cotangent(result, layout, "what a hook returns for the gradient")
         with no_dispatch():
-            return result.as_subclass(T)
+            result = result.as_subclass(T)
+            return transitions_of(layout.mesh.platform).to_summands(result, layout)
 
     with no_dispatch():
         return func(x, local_hook)

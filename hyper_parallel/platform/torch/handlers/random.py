@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.random import synchronize
+from hyper_parallel.core.dtensor.memory_order import ones_like_whole
+from hyper_parallel.core.dtensor.random import synchronize, take_part
 from hyper_parallel.core.dtensor.views import after_write, before_write
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table.binding import words
@@ -60,9 +61,10 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             return x
         if kwargs.get("generator") is None:
             synchronize(layout.mesh)
-        whole = torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device)
+        whole = ones_like_whole(x, layout)
         func(whole, *args, **kwargs)
-        x.copy_(whole[layout.local_index()])
+        # A generator of the program's own is its own affair, and constants are alike by themselves.
+        x.copy_(take_part(whole, layout, kwargs.get("generator") is None and func is not nn.init.constant_))
     after_write(x)
     return x
 
@@ -75,8 +77,7 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     layout = layout_of(x).cotangent
     synchronize(layout.mesh)
     with no_dispatch():
-        whole = func(torch.empty(tuple(layout.shape), dtype=x.dtype, device=x.device), *args[1:], **rest)
-        local = whole[layout.local_index()].clone()
+        local = take_part(func(ones_like_whole(x, layout), *args[1:], **rest), layout, rest.get("generator") is None)
         local.requires_grad_(kwargs.get("requires_grad", False))
     assert not is_dtensor(local)
     return wrap(local, layout)

@@ -41,7 +41,7 @@ def _reductions() -> Table:
     for name in ("amax", "amin"):
         call = _call_extremum(getattr(torch, name))
         rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_extremum, call)))
-        row = NativeOp(name, _bind_whole_extremum, call)
+        row = NativeOp(name, _bind_whole_extremum, _call_whole_extremum(getattr(torch, name[1:])))
         WHOLE_EXTREMUM.update(dict.fromkeys(find([name[1:]], torch, T), row))
     names = words("argmax argmin prod all any std var count_nonzero nansum nanmean")
     row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
@@ -83,7 +83,12 @@ def _bind_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 
 def _bind_whole_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    return (args[0] if args else kwargs["input"],), (None, False)
+    return (args[0] if args else kwargs["input"],), (None, False, "whole")
+
+
+def _call_whole_extremum(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Not ``amax``, whose gradient is NaN everywhere where there is a NaN; here NaNs share it."""
+    return lambda func, operands, statics: kernel(operands[0])
 
 
 _pair_arguments = signature("input", "dim", keepdim=False)

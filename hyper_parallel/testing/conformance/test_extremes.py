@@ -1,0 +1,172 @@
+"""The largest and smallest elements: NaN on one rank, and ties within ranks and between them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.labs import get_lab
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+NAN = np.float32("nan")
+MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
+SIGN = {"max": 1, "min": -1}
+
+
+def whole() -> np.ndarray:
+    """Many ties: the values are few."""
+    x = np.random.default_rng(5).integers(0, 4, (10, 8)).astype(np.float32)
+    x[:, 2] = 7  # all tie
+    x[:, 3] = np.arange(10)  # none does
+    return x
+
+
+def extremes(lab: Any, op: str) -> list[tuple[str, Any, Any]]:
+    """What is called: name, function, axis."""
+    along, every = (lab.amax, lab.max) if op == "max" else (lab.amin, lab.min)
+    return [("rows", lambda x: along(x, 0), 0), ("columns", lambda x: along(x, 1), 1), ("all", every, None)]
+
+
+def shared(x: np.ndarray, axis: int | None, op: str) -> np.ndarray:
+    """Of each element, the part of the gradient that it gets where all that tie share it."""
+    chosen = x == getattr(np, op)(x, axis=axis, keepdims=True)
+    return (chosen / chosen.sum(axis=axis, keepdims=True)).astype(np.float32)
+
+
+def run_ties(mesh_shape: tuple[int, ...], op: str) -> None:
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, x = get_lab(), whole() * SIGN[op]
+    weights = np.arange(1, 11, dtype=np.float32)
+    for placements in itertools.product((R, S0, S1), repeat=len(mesh_shape)):
+        layout = get_layout(mesh, placements, x.shape)
+        mine = np.ascontiguousarray(x[layout.local_index()])
+        for name, function, axis in extremes(lab, op):
+            value = getattr(np, op)(x, axis=axis)
+            w = weights[: value.size].reshape(value.shape)
+
+            def loss(x: Any, placements: Any = placements, function: Any = function, w: Any = w) -> Any:
+                y = function(DTensor.from_local(x, mesh, placements, shape=(10, 8)))
+                return lab.weighted_sum(y, DTensor.from_local(lab.tensor(w), mesh)).full_tensor(), y
+
+            y, (grad,) = lab.value_and_grads(loss, [mine])
+            same(lab.numpy(y), value, f"{op} of {name}, {placements}", 0.0)
+            wanted = shared(x, axis, op) * (w if axis is None else np.expand_dims(w, axis))
+            same(grad, wanted[layout.local_index()], f"gradient of {op} of {name}, {placements}")
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ties_share_the_gradient(pool: Any, mesh: tuple[int, ...], op: str) -> None:
+    pool.run(int(np.prod(mesh)), run_ties, mesh, op)
+
+
+def run_nan(mesh_shape: tuple[int, ...], op: str, dtype: str) -> None:
+    """NaN at the end and in between, which not every kernel keeps."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab = get_lab()
+    for place, placements in itertools.product(
+        ((9, 7), (4, 3)), itertools.product((R, S0, S1), repeat=len(mesh_shape))
+    ):
+        x = whole()
+        x[place] = NAN
+        x[6, 6] = np.inf * -SIGN[op]
+        x[:, 5] = np.inf * -SIGN[op]  # what stands for "no number" must not be taken for one
+        x = x.astype(dtype)
+        layout = get_layout(mesh, placements, x.shape)
+        mine = np.ascontiguousarray(x[layout.local_index()])
+        for name, function, axis in extremes(lab, op):
+            compared = any(mesh.shape[d] > 1 for d, p in enumerate(placements) if p in _reduced(axis))
+            numbers = [getattr(np, op)(x, axis=axis)]
+            if not compared:  # what the framework makes of it on one device
+                numbers = [lab.numpy(function(lab.tensor(x)))]
+            with CommDebugMode() as comm:
+                y = function(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=(10, 8))).full_tensor()
+            np.testing.assert_array_equal(lab.numpy(y), numbers[0], f"{op} of {name}, NaN at {place}, {placements}")
+            assert comm.get_total_counts() <= 2 * mesh.ndim, placements
+
+
+def _reduced(axis: int | None) -> tuple[Any, ...]:
+    return (S0, S1) if axis is None else (S0, S1)[axis : axis + 1]
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize(("mesh", "dtype"), [*((mesh, "float32") for mesh in MESHES), ((2,), "float16")], ids=str)
+def test_nan_is_kept(pool: Any, mesh: tuple[int, ...], op: str, dtype: str) -> None:
+    pool.run(int(np.prod(mesh)), run_nan, mesh, op, dtype)
+
+
+@spmd.on_mesh()
+def partial_values(mesh: Any, op: str, dtype: str) -> None:
+    """NaN among values that ranks hold; every rank in turn has it, and two of them."""
+    lab, size, rank = get_lab(), mesh.size(), mesh.get_local_rank()
+    worst = -np.inf * SIGN[op]
+    for bad in [{i} for i in range(size)] + [{0, size - 1}]:
+        parts = np.random.default_rng(1).standard_normal((size, 2, 3)).astype(dtype)
+        parts[:, 1] = worst
+        for i in bad:
+            parts[i, :, 1] = NAN
+        wanted = getattr(np, op)(parts, axis=0)
+        assert np.isnan(wanted).sum() == 2
+        assert np.isinf(wanted).sum() == 2
+        weights = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+
+        def loss(x: Any, weights: Any = weights) -> Any:
+            with CommDebugMode() as comm:
+                y = DTensor.from_local(x, mesh, [Partial(op)]).redistribute(placements=[R])
+            assert comm.get_total_counts() == (2 if size > 1 else 0)
+            return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh)).full_tensor(), y
+
+        if dtype != "float32":
+            y = DTensor.from_local(lab.tensor(parts[rank]), mesh, [Partial(op)]).full_tensor()
+            np.testing.assert_array_equal(lab.numpy(y), wanted)
+            continue
+        y, (grad,) = lab.value_and_grads(loss, [parts[rank]])
+        np.testing.assert_array_equal(lab.numpy(y), wanted)
+        chosen = (parts == wanted) | (np.isnan(parts) & np.isnan(wanted))
+        np.testing.assert_allclose(grad, (chosen / chosen.sum(0))[rank] * weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_nan_among_partial_values(pool: Any, world_size: int, op: str, dtype: str) -> None:
+    pool.run(world_size, partial_values, op, dtype)
+
+
+def run_places(mesh_shape: tuple[int, ...]) -> None:
+    """Values and indices together, and indices alone, as the framework gives them on one device."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab = get_lab()
+    for place, placements in itertools.product((None, (4, 3)), itertools.product((R, S0, S1), repeat=len(mesh_shape))):
+        x = whole()
+        if place is not None:
+            x[place] = NAN
+        layout = get_layout(mesh, placements, x.shape)
+        mine = np.ascontiguousarray(x[layout.local_index()])
+        for name, function in lab.EXTREMES_WITH_PLACES.items():
+            for axis in (0, 1):
+                wanted = function(lab.tensor(x), axis)
+                got = function(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=(10, 8)), axis)
+                wanted, got = (y if isinstance(y, (tuple, list)) else (y,) for y in (wanted, got))
+                assert len(got) == len(wanted)
+                for a, b in zip(got, wanted, strict=True):
+                    what = f"{name} along {axis} of {placements}, NaN at {place}"
+                    np.testing.assert_array_equal(lab.numpy(a), lab.numpy(b), what)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_values_with_their_places(pool: Any, mesh: tuple[int, ...]) -> None:
+    pool.run(int(np.prod(mesh)), run_places, mesh)

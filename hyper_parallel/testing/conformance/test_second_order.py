@@ -1,0 +1,220 @@
+"""Gradients of gradients through leaves of every placement, against the plain program.
+
+What a user does with the gradient of a leaf is what docs/gradients.md says of it: that of a sum, or of an average, is
+the same on all ranks; of an extreme value, or of a product, each rank has its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import DTensor, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.labs import get_lab
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+SUM, AVG = Partial(), Partial("avg")
+MESHES = [(1,), (2,), (3,), (2, 2)]
+#: What is done with the leaf before the loss, by the placement that it is brought to, None for what it has.
+BROUGHT_TO = [None, R, S0]
+
+
+def parts_of(x: np.ndarray, layout: Any) -> tuple[np.ndarray, int]:
+    """This rank's part of ``x``, sums and averages made of parts that differ, and over how many ranks it averages."""
+    mesh, rng, count = layout.mesh, np.random.default_rng(3), 1
+    mine = x
+    for mesh_dim, placement in enumerate(layout.placements):
+        if placement.is_partial():
+            size = mesh.shape[mesh_dim]
+            parts = rng.standard_normal((size, *x.shape)).astype(np.float32)
+            if placement is AVG:
+                count *= size
+                parts[-1] += mine * size - parts.sum(0)
+            else:
+                parts[-1] += mine - parts.sum(0)
+            mine = parts[mesh.get_coordinate()[mesh_dim]]
+    return np.ascontiguousarray(mine[layout.local_index()]), count
+
+
+def run_leaf(mesh_shape: tuple[int, ...], shape: tuple[int, int]) -> None:
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab = get_lab()
+    x, w, c, v = floats(*shape), floats(5, shape[1]), floats(shape[0], 5), floats(*shape)
+
+    def loss(x: Any, w: Any, c: Any) -> Any:
+        return lab.weighted_sum(lab.tanh(lab.linear(x, w)), c)
+
+    for placements in itertools.product((R, S0, S1, SUM, AVG), repeat=len(mesh_shape)):
+        layout = get_layout(mesh, placements, x.shape)
+        local, averaged = parts_of(x, layout)
+
+        def combined(g: Any, averaged: int = averaged) -> Any:
+            g = g * (1.0 / averaged)
+            return lab.weighted_sum(g * g, lab.tensor(v))
+
+        (wanted,) = lab.second_order(lambda x: loss(x, lab.tensor(w), lab.tensor(c)), combined, [x])
+        wanted = wanted / averaged
+        for target in BROUGHT_TO:
+
+            def sharded(x: Any, placements: Any = placements, target: Any = target) -> Any:
+                x = DTensor.from_local(x, mesh, placements, shape=shape)
+                if target is not None:
+                    x = x.redistribute(placements=[target] * mesh.ndim)
+                others = (DTensor.from_local(lab.tensor(a), mesh) for a in (w, c))
+                return loss(x, *others).full_tensor()
+
+            def combined_sharded(g: Any, layout: Any = layout) -> Any:
+                g = DTensor.from_local(g, mesh, layout.cotangent.placements, shape=shape)
+                return lab.weighted_sum(g * g, DTensor.from_local(lab.tensor(v), mesh)).full_tensor()
+
+            (got,) = lab.second_order(sharded, combined_sharded, [local])
+            same(got, wanted[layout.cotangent.local_index()], f"{placements} brought to {target}", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (5, 3)], ids=["even", "uneven"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_leaf(pool: Any, mesh: tuple[int, ...], shape: tuple[int, int]) -> None:
+    pool.run(int(np.prod(mesh)), run_leaf, mesh, shape)
+
+
+def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
+    """Of extreme values and products each rank's gradient is its own: the plain program has a leaf for each rank."""
+    mesh = spmd.device_mesh(*mesh_shape)
+    if mesh is None:
+        return
+    lab, size = get_lab(), int(np.prod(mesh_shape))
+    leaves = [floats(3, 4) * 0.5 + np.float32(0.1 * i) for i in range(size)]
+    leaves[-1][0] = leaves[0][0]  # a tie, between ranks that differ in every mesh dimension
+    weights = [floats(3, 4) + np.float32(i) for i in range(size)]
+    c = floats(3, 4) + 2
+    # The reduction of the parts, as a product with what the reduction makes of each: constant for extreme values.
+    stacked = np.stack(leaves).reshape(*mesh_shape, 3, 4)
+    shares = np.ones_like(stacked)
+    reduced = stacked
+    for mesh_dim in reversed(range(mesh.ndim)):
+        best = getattr(np, ops[mesh_dim])(reduced, axis=mesh_dim, keepdims=True)
+        share = (reduced == best).astype(np.float32)
+        shares *= share / share.sum(mesh_dim, keepdims=True)
+        reduced = best
+    shares = shares.reshape(size, 3, 4)
+
+    def plain(*xs: Any) -> Any:
+        # Where ranks tie their values are equal, so a weighted sum with the shares is the extreme value.
+        y = xs[0] * lab.tensor(shares[0])
+        for x, share in zip(xs[1:], shares[1:], strict=True):
+            y = y + x * lab.tensor(share)
+        return lab.weighted_sum(y * y * y, lab.tensor(c))
+
+    def combine(*gs: Any) -> Any:
+        total = lab.weighted_sum(gs[0] * gs[0], lab.tensor(weights[0]))
+        for g, w in zip(gs[1:], weights[1:], strict=True):
+            total = total + lab.weighted_sum(g * g, lab.tensor(w))
+        return total
+
+    def sharded(x: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [Partial(op) for op in ops]).redistribute(placements=[R] * mesh.ndim)
+        return lab.weighted_sum(y * y * y, DTensor.from_local(lab.tensor(c), mesh)).full_tensor()
+
+    def combine_sharded(g: Any) -> Any:
+        mine = lab.weighted_sum(g * g, lab.tensor(weights[mesh.platform.rank()]))
+        return DTensor.from_local(mine, mesh, [SUM] * mesh.ndim).full_tensor()
+
+    wanted = lab.second_order(plain, combine, leaves)
+    (got,) = lab.second_order(sharded, combine_sharded, [leaves[mesh.platform.rank()]])
+    same(got, wanted[mesh.platform.rank()], f"Partial of {ops}", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_chosen_values(pool: Any, mesh: tuple[int, ...], op: str) -> None:
+    pool.run(int(np.prod(mesh)), run_chosen, mesh, (op,) * len(mesh))
+
+
+@spmd.on_mesh()
+def summands_outside(mesh: Any) -> None:
+    """A partial sum that the user takes out, reduces by hand and differentiates twice."""
+    lab, size = get_lab(), mesh.size()
+    x, w = floats(4, 6), floats(5, 6)
+    layout = get_layout(mesh, (S1,), x.shape)
+
+    def loss(y: Any) -> Any:
+        return lab.sum(lab.tanh(y))
+
+    def combine(g: Any) -> Any:
+        return lab.sum(g * g)
+
+    def sharded(x: Any) -> Any:
+        x = DTensor.from_local(x, mesh, [S1], shape=(4, 6))
+        w_ = DTensor.from_local(lab.tensor(w), mesh)
+        y = lab.linear(x, w_)
+        assert size == 1 or y.placements == (SUM,)
+        local = y.to_local()
+        # By hand: through a tensor of this rank's own that is reduced again.
+        return loss(DTensor.from_local(local, mesh, y.placements).full_tensor())
+
+    (wanted,) = lab.second_order(lambda x: loss(lab.linear(x, lab.tensor(w))), combine, [x])
+    (got,) = lab.second_order(
+        sharded,
+        lambda g: combine(DTensor.from_local(g, mesh, [S1], shape=(4, 6))).full_tensor(),
+        [np.ascontiguousarray(x[layout.local_index()])],
+    )
+    same(got, wanted[layout.local_index()], "second order through to_local", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_summands_outside_of_dtensors(pool: Any, world_size: int) -> None:
+    pool.run(world_size, summands_outside)
+
+
+@spmd.on_mesh()
+def average(mesh: Any) -> None:
+    """The first gradient of an average that begins as plain parts, and that is the loss itself."""
+    lab, size = get_lab(), mesh.size()
+    x = floats(3, 4) + mesh.get_local_rank()
+    weights = floats(3, 4)
+
+    def of_average(x: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [AVG])
+        return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh)).full_tensor(), y
+
+    _, (grad,) = lab.value_and_grads(of_average, [x])
+    same(grad, weights / size, "gradient of the parts of an average")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_average_of_parts(pool: Any, world_size: int) -> None:
+    pool.run(world_size, average)
+
+
+@spmd.on_mesh()
+def reduced_loss(mesh: Any, op: str) -> None:
+    """A loss that is still to be reduced counts as its global value."""
+    lab, size, rank = get_lab(), mesh.size(), mesh.get_local_rank()
+    x = floats(3, 4) + rank
+
+    def loss(x: Any) -> Any:
+        y = DTensor.from_local(lab.sum(x * x), mesh, [Partial(op)])
+        assert y.placements == (Partial(op),)
+        return y, y
+
+    y, (grad,) = lab.value_and_grads(loss, [x])
+    losses = [float((np.square(floats(3, 4) + i)).sum()) for i in range(size)]
+    reduce = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min}[op]
+    same(lab.numpy(y), np.float32(reduce(losses)), "loss")
+    share = {"sum": 1.0, "avg": 1 / size}.get(op, float(losses[rank] == reduce(losses)))
+    same(grad, 2 * x * np.float32(share), f"gradient of a loss that is {Partial(op)}")
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_loss_to_be_reduced(pool: Any, world_size: int, op: str) -> None:
+    pool.run(world_size, reduced_loss, op)

@@ -1,0 +1,62 @@
+"""Operations that run on gathered operands and write into them: what is written arrives in the shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import DTensor, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.labs import get_lab
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+@spmd.on_mesh()
+def running_statistics(mesh: Any, channels: int) -> None:
+    lab = get_lab()
+    x = floats(6, channels) + 2
+    plain = [lab.tensor(a) for a in (np.zeros(channels, np.float32), np.ones(channels, np.float32))]
+    statistics = {}
+    for placement in (R, S0):
+        layout = get_layout(mesh, (placement,), (channels,))
+        parts = [lab.tensor(lab.numpy(a)[layout.local_index()]) for a in plain]
+        statistics[placement] = [DTensor.from_local(a, mesh, [placement], shape=(channels,)) for a in parts]
+    for number, of_x in enumerate((R, S0, S1)):  # each begins with what the one before wrote
+        wanted = lab.numpy(lab.batch_norm(lab.tensor(x), *plain))
+        layout = get_layout(mesh, (of_x,), x.shape)
+        for placement, mine in statistics.items():
+            given = DTensor.from_local(lab.tensor(x[layout.local_index()]), mesh, [of_x], shape=x.shape)
+            same(lab.numpy(lab.batch_norm(given, *mine)), wanted, f"call {number}, x placed {of_x}", 1e-4)
+            for a, b, begin in zip(mine, plain, (0, 1), strict=True):
+                assert a.placements == (placement,)
+                assert np.abs(lab.numpy(b) - begin).max() > 0.01
+                same(lab.numpy(a), lab.numpy(b), f"statistics placed {placement} after call {number}, {of_x}")
+
+
+@pytest.mark.parametrize("channels", [4, 5, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_running_statistics(pool: Any, world_size: int, channels: int) -> None:
+    pool.run(world_size, running_statistics, channels)
+
+
+@spmd.on_mesh()
+def partial_statistics(mesh: Any) -> None:
+    """A sum over ranks cannot be written: an error on all of them, and nothing is changed."""
+    lab = get_lab()
+    x = DTensor.from_local(lab.tensor(floats(6, 4)), mesh)
+    values = np.ones(4, np.float32)
+    mean, variance = (DTensor.from_local(lab.tensor(values), mesh, [Partial()]) for _ in range(2))
+    with pytest.raises(ValueError, match=r"writes into an operand in place, .*Partial\(sum\)"):
+        lab.batch_norm(x, mean, variance)
+    np.testing.assert_array_equal(lab.numpy(mean.to_local()), values)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_partial_statistics_are_refused(pool: Any, world_size: int) -> None:
+    pool.run(world_size, partial_statistics)

@@ -1,0 +1,138 @@
+"""Torch's functions that write into arguments and have no rule, and what is kept on tensors that are written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyper_parallel import ColwiseParallel, DTensor, Replicate, Shard, parallelize_module
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.labs.torch_lab import numpy, tensor
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+#: name -> (function, shapes of its operands); which operands it writes is found out on plain tensors.
+WRITERS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "batch_norm": (lambda x, m, v: F.batch_norm(x, m, v, training=True), [(6, 4), (4,), (4,)]),
+    "batch_norm of images": (
+        lambda x, m, v, w: torch.batch_norm(x, w, w, m, v, True, 0.2, 1e-5, False),
+        [(2, 4, 3), (4,), (4,), (4,)],
+    ),
+    "evaluation": (lambda x, m, v: F.batch_norm(x, m, v, training=False), [(6, 4), (4,), (4,)]),
+    "instance_norm": (lambda x, m, v: F.instance_norm(x, m, v, use_input_stats=True), [(2, 4, 3), (4,), (4,)]),
+    "native": (
+        lambda x, w, m, v: torch.native_batch_norm(x, w, w, m, v, True, 0.1, 1e-5)[0],
+        [(6, 4), (4,), (4,), (4,)],
+    ),
+    "renorm_": (lambda x: x.renorm_(2, 0, 1.0), [(5, 4)]),
+    "out": (lambda x, y: torch.cumsum(x, 0, out=y), [(5, 4), (5, 4)]),
+}
+
+
+@spmd.on_mesh()
+def writers(mesh: Any, name: str, mode: str) -> None:
+    function, shapes = WRITERS[name]
+    arrays = [np.abs(floats(*shape)) + 0.5 for shape in shapes]
+    context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    with context():
+        plain = [tensor(a) for a in arrays]
+        wanted = function(*plain)
+        for placement in (R, S0):
+            xs = []
+            for a in arrays:
+                layout = get_layout(mesh, (placement,), a.shape)
+                xs.append(DTensor.from_local(tensor(a[layout.local_index()].copy()), mesh, [placement], shape=a.shape))
+            y = function(*xs)
+            same(numpy(y), wanted.numpy(), f"{name} of {placement}", 1e-4)
+            for i, (x, now) in enumerate(zip(xs, plain, strict=True)):
+                assert x.placements == (placement,)
+                same(numpy(x), now.numpy(), f"operand {i} of {name}, placed {placement}", 1e-4)
+    assert name == "evaluation" or any((p.numpy() != a).any() for p, a in zip(plain, arrays, strict=True)), name
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_written_arrives(pool: Any, world_size: int, name: str, mode: str) -> None:
+    pool.run(world_size, writers, name, mode)
+
+
+@spmd.on_mesh()
+def recorded(mesh: Any) -> None:
+    """A write that gradients pass through cannot be put back into a shard: refused, on all ranks."""
+    x = DTensor.from_local(tensor(floats(4, 4)).requires_grad_(), mesh, [S0]) * 1.0
+    with pytest.raises(ValueError, match="writes into an operand in place"):
+        F.rrelu(x, inplace=True)
+    with torch.no_grad():
+        x = x.detach()
+        wanted = F.rrelu(tensor(numpy(x)), inplace=True)
+        assert F.rrelu(x, inplace=True) is x
+        same(numpy(x), wanted.numpy(), "written where nothing is recorded")
+
+
+@spmd.on_mesh()
+def source_written(mesh: Any) -> None:
+    """The shard that a tensor was gathered from is written before an operation asks for a reducing view."""
+    x, b = floats(4, 6), floats(4, 6)
+    leaf = tensor(x).requires_grad_()
+    y = leaf * 1.0
+    (y * 1.0 + tensor(b)).square().sum().backward()
+    index = get_layout(mesh, (S0,), (4, 6)).local_index()
+    mine = DTensor.from_local(tensor(x[index].copy()), mesh, [S0], shape=(4, 6)).requires_grad_()
+    source = mine * 1.0
+    gathered = source.redistribute(placements=[R])
+    source.mul_(3.0)  # has no part in what was gathered before
+    columns = get_layout(mesh, (S1,), (4, 6)).local_index()
+    other = DTensor.from_local(tensor(b[columns].copy()), mesh, [S1], shape=(4, 6))
+    total = (gathered + other).square().sum().full_tensor()
+    total.backward()
+    same(numpy(mine.grad), leaf.grad.numpy(), "gradient of what was gathered before the write", 1e-4)
+
+
+@spmd.on_mesh()
+def reader_written(mesh: Any, plain: bool) -> None:
+    """What layers read of their input is kept on it until it is written: the second layer reads the new value, and its
+    gradient takes the new way."""
+    x, w = floats(3, 6), floats(8, 6)
+    leaf = tensor(x).requires_grad_()
+    F.linear(leaf * 3.0, tensor(w)).square().sum().backward()
+
+    def layer() -> Any:
+        module = nn.Linear(6, 8, bias=False)
+        with torch.no_grad():
+            module.weight.copy_(tensor(w))
+        return parallelize_module(module, mesh, {"": ColwiseParallel(use_local_output=False)})
+
+    first, second = layer(), layer()
+    mine = tensor(x).requires_grad_()
+    y = (mine if plain else DTensor.from_local(mine, mesh)) * 1.0
+    kept = first(y)
+    y.mul_(3.0)
+    second(y).square().sum().full_tensor().backward()
+    assert kept is not None
+    same(mine.grad.numpy(), leaf.grad.numpy(), "gradient after the write", 1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_recorded_writes_are_refused(pool: Any, world_size: int) -> None:
+    pool.run(world_size, recorded)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gathered_source_is_written(pool: Any, world_size: int) -> None:
+    pool.run(world_size, source_written)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_input_of_layers_is_written(pool: Any, world_size: int, plain: bool) -> None:
+    pool.run(world_size, reader_written, plain)
