@@ -19,7 +19,7 @@ __all__ = ["SAFE", "deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
 T: Any = torch.Tensor
 
 #: Attributes that belong to one object only: made by torch, by `wrap` and by core.
-_OWN = ("_layout", "_cached", "_is_param", "_gathered", "_origin", "_plain")
+_OWN = ("_layout", "_cached", "_is_param", "_gathered", "_origin", "_plain", "_ties", "_writes")
 
 
 def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
