@@ -166,6 +166,15 @@ class _Platform:
     def all_gather(self, local: np.ndarray, group: tuple[int, ...], size: int) -> np.ndarray:
         return np.concatenate(self.world.exchange(group, self.current, local), axis=0)
 
+    def broadcast(self, local: np.ndarray, src: int, group: tuple[int, ...]) -> np.ndarray:
+        return np.array(self.world.exchange(group, self.current, local)[group.index(src)])
+
+    def is_meta(self, x: np.ndarray) -> bool:
+        return False
+
+    def local_strides(self, x: np.ndarray) -> None:
+        """NumPy's noise is in row-major order."""
+
     def get_rng_state(self) -> None:
         """Ranks share the noise of a case: there is no state to agree on."""
 

@@ -92,7 +92,7 @@ class _Given:
 
     def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
         self.x, self.whole = x, whole
-        self._how = None if platform.is_meta(whole) else platform.watch(whole, name)
+        self._how = platform.watch(whole, name) if platform.has_values(whole) else None
 
     def is_written(self) -> bool:
         """Whether the operation has written to it."""

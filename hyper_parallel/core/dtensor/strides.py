@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hyper_parallel.core.dtensor.rules.labels import axis
-
 __all__ = ["Strides", "contiguous_strides", "dense_strides", "is_contiguous", "view_strides"]
 
 Shape: TypeAlias = "tuple[int, ...]"
@@ -69,7 +67,7 @@ def view_strides(name: str, statics: tuple, shape: Shape, strides: Strides, resu
     if name == "reshape":
         return _reshaped(shape, strides, result_shape)
     if name == "permute":
-        return tuple(strides[axis(d, len(shape))] for d in statics[0])
+        return tuple(strides[d] for d in statics[0])
     if name == "expand":
         new = len(result_shape) - len(shape)
         kept = (0 if old != size else step for old, size, step in zip(shape, result_shape[new:], strides, strict=True))
@@ -77,13 +75,13 @@ def view_strides(name: str, statics: tuple, shape: Shape, strides: Strides, resu
     if name == "squeeze":
         # Dimensions of size 1, of which those that are left fit in the result in any order.
         dims = statics[0] if statics[0] is not None else range(len(shape))
-        dropped = {axis(d, len(shape)) for d in ((dims,) if isinstance(dims, int) else dims) if shape}
+        dropped = {d % len(shape) for d in ((dims,) if isinstance(dims, int) else dims) if shape}
         return tuple(step for d, step in enumerate(strides) if d not in dropped or shape[d] != 1)
     if name == "unsqueeze":
-        dim = axis(statics[0], len(shape) + 1)
+        dim = statics[0] % (len(shape) + 1)
         return (*strides[:dim], 1, *strides[dim:])
     if name == "unbind":
-        dim = axis(statics[0], len(shape))
+        dim = statics[0] % len(shape)
         return (*strides[:dim], *strides[dim + 1 :])
     if name == "getitem":
         return _indexed(shape, strides, statics[0])

@@ -12,6 +12,7 @@ from hyper_parallel.core.dtensor import device_mesh
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
 __all__ = ["SAFE", "deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
@@ -19,7 +20,7 @@ __all__ = ["SAFE", "deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
 T: Any = torch.Tensor
 
 #: Attributes that belong to one object only: made by torch, by `wrap` and by core.
-_OWN = ("_layout", "_cached", "_is_param", "_gathered", "_origin", "_plain", "_family", "_strides", "_out_of_date")
+_OWN = words("_layout _cached _is_param _gathered _origin _plain _ties _writes _family _strides _out_of_date")
 
 
 def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
