@@ -93,10 +93,6 @@ def is_moved(have: Layout, read: Layout | None) -> bool:
     )
 
 
-def _all(result: Any) -> Any:
-    return result if isinstance(result, (tuple, list)) else (result,)
-
-
 # ---------------------------------------------------------------------------- the shards tell
 def _share(operands: tuple, result: Any) -> None:
     x = operands[0]
@@ -150,7 +146,7 @@ def _following(op: NativeOp, layout: Layout, statics: Any, results: tuple, memor
                 return
             if view_strides(op.name, statics, shape, strides, tuple(results[0].shape)) is None:
                 return
-        follow(x, _all(result), backs, name)
+        follow(x, result if isinstance(result, (tuple, list)) else (result,), backs, name)
 
     return after
 
@@ -221,31 +217,38 @@ def _tracking(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory
 
 
 def _carrying(op: NativeOp) -> Aliasing | None:
+    """For an operation that gives no view: where its result does not lie in memory in row-major order."""
     if op.name in _FRESH:
         return None
     keeps_order = op.name in _CARRIES
 
     def after(operands: tuple, result: Any) -> None:
+        first, tracked = None, False
         for x in operands:
-            if getattr(x, "_strides", None) is not None:
-                break
-        else:
+            if getattr(x, "_layout", None) is not None:
+                first = x if first is None else first
+                tracked = tracked or x._strides is not None
+        if not tracked:
             return
-        for y in _all(result):
-            strides = _order_of(operands, tuple(y._layout.shape)) if keeps_order else UNKNOWN
-            if strides is UNKNOWN or not is_contiguous(y._layout.shape, strides):
-                y._strides = strides
+        if isinstance(result, (tuple, list)):
+            for y in result:
+                y._strides = UNKNOWN
+            return
+        shape, strides = result._layout.shape, UNKNOWN
+        # The first operand decides, where it is not stretched.
+        if keeps_order and first is not None and first._strides is not UNKNOWN and first._layout.shape == shape:
+            strides = _ORDERS[shape, first._strides]
+        if strides is not None:
+            result._strides = strides
 
     return Aliasing(None, after)
 
 
-def _order_of(operands: tuple, shape: tuple) -> Any:
-    """Strides of what an element-wise operation makes: the first operand decides, where it is not stretched."""
-    for x in operands:
-        layout = getattr(x, "_layout", None)
-        if layout is None or not layout.ndim:
-            continue
-        if x._strides is UNKNOWN or tuple(layout.shape) != shape:
-            return UNKNOWN
-        return dense_strides(shape, contiguous_strides(shape) if x._strides is None else x._strides)
-    return UNKNOWN
+def _order(key: tuple[tuple[int, ...], Any]) -> Any:
+    shape, strides = key
+    dense = None if strides is None else dense_strides(shape, strides)
+    return None if dense is None or is_contiguous(shape, dense) else dense
+
+
+#: (shape, `DTensor._strides` of an operand of that shape) -> those of a new tensor in the same order.
+_ORDERS: Table = Table(_order, 1 << 12)
