@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, DTensor, Replicate, Shard, parallelize_module
+from hyper_parallel import ColwiseParallel, DTensor, PackedShard, Replicate, Shard, parallelize_module
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
@@ -86,8 +86,9 @@ def source_written(mesh: Any) -> None:
     leaf = tensor(x).requires_grad_()
     y = leaf * 1.0
     (y * 1.0 + tensor(b)).square().sum().backward()
-    index = get_layout(mesh, (S0,), (4, 6)).local_index()
-    mine = DTensor.from_local(tensor(x[index].copy()), mesh, [S0], shape=(4, 6)).requires_grad_()
+    packed = PackedShard(0, (2, 2))  # of which no reducing view is made when it is gathered
+    index = get_layout(mesh, (packed,), (4, 6)).local_index()
+    mine = DTensor.from_local(tensor(x[index].copy()), mesh, [packed], shape=(4, 6)).requires_grad_()
     source = mine * 1.0
     gathered = source.redistribute(placements=[R])
     source.mul_(3.0)  # has no part in what was gathered before
@@ -127,7 +128,7 @@ def test_recorded_writes_are_refused(pool: Any, world_size: int) -> None:
     pool.run(world_size, recorded)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2])
 def test_gathered_source_is_written(pool: Any, world_size: int) -> None:
     pool.run(world_size, source_written)
 

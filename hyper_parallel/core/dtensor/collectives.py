@@ -88,7 +88,15 @@ def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
     is_nan = flat != flat
     flags = platform.masked_fill(platform.zeros((count,), x), is_nan, sign)
     both = platform.cat([platform.masked_fill(flat, is_nan, -sign * math.inf), flags], 0)
-    both = all_reduce(both, mesh, mesh_dim, op)
+    if CHECKS:
+        check_collective("all_reduce", mesh, mesh_dim, x, {"op": op})
+    if OBSERVERS:
+        _record("all_reduce", mesh, mesh_dim, both)
+    try:
+        both = platform.all_reduce(both, op, mesh.platform_group(mesh_dim))
+    except RuntimeError as error:
+        explain_along(error, "all_reduce", x, mesh, mesh_dim)
+        raise
     is_nan = platform.narrow(both, 0, count, count) != 0
     return platform.masked_fill(platform.narrow(both, 0, 0, count), is_nan, math.nan).reshape(shape)
 

@@ -13,6 +13,7 @@ from hyper_parallel.platform.base import Dispatch, NativeOp
 from hyper_parallel.platform.torch import tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
+from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.private import is_traceable_wrapper
@@ -95,6 +96,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def bytes_of(self, x: torch.Tensor) -> bytes:
         """See `Platform.bytes_of`."""
+        if SEEN:
+            refuse_levels(x)
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return dense.view(torch.uint8).numpy().tobytes()
 
