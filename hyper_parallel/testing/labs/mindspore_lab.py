@@ -344,6 +344,10 @@ class Probe(nn.Cell):
 
 
 # ------------------------------------------------------------------ operations
+def detach(x: Any) -> Any:
+    return ops.stop_gradient(x)
+
+
 def weighted_sum(y: Any, weights: Any) -> Any:
     return (y * weights).sum()
 
@@ -514,6 +518,10 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
 
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
 WRITES_BACK = False
+WRITES_THROUGH_VIEWS = False
+BOOL = ms.bool_
+#: The smallest of numbers with NaN among them is none on CPU; gradients of gradients through views are not supported.
+FUZZ_LIMITS: dict[str, Any] = {"writes_with_gradients": False, "nan": False, "second_order": False}
 
 
 def unruled_in_place(x: Any) -> Any:

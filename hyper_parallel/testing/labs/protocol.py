@@ -32,6 +32,12 @@ class Lab(Protocol):
     REFUSES_SMOOTHING: bool
     #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
     WRITES_BACK: bool
+    #: Whether the framework's own writes in place reach what a tensor is a view of, on every device of the backend.
+    WRITES_THROUGH_VIEWS: bool
+    #: The framework's dtype of booleans.
+    BOOL: Any
+    #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: what random programs may contain.
+    FUZZ_LIMITS: dict[str, Any]
     #: What `hyper_parallel.register_sharding` takes for the operation `custom`.
     CUSTOM: Any
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).
@@ -154,6 +160,9 @@ class Lab(Protocol):
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """Matrix product, with leading dimensions broadcast."""
+
+    def detach(self, x: Tensor) -> Tensor:
+        """``x`` without its history; its memory is shared."""
 
     def relu(self, x: Tensor) -> Tensor:
         """``max(x, 0)``."""

@@ -279,6 +279,10 @@ class Probe(nn.Module):
 
 
 # ------------------------------------------------------------------ operations
+def detach(x: Any) -> Any:
+    return x.detach()
+
+
 def weighted_sum(y: Any, weights: Any) -> Any:
     return (y * weights).sum()
 
@@ -424,6 +428,9 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
 
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
 WRITES_BACK = True
+WRITES_THROUGH_VIEWS = True
+BOOL = torch.bool
+FUZZ_LIMITS: dict[str, Any] = {}
 
 
 def unruled_in_place(x: Any) -> Any:

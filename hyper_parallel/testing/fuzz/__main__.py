@@ -1,0 +1,65 @@
+"""Run random programs: ``python -m hyper_parallel.testing.fuzz torch-cpu --count 1000``; see docs/fuzzing.md."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+
+from hyper_parallel.testing.fuzz.campaign import KINDS, RANKS, STACKS, Outcome, limits, run_seeds
+from hyper_parallel.testing.fuzz.program import generate
+from hyper_parallel.testing.fuzz.record import add_run
+from hyper_parallel.testing.fuzz.shrink import shrink
+from hyper_parallel.testing.pool import WorkerPool
+
+BAD = ("wrong", "differs", "hanging")
+
+
+def main() -> int:
+    """Returns the exit status: 0 when no program was wrong, differed between ranks or hung."""
+    parser = argparse.ArgumentParser(prog="python -m hyper_parallel.testing.fuzz", description=__doc__)
+    parser.add_argument("platform", help="the backend, such as torch-cpu")
+    parser.add_argument("--count", type=int, default=1000, help="how many programs")
+    parser.add_argument("--seed", type=int, help="of the first program; fresh by default")
+    parser.add_argument("--most", type=int, default=20, help="stop after so many that are bad")
+    parser.add_argument("--as-found", action="store_true", help="print bad programs as they are, not made smaller")
+    parser.add_argument("--record", type=Path, help="add the run to this file")
+    arguments = parser.parse_args()
+    # Before the framework is loaded, here and in the ranks.
+    os.environ["HYPER_PARALLEL_PLATFORM"] = arguments.platform
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOG_v", "3")
+    first = secrets.randbelow(1 << 40) if arguments.seed is None else arguments.seed
+    counts: collections.Counter[str] = collections.Counter()
+    started, bad = time.monotonic(), 0
+
+    def see(outcome: Outcome) -> None:
+        counts[outcome.kind] += 1
+        if sum(counts.values()) % 1000 == 0:
+            print(f"{dict(counts)} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+    with WorkerPool(arguments.platform, RANKS) as pool:
+        done = first
+        while done < first + arguments.count and bad < arguments.most:
+            batch = range(done, min(done + 200, first + arguments.count))
+            found = [outcome for outcome in run_seeds(pool, batch, see) if outcome.kind in BAD]
+            done, bad = batch.stop, bad + len(found)
+            for outcome in found:
+                print(f"{outcome.kind}: seed {outcome.seed}: {outcome.detail}")
+                if outcome.seed % STACKS:
+                    program = generate(outcome.seed, limits())
+                    print(program if arguments.as_found else shrink(pool, program, outcome.kind), flush=True)
+    seconds = time.monotonic() - started
+    print(f"{arguments.platform}, seeds {first} to {done - 1}, {seconds:.0f} s:")
+    print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
+    if arguments.record is not None:
+        add_run(arguments.record, arguments.platform, first, done - first, dict(counts), seconds)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

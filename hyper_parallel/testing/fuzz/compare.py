@@ -1,0 +1,170 @@
+"""Run a program on one device and distributed, on this rank, and say whether the results are equal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel import DTensor
+from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.fuzz.parts import gradient_part, local_part
+from hyper_parallel.testing.fuzz.program import Program, values_of
+from hyper_parallel.testing.fuzz.words import WORDS
+from hyper_parallel.testing.labs import get_lab
+
+__all__ = ["Verdict", "run"]
+
+#: What became of a program, and what there is to say of it.
+Verdict = tuple[str, str]
+#: Relative error that rounding may cause, by dtype.
+_TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-5}
+
+
+def run(program: Program) -> Verdict | None:
+    """The verdict of this rank, None outside the mesh.
+
+    ``"right"``; ``"wrong"``; ``"refused"`` where only the distributed program raises; ``"plain refused"`` where the one
+    on a single device raises.
+    """
+    mesh = spmd.device_mesh(*program.mesh)
+    if mesh is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            wanted, wanted_grads = _on_one_device(program)
+        except Exception as error:
+            return "plain refused", f"{type(error).__name__}: {error}"[:300]
+        try:
+            got, grads = _distributed(program, mesh)
+        except Exception as error:
+            return "refused", f"{type(error).__name__}: {error}"[:300]
+    for i, y, array in zip(program.outputs, got, wanted, strict=True):
+        if problem := _differs(y, array):
+            return "wrong", f"v{i}: {problem}"
+    for i, leaf in enumerate(program.leaves):
+        if leaf.requires_grad and wanted_grads[i] is not None:
+            layout = get_layout(mesh, leaf.placements, leaf.shape)
+            if problem := _differs(grads[i], gradient_part(wanted_grads[i], layout, leaf.seed)):
+                return "wrong", f"gradient of v{i}: {problem}"
+    return "right", ""
+
+
+def _on_one_device(program: Program) -> tuple[list[np.ndarray], list[Any]]:
+    lab = get_lab()
+    if program.writes and not lab.WRITES_THROUGH_VIEWS:
+        values = values_of(program)
+        return [values[i] for i in program.outputs], [None] * len(program.leaves)
+    return _evaluate(
+        program, [leaf.values() for leaf in program.leaves], lambda i, x, is_gradient=False: x, lambda x: x, None
+    )
+
+
+def _distributed(program: Program, mesh: Any) -> tuple[list[np.ndarray], list[Any]]:
+    layouts = [get_layout(mesh, leaf.placements, leaf.shape) for leaf in program.leaves]
+    parts = [local_part(leaf.values(), layout, leaf.seed) for leaf, layout in zip(program.leaves, layouts, strict=True)]
+
+    def distribute(i: int, x: Any, is_gradient: bool = False) -> Any:
+        layout = layouts[i].cotangent if is_gradient else layouts[i]
+        return DTensor.from_local(x, mesh, layout.placements, shape=tuple(layout.shape))
+
+    return _evaluate(program, parts, distribute, lambda x: x.full_tensor(), mesh)
+
+
+def _evaluate(
+    program: Program, arrays: Sequence[np.ndarray], take: Any, whole: Any, mesh: Any
+) -> tuple[list[np.ndarray], list[Any]]:
+    """Values of the outputs, and the gradient of each leaf or None."""
+    lab = get_lab()
+    wanted = [i for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
+    outputs: list[np.ndarray] = []
+
+    def function(*given: Any) -> tuple[Any, Any]:
+        outputs.clear()
+        leaves = dict(zip(wanted, given, strict=True))
+        values = [take(i, leaves[i] if i in leaves else lab.tensor(a)) for i, a in enumerate(arrays)]
+        for step in program.steps:
+            values += _results(lab, step, [values[i] for i in step.inputs], mesh)
+        loss: Any = None
+        for number, i in enumerate(program.outputs):
+            y = whole(values[i])
+            outputs.append(np.array(lab.numpy(y)))
+            if np.issubdtype(outputs[-1].dtype, np.floating) and wanted:
+                weights = np.random.default_rng((program.seed, number)).standard_normal(outputs[-1].shape)
+                term = lab.weighted_sum(y, lab.tensor(weights.astype(outputs[-1].dtype)))
+                loss = term if loss is None else loss + term
+        return loss, outputs
+
+    if not wanted or not any(_is_floating(program, i) for i in program.outputs):
+        function(*(lab.tensor(arrays[i]) for i in wanted))
+        return outputs, [None] * len(arrays)
+    if program.second_order:
+        grads = _gradients_of_gradients(program, function, wanted, arrays, take, whole)
+    else:
+        _, grads = lab.value_and_grads(function, [arrays[i] for i in wanted])
+    by_leaf = dict(zip(wanted, grads, strict=True))
+    return outputs, [by_leaf.get(i) for i in range(len(arrays))]
+
+
+def _gradients_of_gradients(
+    program: Program, function: Any, wanted: list[int], arrays: Sequence[np.ndarray], take: Any, whole: Any
+) -> list[np.ndarray]:
+    """Gradients of the weighted squares of the gradients of the loss."""
+    lab = get_lab()
+
+    def weighted(x: Any, i: int) -> Any:
+        weights = np.random.default_rng((program.seed, 3, i)).standard_normal(program.leaves[i].shape)
+        return lab.weighted_sum(whole(x), lab.tensor(weights.astype(np.float32)))
+
+    def loss(*given: Any) -> Any:
+        total, _ = function(*given)
+        for i, x in zip(wanted, given, strict=True):  # so that it depends on each, and not only linearly
+            total = total + weighted(lab.tanh(take(i, x)), i)
+        return total
+
+    def combine(*grads: Any) -> Any:
+        total: Any = None
+        for i, g in zip(wanted, grads, strict=True):
+            g = take(i, g, True)
+            total = weighted(g * g, i) if total is None else total + weighted(g * g, i)
+        return total
+
+    return lab.second_order(loss, combine, [arrays[i] for i in wanted])
+
+
+def _is_floating(program: Program, i: int) -> bool:
+    return np.issubdtype(values_of(program)[i].dtype, np.floating)
+
+
+def _results(lab: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any]:
+    if step.word == "redistribute":
+        if mesh is None:
+            return [tensors[0] * 1 if tensors[0].dtype != lab.BOOL else tensors[0] & tensors[0]]
+        x = tensors[0].redistribute(placements=step.args[0])
+        # A new tensor, as on one device, also where the placements are those that it has.
+        return [x * 1 if x is tensors[0] and x.dtype != lab.BOOL else x]
+    result = WORDS[step.word].lab(lab, tensors, step.args)
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _differs(got: Any, wanted: np.ndarray) -> str:
+    """What is wrong with an array, empty when nothing is."""
+    got = np.asarray(got)
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return f"{got.dtype}{list(got.shape)} in place of {wanted.dtype}{list(wanted.shape)}"
+    if not wanted.size:
+        return ""
+    if not np.issubdtype(wanted.dtype, np.floating):
+        return "" if np.array_equal(got, wanted) else f"{got.tolist()} in place of {wanted.tolist()}"
+    a, b = got.astype(np.float64), wanted.astype(np.float64)
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)) or not np.array_equal(np.isnan(a), np.isnan(b)):
+        return f"{got.tolist()} in place of {wanted.tolist()}"
+    finite = np.isfinite(b)
+    scale = max(float(np.abs(b[finite]).max(initial=0.0)), 1.0)
+    error = float(np.abs(a[finite] - b[finite]).max(initial=0.0)) / scale
+    tolerance = _TOLERANCE[str(wanted.dtype)]
+    return "" if error <= tolerance else f"off by {error:.1e}: {got.tolist()} in place of {wanted.tolist()}"[:400]

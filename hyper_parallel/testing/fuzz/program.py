@@ -1,0 +1,254 @@
+"""Programs as data: made from a seed, the same on every rank, printed as a few lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel import PackedShard, Partial, Replicate, Shard
+from hyper_parallel.testing.fuzz.words import WORDS, apply
+
+__all__ = ["Leaf", "Limits", "Program", "Step", "generate", "values_of", "written_leaves"]
+
+MESHES = ((4,), (2,), (3,), (2, 2))
+DTYPES = ("float32", "float32", "float32", "float32", "float64", "float16", "int64", "bool")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a program is given.
+
+    Attributes:
+        shape, dtype: global.
+        placements: how it is distributed.
+        requires_grad: whether its gradient is compared.
+        seed: of its values.
+        has_nan: whether some of them are NaN.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    placements: tuple[Any, ...]
+    requires_grad: bool
+    seed: int
+    has_nan: bool = False
+
+    def values(self) -> np.ndarray:
+        """The whole tensor."""
+        rng = np.random.default_rng(self.seed)
+        if self.dtype == "bool":
+            return rng.random(self.shape) < 0.5
+        if self.dtype == "int64":
+            return np.asarray(rng.integers(-3, 4, self.shape), np.int64)
+        values = np.asarray(rng.standard_normal(self.shape), self.dtype)
+        if self.has_nan and values.size:
+            values.flat[int(rng.integers(0, values.size))] = np.nan
+        return values
+
+
+@dataclass(frozen=True)
+class Step:
+    """A word with the numbers of the values that it takes and its other arguments. ``redistribute`` is one too."""
+
+    word: str
+    inputs: tuple[int, ...]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run.
+
+    Attributes:
+        seed: that it was made from.
+        mesh: shape of the mesh.
+        leaves: the first values.
+        steps: each adds its results to the values.
+        outputs: the numbers of the values that are compared; of the floating ones a loss is made.
+        second_order: whether gradients of gradients are compared.
+    """
+
+    seed: int
+    mesh: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    second_order: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes in place."""
+        return any(step.word != "redistribute" and WORDS[step.word].writes for step in self.steps)
+
+    def __str__(self) -> str:
+        lines = [f"# seed {self.seed}, mesh {self.mesh}" + (", gradients of gradients" if self.second_order else "")]
+        for i, leaf in enumerate(self.leaves):
+            grad = ", requires_grad" if leaf.requires_grad else ""
+            nan = ", NaN" if leaf.has_nan else ""
+            lines.append(f"v{i} = {leaf.dtype}{list(leaf.shape)} placed {list(leaf.placements)}{grad}{nan}")
+        known = len(self.leaves)
+        for step, count in zip(self.steps, _counts(self), strict=True):
+            names = ", ".join(f"v{known + i}" for i in range(count))
+            known += count
+            taken = ", ".join([*(f"v{i}" for i in step.inputs), *map(repr, step.args)])
+            lines.append(f"{names} = {step.word}({taken})")
+        lines.append("compare " + ", ".join(f"v{i}" for i in self.outputs))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What programs for a framework may contain.
+
+    Attributes:
+        writes_with_gradients: whether in-place writes and gradients meet in one program.
+        nan: whether values may be NaN.
+        second_order: whether there are gradients of gradients.
+        dtypes: of leaves.
+    """
+
+    writes_with_gradients: bool = True
+    nan: bool = True
+    second_order: bool = True
+    dtypes: tuple[str, ...] = DTYPES
+
+
+def generate(seed: int, limits: Limits) -> Program:
+    """The program of a seed."""
+    rng = np.random.default_rng((seed, 4421))
+    mesh = MESHES[int(rng.choice(len(MESHES), p=(0.4, 0.15, 0.1, 0.35)))]
+    second_order = limits.second_order and rng.random() < 0.1
+    base = tuple(int(n) for n in rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8), int(rng.integers(1, 4)), p=_SIZES))
+    dtype = "float32" if second_order else str(rng.choice(limits.dtypes[:-2]))
+    nan = limits.nan and not second_order and rng.random() < 0.06
+    leaves = tuple(_leaf(rng, base, dtype, mesh, second_order, nan, limits) for _ in range(int(rng.integers(1, 4))))
+    writes = not second_order and rng.random() < 0.4
+    if writes and not limits.writes_with_gradients:
+        leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
+    program = Program(seed, mesh, leaves, (), (), second_order)
+    values = values_of(program)
+    steps: list[Step] = []
+    for _ in range(int(rng.integers(2, 9))):
+        step = _step(rng, program, values, writes)
+        if step is not None:
+            steps.append(step)
+    results = range(len(leaves), len(values))
+    if not results:
+        return replace(program, outputs=tuple(range(len(leaves))))
+    outputs = {len(values) - 1, *(int(i) for i in rng.choice(results, min(2, len(results)), replace=False))}
+    if writes:
+        outputs |= {int(rng.integers(0, len(leaves)))}
+    return replace(program, steps=tuple(steps), outputs=tuple(sorted(outputs)))
+
+
+_SIZES = (0.03, 0.12, 0.15, 0.15, 0.2, 0.1, 0.1, 0.05, 0.1)
+
+
+def _leaf(
+    rng: np.random.Generator,
+    base: tuple[int, ...],
+    dtype: str,
+    mesh: tuple[int, ...],
+    second_order: bool,
+    nan: bool,
+    limits: Limits,
+) -> Leaf:
+    kind = rng.random()
+    shape = base
+    if kind < 0.25:  # the other factor of a product
+        shape = (base[-1], int(rng.integers(1, 6)))
+    elif kind < 0.4:  # broadcasts
+        shape = tuple(1 if rng.random() < 0.4 else n for n in base[int(rng.integers(0, len(base) + 1)) :])
+    if not second_order and rng.random() < 0.15:
+        dtype = str(rng.choice(limits.dtypes))
+    floating = dtype.startswith("float")
+    requires_grad = floating and (second_order or rng.random() < 0.7)
+    kinds = ("sum",) if second_order else ("sum", "sum", "avg", "max", "min")
+    placements = _placements(rng, shape, mesh, kinds if floating and not nan else ())
+    return Leaf(shape, dtype, placements, requires_grad, int(rng.integers(0, 1 << 31)), nan and floating)
+
+
+def _placements(
+    rng: np.random.Generator, shape: tuple[int, ...], mesh: tuple[int, ...], reductions: tuple[str, ...] = ()
+) -> tuple:
+    partial = [Partial(str(rng.choice(reductions)))] if reductions else []
+    found: list[Any] = []
+    packed = False
+    for size in mesh:
+        draw = rng.random()
+        if shape and draw < 0.55 and not packed:
+            found.append(Shard(int(rng.integers(0, len(shape)))))
+        elif shape and draw < 0.62 and not any(p.is_shard() for p in found):
+            dim = int(rng.integers(0, len(shape)))
+            first = int(rng.integers(0, shape[dim] + 1))
+            found.append(PackedShard(dim, (first, shape[dim] - first)) if 0 < first < shape[dim] else Replicate())
+            packed = isinstance(found[-1], PackedShard)
+        elif draw < 0.8 and partial and size > 1:
+            found += partial
+        else:
+            found.append(Replicate())
+    return tuple(found)
+
+
+def _step(rng: np.random.Generator, program: Program, values: list[np.ndarray], writes: bool) -> Step | None:
+    """A step that fits, of which the results are added to ``values``."""
+    fixed = [values[i] for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
+    for _ in range(60):
+        if rng.random() < 0.08:
+            at = int(rng.integers(0, len(values)))
+            placements = _placements(rng, values[at].shape, program.mesh)
+            values.append(values[at].copy())
+            return Step("redistribute", (at,), (placements,))
+        word = WORDS[str(rng.choice(_NAMES, p=_WEIGHTS))]
+        if word.writes and not writes:
+            continue
+        # Later values are taken more often: chains, not fans.
+        weights = np.arange(1.0, len(values) + 1) ** 2
+        inputs = tuple(int(i) for i in rng.choice(len(values), word.count, p=weights / weights.sum()))
+        arrays = [values[i] for i in inputs]
+        if word.writes and any(np.shares_memory(arrays[0], leaf) for leaf in fixed):
+            continue  # torch refuses to write to a leaf that requires grad
+        args = word.choose(rng, *arrays)
+        if args is None:
+            continue
+        try:
+            values += apply(word.name, arrays, args)
+        except ValueError:
+            continue  # a write to what was expanded
+        return Step(word.name, inputs, args)
+    return None
+
+
+_NAMES = list(WORDS)
+_WEIGHTS = np.array([word.weight for word in WORDS.values()])
+_WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
+
+
+def values_of(program: Program) -> list[np.ndarray]:
+    """All values of a program in NumPy."""
+    values = [leaf.values() for leaf in program.leaves]
+    for step in program.steps:
+        arrays = [values[i] for i in step.inputs]
+        values += [arrays[0].copy()] if step.word == "redistribute" else apply(step.word, arrays, step.args)
+    return values
+
+
+def _counts(program: Program) -> list[int]:
+    """How many results each step has."""
+    values = [leaf.values() for leaf in program.leaves]
+    counts: list[int] = []
+    for step in program.steps:
+        arrays = [values[i] for i in step.inputs]
+        results = [arrays[0].copy()] if step.word == "redistribute" else apply(step.word, arrays, step.args)
+        values += results
+        counts.append(len(results))
+    return counts
+
+
+def written_leaves(program: Program) -> bool:
+    """Whether a leaf is written to, directly or through a view."""
+    before = [leaf.values() for leaf in program.leaves]
+    after = values_of(program)[: len(before)]
+    return any(not np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(before, after, strict=True))

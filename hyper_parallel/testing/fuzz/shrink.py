@@ -1,0 +1,111 @@
+"""Make a program that fails smaller while it fails in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from hyper_parallel import Replicate
+from hyper_parallel.testing.fuzz.campaign import judge
+from hyper_parallel.testing.fuzz.program import Program, Step, values_of
+from hyper_parallel.testing.pool import WorkerPool
+
+__all__ = ["shrink", "smallest"]
+
+#: Programs tried at most: a hanging one costs its time-out.
+TRIES = {"hanging": 12}
+MANY = 200
+
+
+def shrink(pool: WorkerPool, program: Program, kind: str) -> Program:
+    """The smallest program found that has the outcome ``kind``."""
+    return smallest(program, lambda smaller: judge(pool, smaller).kind == kind, TRIES.get(kind, MANY))
+
+
+def smallest(program: Program, fails: Callable[[Program], bool], tries: int = MANY) -> Program:
+    """The smallest program found for which ``fails`` is true; it is asked ``tries`` times at most."""
+    progress = True
+    while progress:
+        progress = False
+        for smaller in _smaller(program):
+            if tries == 0:
+                return program
+            tries -= 1
+            if _is_valid(smaller) and fails(smaller):
+                program, progress = smaller, True
+                break
+    return program
+
+
+def _is_valid(program: Program) -> bool:
+    try:
+        return len(values_of(program)) > max(program.outputs)
+    except Exception:
+        return False
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Programs with something left out, the most promising first."""
+    if len(program.outputs) > 1:
+        for i in program.outputs:
+            yield replace(program, outputs=(i,))
+    for at in reversed(range(len(program.steps))):
+        shorter = _without_step(program, at)
+        if shorter is not None:
+            yield shorter
+    used = {i for step in program.steps for i in step.inputs} | set(program.outputs)
+    for at in reversed(range(len(program.leaves))):
+        if at not in used and len(program.leaves) > 1:
+            yield _without_leaf(program, at)
+    for at, leaf in enumerate(program.leaves):
+        changes = [replace(leaf, requires_grad=False)] if leaf.requires_grad else []
+        changes += [
+            replace(leaf, placements=(*leaf.placements[:d], Replicate(), *leaf.placements[d + 1 :]))
+            for d, placement in enumerate(leaf.placements)
+            if placement is not Replicate()
+        ]
+        for change in changes:
+            yield replace(program, leaves=(*program.leaves[:at], change, *program.leaves[at + 1 :]))
+    if len(program.mesh) == 2:
+        leaves = tuple(replace(leaf, placements=leaf.placements[:1]) for leaf in program.leaves)
+        steps = tuple(
+            replace(step, args=(step.args[0][:1],)) if step.word == "redistribute" else step for step in program.steps
+        )
+        yield replace(program, mesh=(2,), leaves=leaves, steps=steps)
+
+
+def _without_step(program: Program, at: int) -> Program | None:
+    """Without one step and its results; None where they are used."""
+    counts = _results_of(program)
+    start = len(program.leaves) + sum(counts[:at])
+    gone, count = range(start, start + counts[at]), counts[at]
+    rest = [*program.steps[:at], *program.steps[at + 1 :]]
+    if any(i in gone for step in rest for i in step.inputs) or not set(program.outputs) - set(gone):
+        return None
+    return replace(
+        program,
+        steps=tuple(_renumbered(step, gone.stop, count) for step in rest),
+        outputs=tuple(sorted({i - count if i >= gone.stop else i for i in program.outputs if i not in gone})),
+    )
+
+
+def _without_leaf(program: Program, at: int) -> Program:
+    return replace(
+        program,
+        leaves=(*program.leaves[:at], *program.leaves[at + 1 :]),
+        steps=tuple(_renumbered(step, at + 1, 1) for step in program.steps),
+        outputs=tuple(i - 1 if i > at else i for i in program.outputs),
+    )
+
+
+def _renumbered(step: Step, start: int, count: int) -> Step:
+    return replace(step, inputs=tuple(i - count if i >= start else i for i in step.inputs))
+
+
+def _results_of(program: Program) -> list[int]:
+    counts, known = [], len(program.leaves)
+    for end in range(1, len(program.steps) + 1):
+        total = len(values_of(replace(program, steps=program.steps[:end])))
+        counts.append(total - known)
+        known = total
+    return counts

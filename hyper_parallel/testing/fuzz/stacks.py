@@ -1,0 +1,134 @@
+"""Random stacks of modules with random plans, trained for a few steps on one device and distributed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.labs import get_lab
+
+__all__ = ["run"]
+
+STEPS = 3
+_R = Replicate()
+Parts = tuple[str, Callable[[Any], Any], dict[str, Any]]
+
+
+def run(seed: int) -> tuple[str, str] | None:
+    """The verdict of this rank on the stack of a seed, None outside the mesh."""
+    rng = np.random.default_rng((seed, 977))
+    ranks = int(rng.choice((2, 3, 4)))
+    mesh = spmd.device_mesh(ranks)
+    if mesh is None:
+        return None
+    lab = get_lab()
+    batch, length, heads = int(rng.integers(1, 4)), int(rng.integers(1, 6)), ranks * int(rng.integers(1, 3))
+    features = heads * 2
+    parts = [_part(rng, features, int(rng.integers(1, 9))) for _ in range(int(rng.integers(1, 4)))]
+    x = rng.standard_normal((batch, length, features)).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            wanted = _train(lab, parts, x, seed, None)
+        except Exception as error:
+            return "plain refused", f"{type(error).__name__}: {error}"[:300]
+        try:
+            got = _train(lab, parts, x, seed, mesh)
+        except Exception as error:
+            return "refused", f"{[name for name, *_ in parts]}: {type(error).__name__}: {error}"[:300]
+    for what, array in wanted.items():
+        scale = max(float(np.abs(array).max(initial=0)), 1.0)
+        if got[what].shape != array.shape or not np.abs(got[what] - array).max(initial=0) / scale < 1e-3:
+            return "wrong", f"{[name for name, *_ in parts]} on {ranks} ranks, input {x.shape}: {what}"
+    return "right", ""
+
+
+def _part(rng: np.random.Generator, features: int, hidden: int) -> Parts:
+    """A module that keeps the number of features, and its plan."""
+    bias = bool(rng.integers(0, 2))
+    kinds: list[Parts] = [
+        (
+            "mlp",
+            lambda lab: lab.Mlp(features, hidden, bias),
+            {"up": ColwiseParallel(), "down": RowwiseParallel()},
+        ),
+        (
+            "attention",
+            lambda lab: lab.Attention(features, 2),
+            {**dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel()), "wo": RowwiseParallel()},
+        ),
+        (
+            "block",
+            lambda lab: lab.Block(features, hidden, 2),
+            {
+                **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+                "attention.wo": RowwiseParallel(),
+                **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+                "feed_forward.w2": RowwiseParallel(),
+            },
+        ),
+        ("gathered", lambda lab: lab.linear_module(features, features, bias), {"": ColwiseParallel(output_layouts=_R)}),
+        ("scattered", lambda lab: lab.linear_module(features, features, bias), {"": RowwiseParallel(input_layouts=_R)}),
+        ("norm", lambda lab: lab.norm_module(features), {"": SequenceParallel(use_local_output=False)}),
+        ("plain norm", lambda lab: lab.norm_module(features), {}),
+        ("plain linear", lambda lab: lab.linear_module(features, features, bias), {}),
+    ]
+    return kinds[int(rng.integers(0, len(kinds)))]
+
+
+def _train(lab: Any, parts: list[Parts], array: np.ndarray, seed: int, mesh: Any) -> dict[str, np.ndarray]:
+    """Losses, gradients of the first step, and parameters after the last."""
+    rng = np.random.default_rng((seed, 5))
+    modules = []
+    for _, make, plan in parts:
+        module = lab.load(make(lab), rng)
+        if mesh is not None and plan:
+            module = parallelize_module(module, mesh, plan.get("", plan))
+        modules.append(module)
+    results: dict[str, np.ndarray] = {}
+    steps = [lab.sgd(module, 0.05) for module in modules]
+    weights = np.random.default_rng((seed, 6)).standard_normal(array.shape).astype(np.float32)
+
+    def through(x: Any, start: int, end: int | None = None) -> Any:
+        for module, (_, _, plan) in list(zip(modules, parts, strict=True))[start:end]:
+            if mesh is not None and isinstance(plan.get(""), SequenceParallel):
+                x = DTensor.from_local(x, mesh)  # a plain tensor would be this rank's part of the sequence
+            x = lab.call(module, x)
+            if isinstance(x, DTensor):
+                x = x.full_tensor()
+        return x
+
+    for number in range(STEPS):
+        # Each module's gradients in a pass of their own: all are taken before any is stepped.
+        taken = []
+        for i, module in enumerate(modules):
+            begin = np.array(lab.numpy(through(lab.tensor(array), 0, i)))
+
+            def loss(x: Any, start: int = i) -> tuple[Any, Any]:
+                y = through(x, start)
+                return lab.weighted_sum(lab.tanh(y), lab.tensor(weights)), y
+
+            y, grad, grads = lab.model_value_and_grads(module, loss, begin)
+            taken.append(grads)
+            if i == 0:
+                results[f"output of step {number}"] = np.array(lab.numpy(y))
+                results[f"gradient of the input in step {number}"] = np.array(grad)
+            for name, g in grads.items():
+                if g is not None:
+                    results[f"gradient of {i}.{name} in step {number}"] = np.array(lab.numpy(g))
+        for step, grads in zip(steps, taken, strict=True):
+            if grads:
+                step(grads)
+    return results

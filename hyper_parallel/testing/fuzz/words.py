@@ -1,0 +1,343 @@
+"""The operations that random programs are made of, in the words of a lab and in NumPy's.
+
+A word chooses its own arguments for the arrays that a program has at that point, so that every program is valid on a
+single device. NumPy's version gives shapes, and values where a framework cannot write through a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["WORDS", "Word", "apply"]
+
+Arrays = list[np.ndarray]
+#: Elements that an intermediate result may have at most.
+MOST = 512
+
+
+@dataclass(frozen=True)
+class Word:
+    """One operation.
+
+    Attributes:
+        name: what programs call it.
+        count: how many tensors it takes.
+        choose: ``choose(rng, *arrays)`` gives the other arguments, or None where the word does not fit.
+        lab: ``lab(lab, tensors, args)`` runs it on the tensors of a framework; a sequence of tensors for several.
+        numpy: ``numpy(arrays, args)`` is the same in NumPy.
+        writes: whether it writes to its first tensor, which is its result.
+        weight: how often it is drawn.
+    """
+
+    name: str
+    count: int
+    choose: Callable[..., tuple | None]
+    lab: Callable[[Any, list, tuple], Any]
+    numpy: Callable[[Arrays, tuple], Any]
+    writes: bool = False
+    weight: float = 1.0
+
+
+WORDS: dict[str, Word] = {}
+
+
+def _add(name: str, count: int, choose: Any, lab: Any, numpy: Any, **options: Any) -> None:
+    WORDS[name] = Word(name, count, choose, lab, numpy, **options)
+
+
+def apply(word: str, arrays: Arrays, args: tuple) -> list[np.ndarray]:
+    """What a word gives in NumPy, as a list."""
+    with np.errstate(all="ignore"):
+        result = WORDS[word].numpy(arrays, args)
+    return list(result) if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
+
+
+def _floating(x: np.ndarray) -> bool:
+    return np.issubdtype(x.dtype, np.floating)
+
+
+def _index(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    """Ints, slices, None and dots, encoded: a tuple stands for a slice."""
+    items: list[Any] = []
+    for size in x.shape[: int(rng.integers(0, x.ndim + 1))]:
+        kind = rng.integers(0, 4)
+        if kind == 0 and size:
+            items.append(int(rng.integers(-size, size)))
+        elif kind == 1:
+            start = int(rng.integers(0, size + 1))
+            items.append((start, int(rng.integers(start, size + 1)), None))
+        elif kind == 2 and size > 1:
+            items.append((int(rng.integers(0, 2)), None, 2))
+        else:
+            items.append((None, None, None))
+    if rng.random() < 0.2:
+        items.append(...)
+    if rng.random() < 0.1:
+        items.insert(int(rng.integers(0, len(items) + 1)), None)
+    return (tuple(items),) if items else None
+
+
+def _decode(index: tuple) -> tuple:
+    return tuple(slice(*item) if isinstance(item, tuple) else item for item in index)
+
+
+def _always(rng: np.random.Generator, *arrays: np.ndarray) -> tuple:
+    return ()
+
+
+def _of_floats(rng: np.random.Generator, *arrays: np.ndarray) -> tuple | None:
+    return () if all(map(_floating, arrays)) else None
+
+
+def _alike(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
+    """Two that broadcast, of one dtype."""
+    if x.dtype != y.dtype or x.dtype == bool:
+        return None
+    try:
+        shape = np.broadcast_shapes(x.shape, y.shape)
+    except ValueError:
+        return None
+    return () if np.prod(shape) <= MOST else None
+
+
+def _dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    return (int(rng.integers(-x.ndim, x.ndim)),) if x.ndim and _floating(x) else None
+
+
+def _full_dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    found = _dim(rng, x)
+    return found if found and x.shape[found[0]] else None
+
+
+def _reduced(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    if not _floating(x):
+        return None
+    if not x.ndim or rng.random() < 0.3:
+        return (None, False)
+    return (int(rng.integers(-x.ndim, x.ndim)), bool(rng.integers(0, 2)))
+
+
+def _mean_reduced(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    return _reduced(rng, x) if x.size else None
+
+
+def _softmax(x: np.ndarray, dim: int) -> np.ndarray:
+    e = np.exp(x - x.max(axis=dim, keepdims=True)) if x.size else x
+    return e / e.sum(axis=dim, keepdims=True)
+
+
+# ---------------------------------------------------------------------------- element by element
+for _name, _lab, _numpy in [
+    ("tanh", lambda lab, xs, a: lab.tanh(xs[0]), lambda xs, a: np.tanh(xs[0])),
+    ("sigmoid", lambda lab, xs, a: lab.sigmoid(xs[0]), lambda xs, a: 1 / (1 + np.exp(-xs[0]))),
+    ("relu", lambda lab, xs, a: lab.relu(xs[0]), lambda xs, a: np.maximum(xs[0], 0)),
+    ("silu", lambda lab, xs, a: lab.silu(xs[0]), lambda xs, a: xs[0] / (1 + np.exp(-xs[0]))),
+    ("square", lambda lab, xs, a: lab.square(xs[0]), lambda xs, a: xs[0] ** 2),
+]:
+    _add(_name, 1, _of_floats, _lab, _numpy, weight=0.5)
+_add("neg", 1, lambda rng, x: None if x.dtype == bool else (), lambda lab, xs, a: -xs[0], lambda xs, a: -xs[0])
+
+
+def _scalar(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    return (float(rng.choice([-1.5, 0.5, 2.0])),) if _floating(x) else None
+
+
+_add("scaled", 1, _scalar, lambda lab, xs, a: xs[0] * a[0], lambda xs, a: xs[0] * xs[0].dtype.type(a[0]))
+_add("shifted", 1, _scalar, lambda lab, xs, a: xs[0] + a[0], lambda xs, a: xs[0] + xs[0].dtype.type(a[0]))
+_add("add", 2, _alike, lambda lab, xs, a: xs[0] + xs[1], lambda xs, a: xs[0] + xs[1], weight=2)
+_add("sub", 2, _alike, lambda lab, xs, a: xs[0] - xs[1], lambda xs, a: xs[0] - xs[1])
+_add("mul", 2, _alike, lambda lab, xs, a: xs[0] * xs[1], lambda xs, a: xs[0] * xs[1], weight=2)
+_add(
+    "div",
+    2,
+    lambda rng, x, y: _alike(rng, x, y) if _floating(x) else None,
+    lambda lab, xs, a: xs[0] / (2.0 + xs[1] * xs[1]),
+    lambda xs, a: xs[0] / (2 + xs[1] * xs[1]),
+)
+_add("greater", 2, _alike, lambda lab, xs, a: xs[0] > xs[1], lambda xs, a: xs[0] > xs[1])
+
+
+def _chosen(rng: np.random.Generator, m: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple | None:
+    if m.dtype != bool or _alike(rng, x, y) is None:
+        return None
+    try:
+        shape = np.broadcast_shapes(m.shape, x.shape, y.shape)
+    except ValueError:
+        return None
+    return () if np.prod(shape) <= MOST else None
+
+
+_add("where", 3, _chosen, lambda lab, xs, a: lab.where(*xs), lambda xs, a: np.where(*xs), weight=3)
+
+
+# ---------------------------------------------------------------------------- products
+def _product(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
+    fits = x.ndim >= 2 and y.ndim == 2 and _floating(x) and x.dtype == y.dtype and x.shape[-1] == y.shape[0]
+    return () if fits and x.size * y.shape[1] <= 8 * MOST else None
+
+
+_add("matmul", 2, _product, lambda lab, xs, a: lab.matmul(*xs), lambda xs, a: np.matmul(*xs), weight=4)
+_add(
+    "linear",
+    2,
+    lambda rng, x, w: _product(rng, x, w.T) if w.ndim == 2 else None,
+    lambda lab, xs, a: lab.linear(*xs),
+    lambda xs, a: np.matmul(xs[0], xs[1].T),
+    weight=4,
+)
+
+# ---------------------------------------------------------------------------- reductions
+_add(
+    "sum",
+    1,
+    _reduced,
+    lambda lab, xs, a: lab.sum(xs[0], *a),
+    lambda xs, a: xs[0].sum(axis=a[0], keepdims=a[1]),
+)
+_add(
+    "mean",
+    1,
+    _mean_reduced,
+    lambda lab, xs, a: lab.mean(xs[0], *a),
+    lambda xs, a: xs[0].mean(axis=a[0], keepdims=a[1]),
+)
+_add("amax", 1, _full_dim, lambda lab, xs, a: lab.amax(xs[0], *a), lambda xs, a: xs[0].max(axis=a[0]))
+_add("amin", 1, _full_dim, lambda lab, xs, a: lab.amin(xs[0], *a), lambda xs, a: xs[0].min(axis=a[0]))
+_add("softmax", 1, _full_dim, lambda lab, xs, a: lab.softmax(xs[0], *a), lambda xs, a: _softmax(xs[0], *a))
+_add(
+    "log_softmax",
+    1,
+    _full_dim,
+    lambda lab, xs, a: lab.log_softmax(xs[0], *a),
+    lambda xs, a: np.log(_softmax(xs[0], *a)),
+)
+
+
+# ---------------------------------------------------------------------------- views
+def _shape(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    """Dimensions merged, or one of them cut in two."""
+    shape = list(x.shape)
+    if x.ndim > 1 and rng.random() < 0.6:
+        i = int(rng.integers(0, x.ndim - 1))
+        shape[i : i + 2] = [shape[i] * shape[i + 1]]
+    elif x.ndim and x.ndim < 4:
+        i = int(rng.integers(0, x.ndim))
+        factors = [n for n in range(1, shape[i] + 1) if shape[i] % n == 0]
+        if factors:
+            n = int(rng.choice(factors))
+            shape[i : i + 1] = [n, shape[i] // n]
+    if shape and 0 not in shape and rng.random() < 0.3:
+        shape[int(rng.integers(0, len(shape)))] = -1
+    return (tuple(shape),)
+
+
+def _two_dims(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    return tuple(int(d) for d in rng.choice(x.ndim, 2, replace=False)) if x.ndim > 1 else None
+
+
+def _order(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    return (tuple(int(d) for d in rng.permutation(x.ndim)),) if x.ndim > 1 else None
+
+
+def _expanded(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    shape = tuple(int(rng.integers(1, 4)) if n == 1 else n for n in x.shape)
+    shape = (int(rng.integers(1, 4)), *shape) if rng.random() < 0.3 else shape
+    return (shape,) if np.prod(shape) <= MOST else None
+
+
+def _pieces(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    return (int(rng.integers(1, 4)), int(rng.integers(0, x.ndim))) if x.ndim and x.size else None
+
+
+def _split(x: np.ndarray, size: int, dim: int) -> list[np.ndarray]:
+    return np.split(x, range(size, x.shape[dim], size), axis=dim)
+
+
+_add("reshape", 1, _shape, lambda lab, xs, a: lab.reshape(xs[0], *a), lambda xs, a: xs[0].reshape(*a), weight=2)
+_add("transpose", 1, _two_dims, lambda lab, xs, a: lab.transpose(xs[0], *a), lambda xs, a: xs[0].swapaxes(*a), weight=2)
+_add("permute", 1, _order, lambda lab, xs, a: lab.permute(xs[0], *a), lambda xs, a: xs[0].transpose(*a))
+_add("index", 1, _index, lambda lab, xs, a: xs[0][_decode(a[0])], lambda xs, a: xs[0][_decode(a[0])], weight=4)
+_add(
+    "unsqueeze",
+    1,
+    lambda rng, x: (int(rng.integers(0, x.ndim + 1)),) if x.ndim < 4 else None,
+    lambda lab, xs, a: lab.unsqueeze(xs[0], *a),
+    lambda xs, a: np.expand_dims(xs[0], *a),
+)
+_add("expand", 1, _expanded, lambda lab, xs, a: lab.expand(xs[0], *a), lambda xs, a: np.broadcast_to(xs[0], *a))
+_add("split", 1, _pieces, lambda lab, xs, a: lab.split(xs[0], *a), lambda xs, a: _split(xs[0], *a))
+_add(
+    "chunk",
+    1,
+    _pieces,
+    lambda lab, xs, a: lab.chunk(xs[0], *a),
+    lambda xs, a: _split(xs[0], -(-xs[0].shape[a[1]] // a[0]), a[1]),
+)
+_add("contiguous", 1, _always, lambda lab, xs, a: xs[0].contiguous(), lambda xs, a: _contiguous(xs[0]))
+_add("detach", 1, _of_floats, lambda lab, xs, a: lab.detach(xs[0]), lambda xs, a: xs[0], weight=0.5)
+
+
+def _contiguous(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(x.shape)
+
+
+def _joined(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
+    fits = x.ndim and x.dtype == y.dtype and x.ndim == y.ndim and x.size + y.size <= MOST
+    if not fits:
+        return None
+    dim = int(rng.integers(0, x.ndim))
+    alike = all(a == b for d, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if d != dim)
+    return (dim,) if alike else None
+
+
+_add("cat", 2, _joined, lambda lab, xs, a: lab.cat(xs, *a), lambda xs, a: np.concatenate(xs, *a), weight=3)
+_add(
+    "stack",
+    2,
+    lambda rng, x, y: _joined(rng, x, y) if x.shape == y.shape else None,
+    lambda lab, xs, a: lab.stack(xs, *a),
+    lambda xs, a: np.stack(xs, *a),
+    weight=3,
+)
+
+
+# ---------------------------------------------------------------------------- writes
+def _assigned(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    index = _index(rng, x)
+    return None if index is None or x.dtype == bool else (*index, 2)
+
+
+def _set(xs: list, args: tuple) -> Any:
+    xs[0][_decode(args[0])] = args[1]
+    return xs[0]
+
+
+def _double(xs: list, args: tuple) -> Any:
+    xs[0] *= 2
+    return xs[0]
+
+
+def _accumulate(xs: list, args: tuple) -> Any:
+    xs[0] += xs[1]
+    return xs[0]
+
+
+def _number(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    return None if x.dtype == bool else ()
+
+
+_add("set", 1, _assigned, lambda lab, xs, a: _set(xs, (a[0], float(a[1]))), _set, writes=True, weight=4)
+_add("double", 1, _number, lambda lab, xs, a: _double(xs, a), _double, writes=True, weight=4)
+_add(
+    "accumulate",
+    2,
+    lambda rng, x, y: () if x.shape == y.shape and _alike(rng, x, y) is not None else None,
+    lambda lab, xs, a: _accumulate(xs, a),
+    _accumulate,
+    writes=True,
+    weight=3,
+)
