@@ -172,8 +172,8 @@ class _Platform:
     def is_meta(self, x: np.ndarray) -> bool:
         return False
 
-    def local_strides(self, x: np.ndarray) -> None:
-        """NumPy's noise is in row-major order."""
+    def strides(self, x: np.ndarray) -> tuple[int, ...]:
+        return tuple(step // x.itemsize for step in x.strides)
 
     def get_rng_state(self) -> None:
         """Ranks share the noise of a case: there is no state to agree on."""

@@ -18,7 +18,7 @@ RANKS = 4
 #: One of so many seeds makes a stack of modules.
 STACKS = 20
 #: Seconds that a single program may take, and programs of a batch.
-PATIENCE, BATCH = 40.0, 50
+PATIENCE, BATCH = 15.0, 25
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run_seeds(pool: WorkerPool, seeds: range, seen: Callable[[Outcome], None] = 
 def _run_some(pool: WorkerPool, seeds: list[int]) -> Iterator[Outcome]:
     """A batch; where a rank hangs or dies, its halves, so that few programs run again."""
     try:
-        by_rank = pool.run(RANKS, run_batch, seeds, timeout=PATIENCE + 2.0 * len(seeds))
+        by_rank = pool.run(RANKS, run_batch, seeds, timeout=PATIENCE + 0.6 * len(seeds))
     except JobError as error:
         if len(seeds) == 1:
             yield Outcome(seeds[0], "hanging", str(error)[-1500:])

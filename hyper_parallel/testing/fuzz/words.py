@@ -159,19 +159,13 @@ _add(
     lambda xs, a: xs[0] / (2 + xs[1] * xs[1]),
 )
 _add("greater", 2, _alike, lambda lab, xs, a: xs[0] > xs[1], lambda xs, a: xs[0] > xs[1])
-
-
-def _chosen(rng: np.random.Generator, m: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    if m.dtype != bool or _alike(rng, x, y) is None:
-        return None
-    try:
-        shape = np.broadcast_shapes(m.shape, x.shape, y.shape)
-    except ValueError:
-        return None
-    return () if np.prod(shape) <= MOST else None
-
-
-_add("where", 3, _chosen, lambda lab, xs, a: lab.where(*xs), lambda xs, a: np.where(*xs), weight=3)
+_add(
+    "where",
+    2,
+    lambda rng, x, y: _alike(rng, x, y) if _floating(x) else None,
+    lambda lab, xs, a: lab.where(xs[0] > xs[1], *xs),
+    lambda xs, a: np.where(xs[0] > xs[1], *xs),
+)
 
 
 # ---------------------------------------------------------------------------- products

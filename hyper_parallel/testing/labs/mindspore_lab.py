@@ -521,6 +521,7 @@ WRITES_BACK = False
 WRITES_THROUGH_VIEWS = False
 BOOL = ms.bool_
 #: The smallest of numbers with NaN among them is none on CPU; gradients of gradients through views are not supported.
+FUZZ_SHARE = 100
 FUZZ_LIMITS: dict[str, Any] = {"writes_with_gradients": False, "nan": False, "second_order": False}
 
 

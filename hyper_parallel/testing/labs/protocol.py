@@ -38,6 +38,8 @@ class Lab(Protocol):
     BOOL: Any
     #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: what random programs may contain.
     FUZZ_LIMITS: dict[str, Any]
+    #: How many random programs the suite runs.
+    FUZZ_SHARE: int
     #: What `hyper_parallel.register_sharding` takes for the operation `custom`.
     CUSTOM: Any
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).

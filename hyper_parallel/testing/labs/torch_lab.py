@@ -430,6 +430,7 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
 WRITES_BACK = True
 WRITES_THROUGH_VIEWS = True
 BOOL = torch.bool
+FUZZ_SHARE = 400
 FUZZ_LIMITS: dict[str, Any] = {}
 
 

@@ -1,0 +1,149 @@
+"""Random programs as data: made alike from a seed, with everything in them that they should have, and made smaller."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hyper_parallel import PackedShard, Partial, Replicate, Shard
+from hyper_parallel.testing.fuzz.campaign import put_together
+from hyper_parallel.testing.fuzz.compare import _differs
+from hyper_parallel.testing.fuzz.program import Leaf, Limits, Program, Step, generate, values_of
+from hyper_parallel.testing.fuzz.record import add_run
+from hyper_parallel.testing.fuzz.shrink import smallest
+from hyper_parallel.testing.fuzz.words import WORDS
+
+PROGRAMS = [generate(seed, Limits()) for seed in range(600)]
+
+
+def test_a_seed_makes_one_program() -> None:
+    assert [generate(seed, Limits()) for seed in range(50)] == PROGRAMS[:50]
+    assert len(set(map(str, PROGRAMS[:50]))) == 50
+
+
+def test_all_words_and_kinds_occur() -> None:
+    words = {step.word for program in PROGRAMS for step in program.steps}
+    assert words == {*WORDS, "redistribute"}
+    leaves = [leaf for program in PROGRAMS for leaf in program.leaves]
+    assert {leaf.dtype for leaf in leaves} == {"float16", "float32", "float64", "int64", "bool"}
+    placements = [p for leaf in leaves for p in leaf.placements]
+    assert {type(p) for p in placements} == {Replicate, Shard, PackedShard, Partial}
+    assert {p.reduce_op for p in placements if isinstance(p, Partial)} == {"sum", "avg", "max", "min"}
+    assert any(
+        len(set(leaf.placements)) == 1 < len(leaf.placements) and leaf.placements[0].is_shard() for leaf in leaves
+    )
+    assert {program.mesh for program in PROGRAMS} == {(4,), (2,), (3,), (2, 2)}
+    assert any(leaf.shape == () for leaf in leaves) and any(0 in leaf.shape for leaf in leaves)
+    assert any(leaf.has_nan for leaf in leaves)
+    assert any(program.second_order for program in PROGRAMS)
+    assert any(program.writes for program in PROGRAMS)
+
+
+def test_writes_reach_other_values() -> None:
+    """Programs write through views: a value that is no result of the write changes."""
+    changed = 0
+    for program in PROGRAMS:
+        for at, step in enumerate(program.steps):
+            if step.word in WORDS and WORDS[step.word].writes:
+                before = values_of(replace(program, steps=program.steps[:at]))
+                after = values_of(replace(program, steps=program.steps[: at + 1]))
+                changed += any(
+                    i not in step.inputs and not np.array_equal(a, after[i], equal_nan=a.dtype.kind == "f")
+                    for i, a in enumerate(before)
+                )
+    assert changed > 20
+
+
+def test_limits() -> None:
+    limits = Limits(writes_with_gradients=False, nan=False, second_order=False, dtypes=("float32", "int64", "bool"))
+    programs = [generate(seed, limits) for seed in range(300)]
+    assert not any(program.second_order for program in programs)
+    assert not any(leaf.has_nan for program in programs for leaf in program.leaves)
+    assert not any(leaf.requires_grad for program in programs if program.writes for leaf in program.leaves)
+
+
+def program_with(word: str) -> Program:
+    return next(p for p in PROGRAMS if any(s.word == word for s in p.steps) and len(p.steps) > 4)
+
+
+@pytest.mark.parametrize("word", ["softmax", "cat", "set", "redistribute"])
+def test_smallest(word: str) -> None:
+    """What is left is the step that fails, what it is made of, and one output."""
+    program = program_with(word)
+    asked = []
+
+    def fails(smaller: Program) -> bool:
+        asked.append(smaller)
+        return any(step.word == word for step in smaller.steps)
+
+    found = smallest(program, fails)
+    assert sum(step.word == word for step in found.steps) == 1
+    assert len(found.outputs) == 1
+    assert len(found.steps) < len(program.steps)
+    assert all(placement is Replicate() for leaf in found.leaves for placement in leaf.placements)
+    values_of(found)  # it is a program
+    assert len(asked) <= 200
+
+
+def test_smallest_stops_asking() -> None:
+    asked = []
+    smallest(program_with("cat"), lambda program: bool(asked.append(program)), tries=3)
+    assert len(asked) <= 3
+
+
+def test_a_program_is_printed_in_a_few_lines() -> None:
+    program = Program(
+        7,
+        (2,),
+        (Leaf((4, 2), "float32", (Shard(0),), True, 3),),
+        (Step("split", (0,), (2, 0)), Step("add", (1, 2), ())),
+        (3,),
+    )
+    assert str(program).splitlines() == [
+        "# seed 7, mesh (2,)",
+        "v0 = float32[4, 2] placed [Shard(dim=0)], requires_grad",
+        "v1, v2 = split(v0, 2, 0)",
+        "v3 = add(v1, v2)",
+        "compare v3",
+    ]
+
+
+def test_outcomes_of_ranks() -> None:
+    right, refused, wrong = ("right", ""), ("refused", "ValueError: no"), ("wrong", "v1: off by 1")
+    assert put_together(1, [right, right, None]).kind == "right"
+    assert put_together(1, [refused, refused]).kind == "refused"
+    assert put_together(1, [refused, right]).kind == "differs"
+    assert put_together(1, [right, wrong]).detail == "v1: off by 1"
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (np.float32([1.0, 2.0]), np.float32([1.0, 2.1])),
+        (np.float32([1.0, 2.0]), np.float64([1.0, 2.0])),
+        (np.float32([1.0]), np.float32([[1.0]])),
+        (np.float32([1.0]), np.float32([np.nan])),
+        (np.float32([np.inf]), np.float32([np.nan])),
+        (np.int64([1]), np.int64([2])),
+        (np.array([True]), np.array([False])),
+    ],
+)
+def test_differences_are_seen(got: np.ndarray, wanted: np.ndarray) -> None:
+    assert _differs(got, wanted)
+    assert not _differs(got, got.copy())
+
+
+def test_runs_add_up(tmp_path: Path) -> None:
+    file = tmp_path / "last_fuzz.json"
+    add_run(file, "torch-cpu", 5, 100, {"right": 90, "refused": 10}, 3.2)
+    add_run(file, "torch-cpu", 105, 50, {"right": 50}, 1.0)
+    add_run(file, "mindspore", 1, 10, {"right": 10}, 1.0)
+    record = json.loads(file.read_text())
+    assert record["torch-cpu"]["programs"] == 150
+    assert record["torch-cpu"]["outcomes"] == {"right": 140, "refused": 10}
+    assert [run["first seed"] for run in record["torch-cpu"]["runs"]] == [5, 105]
+    assert record["mindspore"]["programs"] == 10
