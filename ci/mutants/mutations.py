@@ -1,7 +1,7 @@
 """Which one-line mutations a file has, by its syntax tree.
 
-Not mutated: docstrings and other strings, annotations, what stands in a ``raise`` or a warning (tests should not depend on
-every word of a message), ``__all__``, and what only type checkers read.
+Not mutated: docstrings and other strings, annotations, what stands in a ``raise`` or a warning (tests should not depend
+on every word of a message), ``__all__``, and what only type checkers read.
 """
 
 from __future__ import annotations
@@ -230,9 +230,8 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
             if keyword.arg is not None:
                 rest = node.keywords[:i] + node.keywords[i + 1 :]
                 yield ast.Call(node.func, node.args, rest), "dropped keyword"
-    elif isinstance(node, ast.Slice):
-        if node.lower is not None and node.upper is not None:
-            yield ast.Slice(None, node.upper, node.step), "dropped bound"
+    elif isinstance(node, ast.Slice) and node.lower is not None and node.upper is not None:
+        yield ast.Slice(None, node.upper, node.step), "dropped bound"
 
 
 def _of_statement(node: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
@@ -253,10 +252,13 @@ def _of_blocks(node: ast.stmt) -> Iterator[tuple[ast.stmt, str, str]]:
     handlers = node.handlers if isinstance(node, ast.Try) else []
     blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
     for statement in (s for block in [*blocks, *(handler.body for handler in handlers)] for s in block):
-        kept = (ast.Name,)  # without it the name would be missing, which shows at once
+        dropped = (ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)
+        if isinstance(statement, ast.Assign):
+            # Without a plain name the next line that reads it fails, which shows at once.
+            if any(isinstance(target, (ast.Name, ast.Tuple)) for target in statement.targets):
+                continue
+            dropped = (ast.Assign,)
         if isinstance(statement, ast.Expr) and isinstance(statement.value, (ast.Call, ast.Yield, ast.Await)):
             yield statement, "pass", "dropped call"
-        elif isinstance(statement, ast.Assign) and not any(isinstance(t, (*kept, ast.Tuple)) for t in statement.targets):
-            yield statement, "pass", "dropped statement"
-        elif isinstance(statement, (ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)):
+        elif isinstance(statement, dropped):
             yield statement, "pass", "dropped statement"

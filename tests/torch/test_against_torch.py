@@ -363,7 +363,7 @@ IN_TORCH = {
 
 
 def run_trap(name: str) -> list[str]:
-    """What becomes of it in torch and here: "right", "wrong", or the exception, where it was raised and what it says."""
+    """What becomes of it in torch and here: "right", "wrong", or the exception, who raised it and what it says."""
     outcomes = []
     for lib, mesh in meshes(2):
         try:
