@@ -3,8 +3,8 @@
     python -m ci.mutants [--count 200] [--seed 1] [--backend torch-cpu]
 
 Samples mutations of `hyper_parallel/core` and of the backends, runs the tests that reach each, the closest first, and
-names those that survive. What came out is added to ``build/mutants/results.jsonl``: the same command goes on where it was
-cut off. Each mutant is tried with torch-cpu, and with mindspore if it is in core and survived, or in that backend.
+names those that survive. What came out is added to ``build/mutants/results.jsonl``: the same command goes on where it
+was cut off. Each mutant is tried with torch-cpu, and with mindspore if it is in core and survived, or in that backend.
 """
 
 from __future__ import annotations

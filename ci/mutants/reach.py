@@ -1,8 +1,8 @@
 """Which tests reach which line: made from a whole run of a backend's tests, kept outside git.
 
-`record` runs the tests under coverage with `ci.mutants.recording`, once per backend, and later those files of tests that
-changed. The map keeps the sources it was made from: a line is looked up where it stood then, so that a map stays of use
-while other lines change.
+`record` runs the tests under coverage with `ci.mutants.recording`, once per backend, and later those files of tests
+that changed. The map keeps the sources it was made from: a line is looked up where it stood then, so that a map stays
+of use while other lines change.
 """
 
 from __future__ import annotations
