@@ -24,7 +24,7 @@ from ci.mutants.reach import BUILD, Reach
 from ci.mutants.trial import Outcome, Place
 
 #: Seconds that the tests of the first and of the second round are estimated to take, and at most take with all around.
-ROUNDS = ((25.0, 60.0), (90.0, 240.0))
+ROUNDS = ((25.0, 60.0), (60.0, 150.0))
 #: backend -> whether it tries a mutation of this file.
 TRIES = {
     "torch-cpu": lambda path: "/platform/mindspore/" not in path,
@@ -96,9 +96,10 @@ class Trials:
         while tests:
             outcome = place.run(tests, self.reach, deadline)
             self.sound.update(outcome.passed)
-            if outcome.verdict == "passed" or outcome.test in self.sound:
+            if outcome.verdict == "passed" or (outcome.verdict == "failed" and outcome.test in self.sound):
                 return outcome
-            # Without a test to blame, as when an import fails, any of them will show whether it is the mutation.
+            # Without a test to blame, as when an import fails, any of them will show whether it is the mutation. What
+            # hangs may only be slow, on a machine that others use too.
             suspect = outcome.test or tests[0]
             place.mutate(None, undo=mutation)
             again = place.run([suspect], self.reach, time.monotonic() + 120)

@@ -47,6 +47,7 @@ def run_tests(tests: str, log: str, events: str) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - what a killed process wrote is of interest
     arguments = ["-x", "-q", "-p", "no:cacheprovider", "--tb=short", f"@{tests}"]
     status = int(pytest.main(arguments, plugins=[Follower(events)]))
     sys.stdout.flush()

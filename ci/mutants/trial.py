@@ -19,9 +19,9 @@ from ci.mutants.reach import BUILD, Reach, environment
 #: What of the project the tests need: all that is not made by building or running it.
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache", ".coverage*", "*.egg-info")
 #: A test hangs when it takes longer than this, or than so many times what it took when the map was made.
-HANG_SECONDS, HANG_TIMES = 20.0, 6.0
-#: Beside its tests, a run may take this long: to import, to collect, to start and stop workers.
-AROUND = 60.0
+HANG_SECONDS, HANG_TIMES = 15.0, 5.0
+#: Beside its tests, a run may take this long: to import, to collect, to start workers, which the first test waits for.
+AROUND = 40.0
 
 
 @dataclass
@@ -101,9 +101,11 @@ class Place:
             if len(entries) != seen:
                 seen, began = len(entries), time.monotonic()
                 kind, test = entries[-1][:2]
-                limit = max(HANG_SECONDS, HANG_TIMES * reach.seconds.get(test, 0.0)) if kind == "begins" else AROUND
+                limit = max(HANG_SECONDS, HANG_TIMES * reach.seconds.get(test, 0.0))
+                if kind == "ends" or seen == 1:
+                    limit += AROUND
             overtime = time.monotonic() > deadline
-            if time.monotonic() - began > limit or overtime:
+            if time.monotonic() - began > limit * _load() or overtime:
                 hung = entries[-1][1] if entries and not overtime else ""
                 os.killpg(child, signal.SIGKILL)
                 break
@@ -141,6 +143,11 @@ class Place:
             if self._server.stdout.readline().strip() != "ready":
                 raise RuntimeError(f"{' '.join(command)} did not start")
         return self._server
+
+
+def _load() -> float:
+    """How many times longer than alone everything may take now."""
+    return max(1.0, os.getloadavg()[0] / 2 / (os.cpu_count() or 1))
 
 
 def _entries(events: Path) -> list[list]:
