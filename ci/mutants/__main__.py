@@ -25,6 +25,8 @@ from ci.mutants.trial import Outcome, Place
 
 #: Seconds that the tests of the first and of the second round are estimated to take, and at most take with all around.
 ROUNDS = ((25.0, 60.0), (60.0, 150.0))
+#: So many mutations are tried before the tests that noticed them are run without any.
+PART = 16
 #: backend -> whether it tries a mutation of this file.
 TRIES = {
     "torch-cpu": lambda path: "/platform/mindspore/" not in path,
@@ -46,7 +48,16 @@ class Trials:
         places: Queue[Place] = Queue()
         for number in range(at_once):
             places.put(Place(self.root, self.backend, number))
+        # By parts, so that not much is in doubt when all this is cut off.
+        for i in range(0, len(mutations), PART):
+            todo = mutations[i : i + PART]
+            while todo:
+                self._run(todo, places, at_once)
+                todo = self.doubted(todo, places)
+        while not places.empty():
+            places.get().close()
 
+    def _run(self, mutations: list[Mutation], places: Queue[Place], at_once: int) -> None:
         def one(mutation: Mutation) -> None:
             place = places.get()
             try:
@@ -60,8 +71,23 @@ class Trials:
         with ThreadPoolExecutor(at_once) as pool:
             for future in [pool.submit(one, mutation) for mutation in mutations]:
                 future.result()
-        while not places.empty():
-            places.get().close()
+
+    def doubted(self, mutations: list[Mutation], places: Queue[Place]) -> list[Mutation]:
+        """Those of the mutations that were noticed by a test that fails without any too: to be tried again."""
+        noticed = {m: self.results.test_of(m, self.backend) for m in mutations}
+        while suspects := sorted({test for test in noticed.values() if test} - self.sound - self.unsound):
+            place = places.get()
+            outcome = place.run(suspects, self.reach, time.monotonic() + 60 + 10 * len(suspects), len(suspects))
+            places.put(place)
+            self.sound.update(outcome.passed)
+            if outcome.verdict == "passed":
+                break
+            self.unsound.add(outcome.test or suspects[0])
+            print(f"{outcome.test} fails without a mutation: left out\n{outcome.log}", file=sys.stderr, flush=True)
+        again = [m for m, test in noticed.items() if test in self.unsound]
+        for mutation in again:
+            self.results.add(mutation, self.backend, "doubted", "", 0, 0.0)
+        return again
 
     def attempt(self, place: Place, mutation: Mutation) -> tuple[str, str, int]:
         """(verdict, the test that noticed, how many tests ran) for one mutation."""
@@ -96,8 +122,8 @@ class Trials:
         while tests:
             outcome = place.run(tests, self.reach, deadline)
             self.sound.update(outcome.passed)
-            if outcome.verdict == "passed" or (outcome.verdict == "failed" and outcome.test in self.sound):
-                return outcome
+            if outcome.verdict in ("passed", "failed"):
+                return outcome  # whether the test fails without the mutation too, `doubted` asks of many at once
             # Without a test to blame, as when an import fails, any of them will show whether it is the mutation. What
             # hangs may only be slow, on a machine that others use too.
             suspect = outcome.test or tests[0]

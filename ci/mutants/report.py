@@ -49,7 +49,13 @@ class Results:
         """Whether a mutation has to be tried: nobody noticed it so far, and this backend has not tried it, or is to try
         it once more."""
         tried = self.entries.get(mutation.key, {})
-        return self.verdict(mutation) not in NOTICED and (backend not in tried or again)
+        once = backend in tried and tried[backend]["verdict"] != "doubted"
+        return self.verdict(mutation) not in NOTICED and (not once or again)
+
+    def test_of(self, mutation: Mutation, backend: str) -> str:
+        """The test that noticed it with this backend, if one did."""
+        entry = self.entries.get(mutation.key, {}).get(backend, {})
+        return entry["test"] if entry.get("verdict") == "failed" else ""
 
     def verdict(self, mutation: Mutation) -> str:
         """How it was noticed, else "survived", "not reached" by any test, or "not tried"."""

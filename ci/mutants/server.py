@@ -3,9 +3,10 @@
     python -m ci.mutants.server FRAMEWORK
 
 It reads runs from its input, one JSON list a line: the file that lists the tests, the file that gets the log, the file
-that gets what happens. The child writes there, a JSON list a line, ``["begins", test]`` and ``["ends", test, passed]``;
-to its output the server writes the child's process id when it begins, and its exit status when it ends. Nothing of the
-library is imported here: each run imports the sources as they are then.
+that gets what happens, after how many failures to stop. The child writes what happens, a JSON list a line:
+``["begins", test]`` and ``["ends", test, passed]``. To its output the server writes the child's process id when it
+begins, and its exit status when it ends. Nothing of the library is imported here: each run imports the sources as they
+are then.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class Follower:
         self.write("ends", nodeid, self.passed)
 
 
-def run_tests(tests: str, log: str, events: str) -> None:
+def run_tests(tests: str, log: str, events: str, failures: int) -> None:
     """What the child does; it does not return."""
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - what a killed process wrote is of interest
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--tb=short", f"@{tests}"]
+    arguments = [f"--maxfail={failures}", "-q", "-p", "no:cacheprovider", "--tb=short", f"@{tests}"]
     status = int(pytest.main(arguments, plugins=[Follower(events)]))
     sys.stdout.flush()
     os._exit(status)

@@ -84,14 +84,15 @@ class Place:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
 
-    def run(self, tests: list[str], reach: Reach, deadline: float) -> Outcome:
-        """Run tests until one fails or hangs, or until ``deadline`` (`time.monotonic`), which counts as passed."""
+    def run(self, tests: list[str], reach: Reach, deadline: float, failures: int = 1) -> Outcome:
+        """Run tests until one hangs or so many fail, or until ``deadline`` (`time.monotonic`), which counts as
+        passed."""
         listed, log, events = (self.folder / name for name in ("tests.txt", "log.txt", "events.txt"))
         listed.write_text("\n".join(tests))
         events.write_text("")
         server = self._started()
         assert server.stdin is not None and server.stdout is not None
-        print(json.dumps([str(listed), str(log), str(events)]), file=server.stdin, flush=True)
+        print(json.dumps([str(listed), str(log), str(events), failures]), file=server.stdin, flush=True)
         child = int(server.stdout.readline())
         began, seen, overtime = time.monotonic(), 0, False
         limit = AROUND
