@@ -4,6 +4,7 @@
 # make readme-table                       the README's table of backends, from the last run of the tests
 # make demo [PLATFORM=mindspore] [TP=2]   train a small Llama on TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
+# make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
 # make lint                               ruff and mypy
 # make clean                              remove environments and build output
 #
@@ -46,7 +47,7 @@ endif
 BACKEND_OF_ENVIRONMENT := $(ENVIRONMENT)
 ENVIRONMENT := $(ENVIRONMENT)$(addprefix -,$(TORCH))
 
-.PHONY: test test-npu readme-table demo bench lint clean
+.PHONY: test test-npu readme-table demo bench mutants lint clean
 
 ifeq ($(PLATFORM),)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.
@@ -77,6 +78,11 @@ CASES :=
 OUT := benchmarks/results/$(shell date +%F)-$(shell uname -m)-$(shell getconf _NPROCESSORS_ONLN)-cores
 bench: .venv/all/.ready
 	HYPER_PARALLEL_PLATFORM=torch-cpu .venv/all/bin/python -m benchmarks $(CASES) --out $(OUT)
+
+N := 200
+SEED := 1
+mutants: .venv/all/.ready
+	.venv/all/bin/python -m ci.mutants --count $(N) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))
 
 lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .

@@ -17,10 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 
-from ci.mutants import reach as reaches
 from ci.mutants import report
 from ci.mutants.mutations import Mutation, sample
-from ci.mutants.reach import BUILD, Reach
+from ci.mutants.reach import BUILD, Reach, up_to_date
 from ci.mutants.trial import Outcome, Place
 
 #: Seconds that the tests of the first and of the second round are estimated to take, and at most take with all around.
@@ -155,12 +154,7 @@ def main() -> int:
     mutations = [m for m in sample(root, arguments.count, arguments.seed) if arguments.only in m.path]
     results = report.Results(root / BUILD / "results.jsonl")
     for backend in arguments.backend or ("torch-cpu", "mindspore"):
-        reach = reaches.load(root, backend)
-        if reach is None or (reach.digest != reaches.digest_of(root) and not arguments.old_map):
-            print(f"{backend}: running all tests once, to know which line each reaches", flush=True)
-            reaches.record(root, backend)
-            reach = reaches.load(root, backend)
-            assert reach is not None
+        reach = up_to_date(root, backend, arguments.old_map)
         todo = [m for m in mutations if TRIES[backend](m.path) and results.is_open(m, backend, arguments.again)]
         # What one backend noticed needs no other one; those that only this backend can notice come first.
         todo.sort(key=lambda m: "/core/" in m.path)

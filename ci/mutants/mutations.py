@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 #: Where mutations are made. The files that only NPUs and GPUs run have gates of their own.
@@ -105,29 +107,35 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
 def sample(root: Path, count: int, seed: int, areas: tuple[str, ...] = AREAS) -> list[Mutation]:
     """``count`` mutations of the project at ``root``, no two of one line, the same for the same sources and seed.
 
-    Of a line's mutations first a kind is drawn, so that kinds with many ways do not crowd out the others.
+    Every line draws for itself, so that a change elsewhere leaves the rest of the sample as it is. Of a line's
+    mutations first a kind is drawn, so that kinds with many ways do not crowd out the others.
     """
+    drawn: list[tuple[float, Mutation]] = []
     sources: dict[str, str] = {}
-    pool: dict[tuple[str, int], list[Mutation]] = {}
     for area in areas:
         for file in sorted((root / area).rglob("*.py")):
             path = file.relative_to(root).as_posix()
             if path not in LEFT_OUT:
                 sources[path] = file.read_text(encoding="utf-8")
-                for mutation in mutations_of(path, sources[path]):
-                    pool.setdefault((path, mutation.line), []).append(mutation)
-    draw = random.Random(seed)
-    lines = sorted(pool)
-    draw.shuffle(lines)
-    chosen: list[Mutation] = []
-    for line in lines:
-        if len(chosen) == count:
-            break
-        kind = draw.choice(sorted({mutation.kind for mutation in pool[line]}))
-        mutation = draw.choice([mutation for mutation in pool[line] if mutation.kind == kind])
-        if _is_valid(mutation.apply(sources[mutation.path])):
-            chosen.append(mutation)
-    return chosen
+                drawn += _drawn_of(path, sources[path], seed)
+    drawn.sort(key=lambda one: (one[0], one[1].path, one[1].line))
+    valid = (mutation for _, mutation in drawn if _is_valid(mutation.apply(sources[mutation.path])))
+    return [*islice(valid, count)]
+
+
+def _drawn_of(path: str, source: str, seed: int) -> Iterator[tuple[float, Mutation]]:
+    """A mutation of each line of a file that has any, with the number that its line has drawn."""
+    by_line: dict[int, list[Mutation]] = {}
+    for mutation in mutations_of(path, source):
+        by_line.setdefault(mutation.line, []).append(mutation)
+    seen: Counter[str] = Counter()
+    for mutations in by_line.values():
+        text = mutations[0].text
+        draw = random.Random(f"{seed} {path} {text} {seen[text]}")
+        seen[text] += 1
+        number = draw.random()
+        kind = draw.choice(sorted({mutation.kind for mutation in mutations}))
+        yield number, draw.choice([mutation for mutation in mutations if mutation.kind == kind])
 
 
 def function_at(source: str, line: int) -> tuple[str, int, int] | None:
@@ -222,10 +230,9 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
         yield node.orelse, "condition"
     elif isinstance(node, ast.Call):
         if len(node.args) >= 2 and all(isinstance(a, (ast.Name, ast.Attribute, ast.Subscript)) for a in node.args[:2]):
-            if ast.unparse(node.func) in _ORDERED:
-                return
             swapped = [node.args[1], node.args[0], *node.args[2:]]
-            yield ast.Call(node.func, swapped, node.keywords), "swapped arguments"
+            if ast.unparse(node.func) not in _ORDERED and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+                yield ast.Call(node.func, swapped, node.keywords), "swapped arguments"
         for i, keyword in enumerate(node.keywords):
             if keyword.arg is not None:
                 rest = node.keywords[:i] + node.keywords[i + 1 :]

@@ -1,7 +1,7 @@
 """Which tests reach which line: made from a whole run of a backend's tests, kept outside git.
 
-`record` runs the tests under coverage with `ci.mutants.recording`, once per backend, and later those files of tests
-that changed. The map keeps the sources it was made from: a line is looked up where it stood then, so that a map stays
+`record` runs tests under coverage with `ci.mutants.recording`: all of a backend once, and later those files of tests
+that changed. A recording keeps the sources it was made with: a line is looked up where it stood then, so that it stays
 of use while other lines change.
 """
 
@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ci.mutants.mutations import AREAS, Mutation, function_at
@@ -26,61 +28,103 @@ FOLDERS = {
     "torch-cpu": ("tests/unit", "tests/conformance", "tests/torch"),
     "mindspore": ("tests/conformance", "tests/mindspore"),
 }
-#: What the map depends on.
-WATCHED = (*AREAS, "hyper_parallel/testing", "tests")
+#: The checks that the files of tests/conformance collect, under the same names.
+CHECKS = Path("hyper_parallel") / "testing" / "conformance"
 #: Seconds that one test costs beside its own, so that a few tests are preferred to many.
 EACH = 0.02
 
 
-class Reach:
-    """The map of one backend; see the module.
+@dataclass
+class Recording:
+    """What one run of tests reached.
 
     Attributes:
-        seconds: test -> how long it took. Tests that failed then are left out.
-        lines: file -> line -> the tests, by index into ``tests``.
-        sources: file -> its text when the map was made.
+        seconds: test -> how long it took. Tests that failed are left out.
+        lines: file -> line -> the tests, by their position in ``seconds``.
+        sources: file -> its text then.
+        files: file of tests -> its digest then, see `files_of`.
     """
 
-    def __init__(self, tests: list[str], seconds: list[float], lines: dict, sources: dict[str, str], digest: str):
-        self.tests = tests
-        self.seconds = dict(zip(tests, seconds, strict=True))
-        self.lines: dict[str, dict[int, list[int]]] = lines
-        self.sources = sources
-        self.digest = digest
-        #: test -> how many lines it reaches: the fewer, the closer it looks at each.
-        self.breadth: dict[str, int] = dict.fromkeys(tests, 0)
-        for by_line in lines.values():
-            for indices in by_line.values():
-                for i in indices:
-                    self.breadth[tests[i]] += 1
+    seconds: dict[str, float]
+    lines: dict[str, dict[int, list[int]]]
+    sources: dict[str, str]
+    files: dict[str, str]
+
+    @cached_property
+    def tests(self) -> list[str]:
+        return [*self.seconds]
 
     def of_lines(self, path: str, source: str, lines: Iterable[int]) -> set[str]:
         """The tests that reach any of these lines of a file, whose text is ``source`` now."""
-        then = self._then(path, source)
-        by_line = self.lines.get(path, {})
+        then, by_line = self._then(path, source), self.lines.get(path, {})
         return {self.tests[i] for line in lines for i in by_line.get(then.get(line, 0), ())}
+
+    def _then(self, path: str, source: str) -> dict[int, int]:
+        """Line now -> the same line then."""
+        before = self.sources.get(path, "")
+        if before == source:
+            return {line: line for line in range(1, source.count("\n") + 2)}
+        match = difflib.SequenceMatcher(None, before.split("\n"), source.split("\n"), autojunk=False)
+        return {b + i + 1: a + i + 1 for a, b, size in match.get_matching_blocks() for i in range(size)}
+
+
+class Reach:
+    """All that is recorded of one backend. A later recording takes the place of an earlier one for its files of tests.
+
+    Attributes:
+        seconds: test -> how long it took.
+        breadth: test -> how many lines it reaches: the fewer, the closer it looks at each.
+    """
+
+    def __init__(self, recordings: list[Recording]) -> None:
+        self.recordings = recordings
+        self.seconds: dict[str, float] = {}
+        self.breadth: dict[str, int] = {}
+        self._last: dict[str, Recording] = {}
+        for recording in recordings:
+            files = {test.partition("::")[0] for test in recording.tests}
+            self._last = {test: r for test, r in self._last.items() if test.partition("::")[0] not in files}
+            self._last.update(dict.fromkeys(recording.tests, recording))
+            self.seconds.update(recording.seconds)
+            self.breadth.update(dict.fromkeys(recording.tests, 0))
+            for by_line in recording.lines.values():
+                for indices in by_line.values():
+                    for i in indices:
+                        self.breadth[recording.tests[i]] += 1
+
+    def of_lines(self, path: str, source: str, lines: Iterable[int]) -> set[str]:
+        """The tests that reach any of these lines of a file, whose text is ``source`` now."""
+        lines = [*lines]
+        return {
+            test
+            for recording in self.recordings
+            for test in recording.of_lines(path, source, lines)
+            if self._last.get(test) is recording
+        }
 
     def rounds(self, mutation: Mutation, source: str) -> list[list[str]]:
         """The tests for a mutation, the closest and quickest first: those that reach its line, then those that reach
         its function, then those that reach its file. Each test once."""
         around = function_at(source, mutation.line)
-        everything = range(1, source.count("\n") + 2)
-        # Code on the level of a module runs when it is imported, for whichever test comes first: its line says nothing.
-        near = [range(around[1], around[2] + 1)] if around else []
-        sets = [self.of_lines(mutation.path, source, [mutation.line])] if around else []
-        sets += [self.of_lines(mutation.path, source, lines) for lines in [*near, everything]]
-        words = set(re.findall(r"[a-z]{3,}", (mutation.text + (around[0] if around else "")).lower()))
+        wanted = [range(1, source.count("\n") + 2)]
+        if around is not None:
+            # Code on the level of a module runs when it is imported, for whichever test comes first: only a line within
+            # a function says something.
+            wanted = [range(mutation.line, mutation.line + 1), range(around[1], around[2] + 1), *wanted]
+        text = mutation.text + (around[0] if around else "") + Path(mutation.path).stem
+        words = set(re.findall(r"[a-z]{3,}", text.lower()))
         seen: set[str] = set()
         rounds = []
-        for tests in sets:
-            rounds.append(self._closest_first(tests - seen, words | set(Path(mutation.path).stem.split("_"))))
+        for lines in wanted:
+            tests = self.of_lines(mutation.path, source, lines) - seen
+            rounds.append(self._closest_first(tests, words))
             seen |= tests
         return rounds
 
     def _closest_first(self, tests: set[str], words: set[str]) -> list[str]:
         """In turn one test of each test function: the cases of one function are much alike."""
         functions: dict[str, list[str]] = {}
-        for test in sorted(tests, key=lambda test: (-_shared(words, test), self.seconds[test])):
+        for test in sorted(tests, key=lambda test: (-_shared(words, test), self.seconds[test], test)):
             functions.setdefault(test.partition("[")[0], []).append(test)
 
         def distance(cases: list[str]) -> float:
@@ -91,26 +135,20 @@ class Reach:
         longest = max(map(len, ordered), default=0)
         return [cases[i] for i in range(longest) for cases in ordered if i < len(cases)]
 
-    def _then(self, path: str, source: str) -> dict[int, int]:
-        """Line now -> the same line when the map was made."""
-        before = self.sources.get(path, "")
-        if before == source:
-            return {line: line for line in range(1, source.count("\n") + 2)}
-        match = difflib.SequenceMatcher(None, before.split("\n"), source.split("\n"), autojunk=False)
-        return {b + i + 1: a + i + 1 for a, b, size in match.get_matching_blocks() for i in range(size)}
-
 
 def _shared(words: set[str], test: str) -> int:
     return len(words & set(re.findall(r"[a-z]{3,}", test.partition("::")[2].lower())))
 
 
-def digest_of(root: Path) -> str:
-    """What tells whether a map is stale."""
-    total = hashlib.sha256()
-    for area in WATCHED:
-        for file in sorted((root / area).rglob("*.py")):
-            total.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    return total.hexdigest()
+def files_of(root: Path, backend: str) -> dict[str, str]:
+    """The files of a backend's tests, each with a digest of it and of the checks that it collects."""
+    found = {}
+    for folder in FOLDERS[backend]:
+        for file in sorted((root / folder).glob("test_*.py")):
+            parts = [file, root / CHECKS / file.name] if folder == "tests/conformance" else [file]
+            text = b"".join(part.read_bytes() for part in parts if part.exists())
+            found[file.relative_to(root).as_posix()] = hashlib.sha256(text).hexdigest()
+    return found
 
 
 def environment(root: Path, backend: str) -> dict[str, str]:
@@ -118,35 +156,62 @@ def environment(root: Path, backend: str) -> dict[str, str]:
     return {**os.environ, "HYPER_PARALLEL_PLATFORM": backend, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
-def record(root: Path, backend: str, python: str = sys.executable) -> None:
-    """Run all tests of a backend and keep which line each reaches."""
+def up_to_date(root: Path, backend: str, old_sources: bool = False) -> Reach:
+    """What is recorded, after running what is not: everything when a source changed (unless ``old_sources``), else the
+    files of tests that changed or are new."""
     folder = root / BUILD / backend
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    found = [_read(folder / f"{name}.json") for name in ("all", "changed")]
+    recordings = [recording for recording in found if recording is not None]
+    if not recordings or (not old_sources and any(_is_stale(root, recording) for recording in recordings)):
+        (folder / "changed.json").unlink(missing_ok=True)
+        print(f"{backend}: running all tests, to know which lines each reaches", flush=True)
+        folders = [folder for folder in FOLDERS[backend] if (root / folder).is_dir()]
+        return Reach([record(root, backend, "all", folders)])
+    now = files_of(root, backend)
+    known = {file: digest for recording in recordings for file, digest in recording.files.items()}
+    if any(known.get(file) != digest for file, digest in now.items()):
+        changed = [file for file, digest in now.items() if recordings[0].files.get(file) != digest]
+        print(f"{backend}: running {', '.join(changed)}, to know which lines they reach", flush=True)
+        recordings[1:] = [record(root, backend, "changed", changed)]
+    return Reach(recordings)
+
+
+def _is_stale(root: Path, recording: Recording) -> bool:
+    paths = {path: root / path for path in recording.sources}
+    return any(
+        not path.exists() or path.read_text(encoding="utf-8") != recording.sources[name] for name, path in paths.items()
+    )
+
+
+def record(root: Path, backend: str, name: str, tests: Iterable[str], python: str = sys.executable) -> Recording:
+    """Run tests of a backend, keep which lines each reaches under ``name``, and return it."""
+    run = root / BUILD / backend / name
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
     command = [python, "-m", "coverage", "run", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "ci.mutants.recording", f"--record={folder}", *FOLDERS[backend]]
+    command += ["-p", "ci.mutants.recording", f"--record={run}", *tests]
     # The tracer of newer Pythons sees each line once only, for the first test that comes there.
-    variables = {"COVERAGE_FILE": str(folder / "coverage"), "COVERAGE_CORE": "ctrace"}
-    with (folder / "log.txt").open("w") as log:
-        subprocess.run(
-            command, cwd=root, env=environment(root, backend) | variables, check=False, stdout=log, stderr=log
-        )
-    take(root, backend)
+    variables = {**environment(root, backend), "COVERAGE_FILE": str(run / "coverage"), "COVERAGE_CORE": "ctrace"}
+    with (run / "log.txt").open("w") as log:
+        subprocess.run(command, cwd=root, env=variables, check=False, stdout=log, stderr=log)
+    recording = take(root, backend, run)
+    path = run.with_suffix(".json")
+    path.write_text(json.dumps(asdict(recording)), encoding="utf-8")
+    shutil.rmtree(run)
+    return recording
 
 
-def take(root: Path, backend: str) -> None:
-    """Make the map of what `record` left."""
+def take(root: Path, backend: str, run: Path) -> Recording:
+    """What a run of tests under coverage has left in the folder ``run``."""
     import coverage
 
-    folder = root / BUILD / backend
-    combined = folder / "combined" / "coverage"
+    combined = run / "combined" / "coverage"
     combined.parent.mkdir(exist_ok=True)
-    combine = [sys.executable, "-m", "coverage", "combine", "--keep", "--quiet", f"--data-file={combined}", str(folder)]
+    combine = [sys.executable, "-m", "coverage", "combine", "--keep", "--quiet", f"--data-file={combined}", str(run)]
     subprocess.run(combine, cwd=root, check=True)
-    ran = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
-    passed = {entry["test"]: entry["seconds"] + EACH for entry in ran if entry["passed"]}
-    tests = list(passed)
-    index = {test: i for i, test in enumerate(tests)}
+    ran = [json.loads(line) for line in (run / "tests.jsonl").read_text(encoding="utf-8").splitlines()]
+    seconds = {entry["test"]: entry["seconds"] + EACH for entry in ran if entry["passed"]}
+    index = {test: i for i, test in enumerate(seconds)}
     data = coverage.CoverageData(str(combined))
     data.read()
     lines, sources = {}, {}
@@ -156,15 +221,12 @@ def take(root: Path, backend: str) -> None:
             by_line = data.contexts_by_lineno(file)
             lines[path] = {line: sorted(index[t] for t in by_line[line] if t in index) for line in sorted(by_line)}
             sources[path] = (root / path).read_text(encoding="utf-8")
-    found = {"digest": digest_of(root), "tests": tests, "seconds": list(passed.values()), "lines": lines}
-    (folder / "map.json").write_text(json.dumps({**found, "sources": sources}))
+    return Recording(seconds, lines, sources, files_of(root, backend))
 
 
-def load(root: Path, backend: str) -> Reach | None:
-    """The map of a backend, or None when there is none."""
-    path = root / BUILD / backend / "map.json"
+def _read(path: Path) -> Recording | None:
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    lines = {file: {int(n): tests for n, tests in by_line.items()} for file, by_line in found["lines"].items()}
-    return Reach(found["tests"], found["seconds"], lines, found["sources"], found["digest"])
+    found = json.loads(path.read_text(encoding="utf-8"))
+    found["lines"] = {file: {int(n): tests for n, tests in by_line.items()} for file, by_line in found["lines"].items()}
+    return Recording(**found)
