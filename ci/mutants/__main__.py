@@ -148,12 +148,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="those in files whose path contains this")
     parser.add_argument("--again", action="store_true", help="try those again that survived")
     parser.add_argument("--old-map", action="store_true", help="do not make the map anew when sources changed")
+    parser.add_argument("--report", action="store_true", help="try nothing, sum up what came out so far")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     mutations = [m for m in sample(root, arguments.count, arguments.seed) if arguments.only in m.path]
     results = report.Results(root / BUILD / "results.jsonl")
-    for backend in arguments.backend or ("torch-cpu", "mindspore"):
+    for backend in () if arguments.report else arguments.backend or ("torch-cpu", "mindspore"):
         reach = up_to_date(root, backend, arguments.old_map)
         todo = [m for m in mutations if TRIES[backend](m.path) and results.is_open(m, backend, arguments.again)]
         # What one backend noticed needs no other one; those that only this backend can notice come first.
