@@ -4,7 +4,8 @@
 # make readme-table                       the README's table of backends, from the last run of the tests
 # make demo [PLATFORM=mindspore] [TP=2]   train a small Llama on TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
-# make fuzz N=100000 [PLATFORM=mindspore] random programs with fresh seeds, recorded in ci/last_fuzz.json
+# make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
+# make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
 # make lint                               ruff and mypy
 # make clean                              remove environments and build output
 #
@@ -47,7 +48,7 @@ endif
 BACKEND_OF_ENVIRONMENT := $(ENVIRONMENT)
 ENVIRONMENT := $(ENVIRONMENT)$(addprefix -,$(TORCH))
 
-.PHONY: test test-npu readme-table demo bench fuzz lint clean
+.PHONY: test test-npu readme-table demo bench fuzz mutants lint clean
 
 ifeq ($(PLATFORM),)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.
@@ -79,9 +80,14 @@ OUT := benchmarks/results/$(shell date +%F)-$(shell uname -m)-$(shell getconf _N
 bench: .venv/all/.ready
 	HYPER_PARALLEL_PLATFORM=torch-cpu .venv/all/bin/python -m benchmarks $(CASES) --out $(OUT)
 
-N := 1000
+N :=
+SEED := 1
 fuzz: .venv/all/.ready
-	.venv/all/bin/python -m hyper_parallel.testing.fuzz $(or $(PLATFORM),torch-cpu) --count $(N) --record ci/last_fuzz.json
+	.venv/all/bin/python -m hyper_parallel.testing.fuzz $(or $(PLATFORM),torch-cpu) --count $(or $(N),1000) \
+	    --record ci/last_fuzz.json
+
+mutants: .venv/all/.ready
+	.venv/all/bin/python -m ci.mutants --count $(or $(N),200) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))
 
 lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .

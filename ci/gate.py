@@ -31,7 +31,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TextIO
 
 import results
@@ -161,14 +161,18 @@ def thresholds_in(config: Path) -> dict[str, float]:
     settings = configparser.ConfigParser()
     settings.read(config)
     areas = {path: float(least) for path, least in settings["areas"].items()} if "areas" in settings else {}
-    own = any(path.startswith(results.OWN) for path in areas)
+    own = any(results.is_own(path) for path in areas)
     return areas if own and all(least > 0 for least in areas.values()) else {}
 
 
 def reached(files: dict, path: str) -> float:
-    """Percentage of the lines and branches of the file ``path``, or below the folder, that ran; 0 when nothing there
-    was measured."""
-    there = [file["summary"] for name, file in files.items() if name == path or name.startswith(path + "/")]
+    """Percentage of the lines and branches of the file ``path``, or below the folder, or of the files that a pattern
+    such as ``folder/*.py`` names, that ran; 0 when nothing there was measured."""
+
+    def within(name: str) -> bool:
+        return name == path or name.startswith(path + "/") or ("*" in path and PurePosixPath(name).match(path))
+
+    there = [file["summary"] for name, file in files.items() if within(name)]
     ran = sum(summary["covered_lines"] + summary["covered_branches"] for summary in there)
     there_are = sum(summary["num_statements"] + summary["num_branches"] for summary in there)
     return 100 * ran / there_are if there_are else 0.0

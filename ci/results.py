@@ -12,14 +12,19 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-__all__ = ["AREAS", "OWN", "Area", "Row", "from_dict", "markdown", "read", "stamp", "terminal", "write"]
+__all__ = ["AREAS", "OWN", "Area", "Row", "from_dict", "is_own", "markdown", "read", "stamp", "terminal", "write"]
 
 CORE = "hyper_parallel/core"
 TENSOR_PARALLEL = "hyper_parallel/core/tensor_parallel"
-#: Below this, an area is of the backend itself.
+#: Below this, an area is of the backend itself. A pattern names the files that all backends share.
 OWN = "hyper_parallel/platform"
 AREAS = ("core", "tensor_parallel", "own_folder")
 COLUMNS = ["backend", "passed", "failed", "skipped", *AREAS, "at_least", "seconds", "verdict"]
+
+
+def is_own(path: str) -> bool:
+    """Whether an area is of the backend itself."""
+    return path.startswith(OWN) and "*" not in path
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Row:
     def area(self, column: str) -> Area | None:
         """The area of one of the columns ``core``, ``tensor_parallel`` and ``own_folder``; None when not measured."""
         wanted = {"core": CORE, "tensor_parallel": TENSOR_PARALLEL}.get(column)
-        of_column = (a for a in self.areas if (a.path == wanted if wanted else a.path.startswith(OWN)))
+        of_column = (a for a in self.areas if (a.path == wanted if wanted else is_own(a.path)))
         return min(of_column, key=lambda area: area.reached - area.least, default=None)
 
     def coverage(self, column: str) -> str:

@@ -92,13 +92,23 @@ def test_gloo_instead_of_nccl(cuda_platform: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_generator(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator is the GPU's, not the host's."""
-    states: list[Any] = ["of the GPU"]
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[-1])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", states.append)
-    assert cuda_platform.get_rng_state() == "of the GPU"
-    cuda_platform.set_rng_state("another")
-    assert cuda_platform.get_rng_state() == "another"
+    """The generator is that of the current GPU, not the host's and not another GPU's.
+
+    Generators of the host stand in for those of two GPUs; what reads and sets their states is torch's own.
+    """
+    generators = tuple(torch.Generator().manual_seed(seed) for seed in (1, 2))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_call", lambda call, **options: call())
+    monkeypatch.setattr(torch.cuda.random, "current_device", lambda: 1)
+    host, other = torch.get_rng_state(), generators[0].get_state()
+    state = cuda_platform.get_rng_state()
+    assert torch.equal(state, torch.Generator().manual_seed(2).get_state())
+    drawn = torch.rand(3, generator=generators[1])
+    cuda_platform.set_rng_state(state)
+    assert torch.equal(torch.rand(3, generator=generators[1]), drawn)
+    assert torch.equal(generators[0].get_state(), other)
+    assert torch.equal(torch.get_rng_state(), host)
 
 
 #: What nccl reduces, by the table in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, but for fp8: its sums depend on

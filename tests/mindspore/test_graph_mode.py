@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mindspore.graph import jit_trace
 from hyper_parallel import Shard, distribute_tensor
 from hyper_parallel.platform.mindspore import graphs
 from hyper_parallel.platform.mindspore.launch import GroupVerbs
+from hyper_parallel.platform.mindspore.tensor import NoDispatch, is_dispatching
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import batch, error_of, make_net
 
@@ -347,6 +349,33 @@ def test_decorated_and_set_before_the_library_is_imported(tmp_path: Path) -> Non
 
 
 # ------------------------------------------------------------------------------------------------ what is looked at
+def other_threads_during_a_recording() -> None:
+    """Of them nothing is recorded: they work on local tensors as ever."""
+    inside: list[bool] = []
+
+    def work() -> None:
+        with NoDispatch():
+            inside.append(is_dispatching())
+        inside.append(is_dispatching())
+
+    guard, thread = graphs._WHILE_RECORDING, threading.Thread(target=work)
+    guard.set("a function")
+    try:
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="a function uses a DTensor"), NoDispatch():
+            pass
+    finally:
+        guard.lift()
+    assert inside == [False, True]
+    with NoDispatch():
+        assert not is_dispatching()
+
+
+def test_other_threads_during_a_recording(pool: Any) -> None:
+    pool.run(1, other_threads_during_a_recording)
+
+
 def test_what_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that can lead to a tensor, each thing once, and nothing of what a function does not name."""
     found = Tensor._make_subclass(graphs.InterceptedTensor, Tensor([1.0]))

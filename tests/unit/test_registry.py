@@ -214,5 +214,5 @@ def test_platform_of_another_framework_is_not_offered(monkeypatch: pytest.Monkey
 
 
 def test_the_contract_has_no_instances() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="abstract"):
         Platform()  # type: ignore[abstract]

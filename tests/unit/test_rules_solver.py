@@ -10,6 +10,7 @@ import pytest
 
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, expected_results, mesh_of_rank, run, same
@@ -57,3 +58,26 @@ def _any_layout(x: np.ndarray, mesh: object, chance: random.Random) -> Layout:
     if x.dtype.kind == "f":
         kinds.append(Partial())
     return get_layout(mesh, tuple(chance.choice(kinds) for _ in mesh.shape), x.shape)
+
+
+#: Of these the kernels for nothing are others than for something, with other graphs: see their rules.
+NEVER_EMPTY = [
+    ("attention", ((2, 2, 5, 4),) * 3, (None, 0.0)),
+    ("along_dims", ((2, 2),), ((0,), 1)),
+]
+
+
+@pytest.mark.parametrize(("op", "shapes", "statics"), NEVER_EMPTY, ids=[name for name, *_ in NEVER_EMPTY])
+def test_no_rank_runs_on_nothing(op: str, shapes: tuple, statics: tuple) -> None:
+    """What fewer elements than ranks shard is gathered; where each rank has one, it stays sharded."""
+    sharding = RULES[op](shapes, statics)
+    assert sharding is not None
+    labels = sharding.operands[0] or ()
+    dims = [i for i, label in enumerate(labels) if label is not None and label in sharding.nonempty]
+    assert dims
+    for ranks, wanted in ((2, Shard), (3, Replicate)):
+        mesh = mesh_of_rank((ranks,), 0)
+        for dim in dims:
+            strategy = solve(sharding, tuple(get_layout(mesh, (Shard(dim),), shape) for shape in shapes), mesh)
+            assert strategy is not None
+            assert {type(layout.placements[0]) for layout in strategy.results} == {wanted}, (ranks, dim)

@@ -5,7 +5,7 @@ Placements are interned: ``Shard(0) is Shard(0)``, so that layouts and caches co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 __all__ = ["REDUCE_OPS", "PackedShard", "Partial", "Placement", "Replicate", "Shard"]
@@ -145,7 +145,7 @@ class PackedShard(Shard):
     def __new__(cls, dim: int, sizes: int | Sequence[int]) -> PackedShard:
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise TypeError(f"PackedShard(dim, sizes) takes the tensor dimension as an int, got {dim!r}")
-        parts = sizes if isinstance(sizes, int) else tuple(sizes)
+        parts = tuple(sizes) if isinstance(sizes, Iterable) else sizes
         listed = parts if isinstance(parts, tuple) else (parts,)
         if any(not isinstance(n, int) or isinstance(n, bool) for n in listed):
             raise TypeError(f"PackedShard(dim, sizes) takes ints as sizes, got {sizes!r}")

@@ -137,7 +137,7 @@ def _embedding_ext(func: Any, xs: tuple, statics: tuple) -> Any:
     if statics[0] is None or device_target() != "CPU":
         return _embedding(func, xs, statics) if statics[0] is None else func(*xs, statics[0], None, 2.0, False)
     ids = xs[0]
-    keep = ops.expand_dims(ops.not_equal(ids, statics[0]), -1)
+    keep = ops.expand_dims(ops.not_equal(ids, statics[0] % max(1, xs[1].shape[0])), -1)
     rows = _embedding(func, xs, statics)
     return ops.select(keep.broadcast_to(rows.shape), rows, ops.stop_gradient(rows))
 

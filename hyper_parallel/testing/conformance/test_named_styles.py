@@ -61,9 +61,14 @@ def test_names_for_linear_layers(pool: Any, world_size: int) -> None:
             assert counts == expect(world_size, forward, backward), style
 
 
+#: Those of the package: tests register further ones.
+NAMES = style_names()
+
+
 def test_all_names_are_tried() -> None:
-    others = {"embedding_rowwise", "sequence_parallel", "replicated_with_grad_allreduce"}
-    assert set(LINEAR_NAMES) | others <= set(style_names())
+    here = {"embedding_rowwise", "sequence_parallel"}
+    in_test_attention = {"replicated_with_grad_allreduce"}
+    assert set(LINEAR_NAMES) | here | in_test_attention == set(NAMES)
     assert all(isinstance(style_by_name(name, "x"), ParallelStyle) for name in style_names())
 
 
@@ -283,15 +288,28 @@ def wrong_heads(mesh: Any) -> None:
     wide.q_norm = lab.RmsNorm(16)
     refused(wide, plan, "'q_norm' normalises all 16 features of 'wq'", "output_layouts=Replicate()")
 
-    for wrong in ({"heads": 0}, {"heads": (2, 0)}, {"packed": 0}, {"packed": ()}, {"replicate_heads": True}):
-        with pytest.raises(ValueError):
+    at_least_one, parts = "takes numbers of at least 1", "takes the size of each part or the number of equal parts"
+    for wrong, message in (
+        ({"heads": 0}, at_least_one),
+        ({"heads": (2, 0)}, at_least_one),
+        ({"packed": 0}, parts),
+        ({"packed": ()}, parts),
+        ({"replicate_heads": True}, "needs the number of heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
             ColwiseParallel(**wrong)
     with pytest.raises(ValueError, match="different numbers of parts"):
         ColwiseParallel(heads=(8, 2, 2), packed=(8, 8))
     with pytest.raises(ValueError, match="one number for each part"):
         ColwiseParallel(heads=8, packed=(8, 8))
-    for wrong in ({"heads": "8"}, {"heads": True}, {"packed": 1.5}, {"packed": "ab"}):
-        with pytest.raises(TypeError):
+    number, ints = "takes a number of heads, or one for each part", "takes ints as sizes"
+    for wrong, message in (
+        ({"heads": "8"}, number),
+        ({"heads": True}, number),
+        ({"packed": 1.5}, ints),
+        ({"packed": "ab"}, ints),
+    ):
+        with pytest.raises(TypeError, match=message):
             RowwiseParallel(**wrong)
     with pytest.raises(ValueError, match="is an embedding"):
         parallelize_module(lab.embedding_module(8, 4), mesh, ColwiseParallel(packed=2))

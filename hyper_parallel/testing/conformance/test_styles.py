@@ -274,7 +274,12 @@ def prepared_output(mesh: Any) -> Any:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_prepare_module_output(pool: Any, world_size: int) -> None:
-    pool.run(world_size, prepared_output)
+    # `up` gathers its output and the root that of `down`; backward slices, and sums the gradients of both inputs.
+    for counts in pool.run(world_size, prepared_output):
+        if world_size > 1:
+            assert counts == {"forward": {"all_gather": 2}, "backward": {"all_reduce": 2}}
+        else:
+            assert counts == {"forward": {}, "backward": {}}
 
 
 @spmd.on_mesh()

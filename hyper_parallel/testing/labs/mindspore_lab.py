@@ -370,6 +370,10 @@ def embedding(ids: Any, weight: Any) -> Any:
     return ops.gather(weight, ids, 0)
 
 
+def padded_embedding(ids: Any, weight: Any, padding: int) -> Any:
+    return mint.nn.functional.embedding(ids, weight, padding_idx=padding)
+
+
 def square(x: Any) -> Any:
     return x**2
 
@@ -455,8 +459,8 @@ def masked_fill(x: Any, mask: Any, value: float) -> Any:
     return x.masked_fill(mask, value)
 
 
-def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
-    return ops.LayerNorm(-1, -1, 1e-5)(x, weight, bias)[0]
+def layer_norm(x: Any, weight: Any, bias: Any, epsilon: float = 1e-5) -> Any:
+    return ops.LayerNorm(-1, -1, epsilon)(x, weight, bias)[0]
 
 
 def rms_norm(x: Any, weight: Any) -> Any:

@@ -190,6 +190,9 @@ class Lab(Protocol):
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Rows of ``weight``."""
 
+    def padded_embedding(self, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
+        """The same, of DTensors, with no gradient for the row ``padding``, which may be negative."""
+
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """``x`` where ``condition``, else ``y``."""
 
@@ -250,8 +253,8 @@ class Lab(Protocol):
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
         """``value`` where ``mask``, else ``x``."""
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Over the dimensions of ``weight``, epsilon 1e-5."""
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
+        """Over the dimensions of ``weight``; ``epsilon`` is given by name where the framework has a name for it."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the dimensions of ``weight``, epsilon 1e-5."""

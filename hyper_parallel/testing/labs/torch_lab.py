@@ -373,8 +373,12 @@ def masked_fill(x: Any, mask: Any, value: float) -> Any:
     return x.masked_fill(mask, value)
 
 
-def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
-    return F.layer_norm(x, tuple(weight.shape), weight, bias, 1e-5)
+def padded_embedding(ids: Any, weight: Any, padding: int) -> Any:
+    return F.embedding(ids, weight, padding)
+
+
+def layer_norm(x: Any, weight: Any, bias: Any, epsilon: float = 1e-5) -> Any:
+    return F.layer_norm(x, tuple(weight.shape), weight, bias, eps=epsilon)
 
 
 def rms_norm(x: Any, weight: Any) -> Any:

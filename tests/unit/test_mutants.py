@@ -1,0 +1,307 @@
+"""`ci/mutants`: which mutations there are, which tests are run for each, what is remembered and reported."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci.mutants import mutations, reach, report, trial
+from ci.mutants.mutations import Mutation
+
+ROOT = Path(__file__).parents[2]
+
+
+def changes(source: str) -> set[tuple[str, str]]:
+    return {(m.before, m.after) for m in mutations.mutations_of("a.py", textwrap.dedent(source))}
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("y = a < b", {("a < b", "(a <= b)")}),
+        ("y = a is not b", {("a is not b", "(a is b)")}),
+        ("y = a == b == c", set()),
+        ("y = 3", {("3", "4"), ("3", "2")}),
+        ("y = False", {("False", "True")}),
+        ("y = not a", {("not a", "a")}),
+        ("y = -a", {("-a", "a")}),
+        ("y = a and b", {("a and b", "(a or b)"), ("a and b", "a"), ("a and b", "b")}),
+        ("y = a if c else b", {("a if c else b", "a"), ("a if c else b", "b")}),
+        ("y = a // b", {("a // b", "(a * b)")}),
+        ("y = f(a, b, *c)", {("f(a, b, *c)", "f(b, a, *c)")}),
+        ("y = f(*a, b)", set()),
+        ("y = f('a', b)", set()),
+        ("y = isinstance(a, b)", set()),
+        ("y = f(a, key=b)", {("f(a, key=b)", "f(a)")}),
+        ("y = a[b:c]", {("b:c", ":c")}),
+        ("y.x = a", {("y.x = a", "pass")}),
+        ("y += a", {("y += a", "pass")}),
+        ("f(a)", {("f(a)", "pass")}),
+        ("raise ValueError('a' + b)", {("raise ValueError('a' + b)", "pass")}),
+        ("return f(a)", {("f(a)", "a")}),
+        ("return a + b", {("a + b", "(a - b)"), ("a + b", "a"), ("a + b", "b")}),
+        ("if a: pass", {("a", "not (a)")}),
+        ("y: int | None = a", set()),
+        ("'''Adds 1 + 1.'''", set()),
+        ("y = f'{a + 1}'", set()),
+        ("__all__ = [f(a, b)]", set()),
+        ("if TYPE_CHECKING: f(a)", set()),
+        ("import a", set()),
+    ],
+)
+def test_mutations(line: str, wanted: set[tuple[str, str]]) -> None:
+    assert changes(f"def g(a, b, c, y):\n    {line}\n") == wanted
+
+
+def test_only_what_stands_in_one_line() -> None:
+    assert changes("y = f(\n    a < b,\n    c=1,\n)\n") == {("a < b", "(a <= b)"), ("1", "2"), ("1", "0")}
+
+
+def test_apply() -> None:
+    """Places are bytes: what stands before them may be longer in UTF-8 than in characters."""
+    source = "x = 'größer', a < b  # <\n"
+    (mutation,) = mutations.mutations_of("a.py", source)
+    assert mutation.apply(source) == "x = 'größer', (a <= b)  # <\n"
+    with pytest.raises(ValueError, match=r"a\.py:1 is not what it was"):
+        mutation.apply("x = 'grosser', a < b\n")
+
+
+def test_sample() -> None:
+    """The same for a seed, at most one of a line, of every area, all of them valid Python that differs."""
+    first = mutations.sample(ROOT, 120, 7)
+    one = ("hyper_parallel/core/tensor_parallel",)
+    assert mutations.sample(ROOT, 9, 7, one) == mutations.sample(ROOT, 9, 7, one) != mutations.sample(ROOT, 9, 8, one)
+    assert len({(m.path, m.line) for m in first}) == len({m.key for m in first}) == 120
+    for area in mutations.AREAS:
+        assert any(m.path.startswith(area) for m in first)
+    assert not mutations.LEFT_OUT & {m.path for m in first}
+    assert all((ROOT / path).exists() for path in mutations.LEFT_OUT)
+    assert len({m.kind for m in first}) > 8
+    for m in first:
+        source = (ROOT / m.path).read_text(encoding="utf-8")
+        assert ast.dump(ast.parse(m.apply(source))) != ast.dump(ast.parse(source)), m
+
+
+def test_sample_stays_when_other_lines_change(tmp_path: Path) -> None:
+    path = tmp_path / "hyper_parallel" / "core" / "a.py"
+    path.parent.mkdir(parents=True)
+    lines = [f"x{i} = {i} < y" for i in range(40)]
+    path.write_text("\n".join(lines))
+    before = {m.key for m in mutations.sample(tmp_path, 10, 1)}
+    lines.insert(5, "import os")
+    lines[20] = "x20 = y == 3"
+    path.write_text("\n".join(lines))
+    after = {m.key for m in mutations.sample(tmp_path, 10, 1)}
+    assert len(before & after) >= 9
+
+
+def test_function_at() -> None:
+    source = "x = 1\ndef f(a=2):\n    b = 3\n    def g():\n        return 4\n    return g\nclass C:\n    d = 5\n"
+    found = {line: mutations.function_at(source, line) for line in range(1, 9)}
+    assert {line for line, function in found.items() if function is None} == {1, 2, 7, 8}
+    assert found[3] == found[6] == ("f", 3, 6)
+    assert found[5] == ("g", 5, 5)
+
+
+# ---------------------------------------------------------------------- which tests
+BEFORE = "def f(x):\n    return x + 1\n\n\ndef g(x):\n    return x\n"
+
+
+def recording(seconds: dict[str, float], lines: dict[int, list[int]], source: str = BEFORE) -> reach.Recording:
+    return reach.Recording(seconds, {"a.py": lines}, {"a.py": source}, {})
+
+
+def test_lines_are_looked_up_where_they_stood() -> None:
+    found = recording({"t::one": 1.0, "t::two": 1.0}, {2: [0], 6: [1]})
+    now = "import os\n" + BEFORE.replace("x + 1", "x + 2")
+    assert found.of_lines("a.py", BEFORE, [2]) == {"t::one"}
+    assert found.of_lines("a.py", now, [7]) == {"t::two"}
+    assert found.of_lines("a.py", now, [3]) == set()  # a new line, which nothing has reached
+    assert found.of_lines("b.py", BEFORE, [2]) == set()
+
+
+def test_later_recordings_count() -> None:
+    first = recording({"t.py::one": 1.0, "u.py::two": 1.0}, {2: [0, 1]})
+    later = recording({"t.py::one": 2.0, "t.py::new": 3.0}, {2: [1], 6: [0]})
+    both = reach.Reach([first, later])
+    assert both.of_lines("a.py", BEFORE, [2]) == {"u.py::two", "t.py::new"}
+    assert both.seconds == {"t.py::one": 2.0, "u.py::two": 1.0, "t.py::new": 3.0}
+    assert both.breadth == {"t.py::one": 1, "u.py::two": 1, "t.py::new": 1}
+
+
+def test_rounds() -> None:
+    """Tests of the line, then of the function, then of the file; the quick ones first, in turn of each function."""
+    seconds = {"t::slow": 9.0, "t::quick[1]": 0.1, "t::quick[2]": 0.2, "t::other": 0.3, "t::far": 0.1, "t::near": 5.0}
+    source = "def f(x):\n    y = x\n    return y + 1\n\n\ndef g(x):\n    return x\n"
+    found = reach.Reach([recording(seconds, {2: [5], 3: [0, 1, 2, 3], 7: [4, 0]}, source)])
+    (mutation, *_) = [m for m in mutations.mutations_of("a.py", source) if m.line == 3]
+    assert found.rounds(mutation, source) == [
+        ["t::quick[1]", "t::other", "t::slow", "t::quick[2]"],
+        ["t::near"],
+        ["t::far"],
+    ]
+
+
+def test_tests_with_the_words_of_the_line_come_first() -> None:
+    source = "def f(x):\n    return softmax(x, -1)\n"
+    found = reach.Reach([recording({"t::relu": 0.1, "t::test_op[softmax]": 0.15}, {2: [0, 1]}, source)])
+    mutation = mutations.mutations_of("a.py", source)[0]
+    assert found.rounds(mutation, source)[0] == ["t::test_op[softmax]", "t::relu"]
+
+
+def test_on_the_level_of_a_module_the_file_counts() -> None:
+    source = "X = 1\ndef f(x):\n    return x\n"
+    found = reach.Reach([recording({"t::one": 1.0, "t::first_to_import": 1.0}, {1: [1], 3: [0]}, source)])
+    mutation = mutations.mutations_of("a.py", source)[0]
+    assert [sorted(tests) for tests in found.rounds(mutation, source)] == [["t::first_to_import", "t::one"]]
+
+
+# ---------------------------------------------------------------------- what is remembered
+def some_mutations() -> list[Mutation]:
+    return mutations.mutations_of("a.py", "x = 1\ny = a < b\nz = a and b\n")
+
+
+def test_results_go_on(tmp_path: Path) -> None:
+    first, second, third, *_ = some_mutations()
+    results = report.Results(tmp_path / "results.jsonl")
+    assert results.verdict(first) == "not tried"
+    assert results.is_open(first, "torch-cpu", False)
+    results.add(first, "torch-cpu", "failed", "t::one", 3, 1.0)
+    results.add(second, "torch-cpu", "survived", "", 9, 1.0)
+    results.add(third, "torch-cpu", "doubted", "", 0, 0.0)
+    again = report.Results(tmp_path / "results.jsonl")
+    assert (again.verdict(first), again.verdict(second), again.verdict(third)) == ("failed", "survived", "not tried")
+    assert not again.is_open(first, "mindspore", True)  # noticed is noticed
+    assert again.is_open(second, "mindspore", False)
+    assert not again.is_open(second, "torch-cpu", False)
+    assert again.is_open(second, "torch-cpu", True)
+    assert again.is_open(third, "torch-cpu", False)
+    assert (again.test_of(first, "torch-cpu"), again.test_of(second, "torch-cpu")) == ("t::one", "")
+
+
+def test_report(tmp_path: Path) -> None:
+    """Reasons that were written by hand stay."""
+    first, second, third, *_ = some_mutations()
+    results = report.Results(tmp_path / "results.jsonl")
+    results.add(first, "torch-cpu", "failed", "t::one", 3, 1.0)
+    results.add(second, "torch-cpu", "survived", "", 9, 1.0)
+    results.add(third, "mindspore", "not reached", "", 0, 1.0)
+    (tmp_path / "ci").mkdir()
+    path = tmp_path / "ci" / "last_mutants.json"
+    for why in ("", "it only says how"):
+        found = report.summary(results, [first, second, third], 5)
+        report.write(tmp_path, found)
+        kept = json.loads(path.read_text())
+        assert kept["verdicts"] | {"failed": 1, "survived": 1, "not reached": 1} == kept["verdicts"]
+        assert [s["key"] for s in kept["survivors"]] == [second.key, third.key]
+        assert [s["why"] for s in kept["survivors"]] == [why, ""]
+        kept["survivors"][0]["why"] = "it only says how"
+        path.write_text(json.dumps(kept))
+    assert "it only says how" in report.text(found)
+    assert "1 failed, 1 survived, 1 not reached" in report.text(found)
+
+
+# ---------------------------------------------------------------------- a small project
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of which one line is tested and one is not."""
+    pytest.importorskip("torch")
+    root = tmp_path / "project"
+    shutil.copytree(ROOT / "ci" / "mutants", root / "ci" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "hyper_parallel" / "testing", root / "hyper_parallel" / "testing")
+    files = {
+        "hyper_parallel/__init__.py": "",
+        "hyper_parallel/core/__init__.py": "",
+        "hyper_parallel/core/small.py": "def tested(x):\n    return x + 1\n\n\ndef untested(x):\n    return x - 1\n",
+        "tests/unit/test_small.py": """
+            from hyper_parallel.core.small import tested
+            def test_small():
+                assert [tested(0), tested(5)] == [1, 6]
+            """,
+        "tests/unit/hanging.py": """
+            from hyper_parallel.core.small import tested, untested
+            def test_fine():
+                assert untested(1) == 0
+            def test_endless():
+                while tested(0) != 1:
+                    pass
+            """,
+        "pyproject.toml": """
+            [tool.pytest.ini_options]
+            pythonpath = ["."]
+            [tool.coverage.run]
+            branch = true
+            parallel = true
+            relative_files = true
+            source_pkgs = ["hyper_parallel"]
+            """,
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(textwrap.dedent(text))
+    return root
+
+
+def test_command(project: Path) -> None:
+    """One mutant of each line; that of the line that is not tested survives, and a second run tries nothing again."""
+    command = [sys.executable, "-m", "ci.mutants", "--backend=torch-cpu", "--at-once=1"]
+    for expected in ("torch-cpu: 2 mutants", "torch-cpu: 0 mutants"):
+        done = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+        found = json.loads((project / "ci" / "last_mutants.json").read_text())
+        assert found["verdicts"] | {"failed": 1, "survived": 1} == found["verdicts"], done.stdout + done.stderr
+        ((where, text),) = [(s["where"], s["text"]) for s in found["survivors"]]
+        assert (where, text) == ("hyper_parallel/core/small.py", "return x - 1")
+    assert "return x + 1" in (project / "hyper_parallel" / "core" / "small.py").read_text()
+    assert not (project / "build" / "mutants" / "places" / "torch-cpu-0").exists()
+
+
+def test_trial(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails and what hangs, in a copy; the mutation is taken back."""
+    monkeypatch.setattr(trial, "HANG_SECONDS", 1.0)
+    monkeypatch.setattr(trial, "_load", lambda: 1.0)
+    path = "hyper_parallel/core/small.py"
+    source = (project / path).read_text()
+    mutation = Mutation(path, 2, 11, "x + 1", "x + 2", "constant", "return x + 1")
+    small = "tests/unit/test_small.py::test_small"
+    fine, endless = (f"tests/unit/hanging.py::test_{name}" for name in ("fine", "endless"))
+    known = reach.Reach([recording({small: 0.1, fine: 0.1, endless: 0.1}, {})])
+
+    def run(place: trial.Place, *tests: str, **options: Any) -> tuple[str, str, list[str]]:
+        outcome = place.run([*tests], known, time.monotonic() + 100, **options)
+        return outcome.verdict, outcome.test, outcome.passed
+
+    with trial.Place(project, "torch-cpu", 0) as place:
+        assert run(place, small, endless) == ("passed", "", [small, endless])
+        place.mutate(mutation)
+        assert "x + 2" in (place.folder / path).read_text()
+        assert run(place, small, endless) == ("failed", small, [])
+        assert run(place, fine, small, failures=2) == ("failed", small, [fine])
+        assert run(place, fine, endless) == ("hung", endless, [fine])
+        place.mutate(None, undo=mutation)
+        assert (place.folder / path).read_text() == source
+        assert run(place, endless) == ("passed", "", [endless])
+    assert (project / path).read_text() == source
+    assert not place.folder.exists()
+
+
+# ---------------------------------------------------------------------- the last run
+def test_last_run() -> None:
+    """At most 5 % of the mutants survived, apart from those that change nothing that matters; each has its reason."""
+    last = json.loads((ROOT / report.LAST).read_text(encoding="utf-8"))
+    survivors = last["survivors"]
+    assert all(survivor["why"] for survivor in survivors), [s["key"] for s in survivors if not s["why"]]
+    tried = last["mutants"] - last["verdicts"]["not tried"]
+    assert tried > 0
+    changing = [s for s in survivors if not s["why"].startswith("equivalent: ")]
+    assert len(changing) <= 0.05 * tried, [s["key"] for s in changing]
