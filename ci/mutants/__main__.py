@@ -152,11 +152,12 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
-    mutations = [m for m in sample(root, arguments.count, arguments.seed) if arguments.only in m.path]
+    mutations = sample(root, arguments.count, arguments.seed)
     results = report.Results(root / BUILD / "results.jsonl")
     for backend in () if arguments.report else arguments.backend or ("torch-cpu", "mindspore"):
         reach = up_to_date(root, backend, arguments.old_map)
-        todo = [m for m in mutations if TRIES[backend](m.path) and results.is_open(m, backend, arguments.again)]
+        wanted = (m for m in mutations if TRIES[backend](m.path) and arguments.only in m.path)
+        todo = [m for m in wanted if results.is_open(m, backend, arguments.again)]
         # What one backend noticed needs no other one; those that only this backend can notice come first.
         todo.sort(key=lambda m: "/core/" in m.path)
         print(f"{backend}: {len(todo)} mutants", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -210,3 +211,32 @@ def test_group_without_backends() -> None:
     assert group.backend is None and group() is process_group
     del process_group
     assert group() is None
+
+
+class _NoMore:
+    """A process group that was destroyed: nothing holds it."""
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"])
+def test_group_that_was_destroyed(verb: str) -> None:
+    """Every collective of a mesh from before says so, instead of reaching for what is gone."""
+    platform, owner = get_platform(), _NoMore()
+    group = _Group(owner, "cpu")
+    assert group.backend is owner
+    group.backend = None  # what a real group's end does: it does not hold itself
+    del owner
+    gc.collect()
+    x = torch.ones(4)
+    arguments: dict[str, tuple] = {
+        "all_reduce": (x, "sum", group),
+        "all_gather": (x, group, 2),
+        "reduce_scatter": (x, "sum", group, 2),
+        "all_to_all": (x, group, 2),
+        "broadcast": (x, 0, group),
+        "barrier": (group,),
+    }
+    with pytest.raises(RuntimeError, match="process group that was destroyed: make a new mesh"):
+        getattr(platform, verb)(*arguments[verb])
