@@ -57,9 +57,14 @@ def _operator(name: str) -> tuple[str, Any]:
     return qualified, getattr(found, overload or "default", None)
 
 
+def _gives_views(operator: Any) -> bool:
+    """Whether the result shares memory with an operand, which that of a kernel on host views would not."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns)
+
+
 def _replace_kernel(library: torch.library.Library, name: str) -> None:
     qualified, operator = _operator(name)
-    if operator is None or qualified in KEPT or qualified.startswith(("npu_", "_npu_")):
+    if operator is None or qualified in KEPT or qualified.startswith(("npu_", "_npu_")) or _gives_views(operator):
         return
     if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
         library.impl(qualified, kernel_of(operator), "PrivateUse1", allow_override=True)

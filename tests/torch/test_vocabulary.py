@@ -78,3 +78,18 @@ def test_vocabulary(pool: Any, world_size: int) -> None:
         pool.run(world_size, padding_id, padding)
     for use_local_output in (True, False):
         pool.run(world_size, padded, use_local_output)
+
+
+@on_mesh()
+def limited_norm(mesh: Any) -> None:
+    """Options that rewrite the weight, or count ids, are refused by modules of every style."""
+    for style in (ROWS, ColwiseParallel()):
+        for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+            model = parallelize_module(nn.Embedding(7, 4, **options), mesh, style)
+            (name,) = options
+            with pytest.raises(TypeError, match=rf"embedding\({name}="):
+                model(torch.tensor([0, 6]))
+
+
+def test_options_that_are_refused(pool: Any) -> None:
+    pool.run(2, limited_norm)
