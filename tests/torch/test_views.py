@@ -68,6 +68,8 @@ def compare(mesh: Any, shape: tuple[int, ...], placement: Any, requires_grad: bo
     values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device())
     for name, view in VIEWS.items():
         for how, write in WRITES.items():
+            if how == "foreach" and requires_grad and device().type == "npu":
+                continue  # simulated NPUs do not tell views, of plain tensors either, that their base has a new history
             plain = values.clone().requires_grad_(requires_grad)
             expected = run(plain, view, write)
             x = distribute_tensor(values, mesh, [placement]).requires_grad_(requires_grad)
