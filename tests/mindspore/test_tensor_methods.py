@@ -101,7 +101,10 @@ def item_assignment(mesh: Any) -> list[str]:
     wanted[[0, 2]] = -3.0  # the first row of each rank
     if not np.array_equal(whole(y), wanted):
         problems.append(f"local: {whole(y)}")
-    errors = [error_of(operator.setitem, y, index, 1.0) for index in (0, (slice(None), [0, 2]))]
+    rows = distribute_tensor(Tensor(np.array([0, 2])), mesh, [Replicate()])
+    errors = [error_of(operator.setitem, y, index, 1.0) for index in (rows, (slice(None), [0, 2]))]
+    y[0] = 1.0
+    wanted[0] = 1.0
     return [*problems, errors, whole(y).tolist() == wanted.tolist()]
 
 

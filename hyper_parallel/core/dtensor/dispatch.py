@@ -172,7 +172,7 @@ class _Plan:
                 if self.after is not None:
                     self.after(operands, result)
                 return result
-            forget_value(operands[0])
+            forget_value(operands[0], self.mesh.platform)
         after_write(operands[0])
         return operands[0]
 

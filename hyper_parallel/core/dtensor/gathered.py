@@ -72,10 +72,11 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
             )
         changed = [g for g in given if g.write_back(name)]
         result = _wrap_replicated(result, mesh, replicated, {id(g.whole): g.x for g in changed})
-        for given_operand in given:
-            given_operand.note_views(result, name)
     for written in changed:
         after_write(written.x)
+    with platform.no_dispatch():
+        for operand in given:
+            operand.note_views(result, name)
     return result
 
 
@@ -120,7 +121,7 @@ class _Given:
             with platform.no_grad():
                 whole = platform.wrap(platform.detach(self.whole), layout.with_placements(all_replicated(layout.mesh)))
                 platform.write(x, platform.detach(redistribute(whole, layout)))
-        forget_value(x)
+        forget_value(x, platform)
         return True
 
     def note_views(self, result: Any, name: str) -> None:

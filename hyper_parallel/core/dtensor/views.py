@@ -13,8 +13,11 @@ A `Family` is what is known about the tensors that share one piece of memory. On
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.base import Platform
 
 __all__ = ["CurrentLayout", "Family", "after_write", "before_write", "follow", "forget_value", "part", "share"]
 
@@ -149,11 +152,12 @@ def before_write(x: Any) -> None:
         family = source.base._family
 
 
-def forget_value(x: Any) -> None:
-    """``x`` was written to: what was computed from its old value and kept is void."""
-    x._layout.mesh.platform.clear_cache(x)
-    x._gathered = x._origin = x._ties = None
-    x._writes += 1
+def forget_value(x: Any, platform: Platform) -> None:
+    """``x``, a DTensor or a plain tensor, was written to: what was computed from its old value and kept is void."""
+    platform.clear_cache(x)
+    if getattr(x, "_layout", None) is not None:
+        x._gathered = x._origin = x._ties = None
+        x._writes += 1
 
 
 def after_write(x: Any) -> None:
@@ -167,7 +171,7 @@ def after_write(x: Any) -> None:
     for member in family.members:
         y = member()
         if y is not None and y is not x:
-            forget_value(y)
+            forget_value(y, y._layout.mesh.platform)
     busy = [child for child in map(_there, family.children) if child is not None and child.source.busy]
     for child in map(_there, family.children):
         if child is not None and not any(child.source.call is other.source.call for other in busy):
