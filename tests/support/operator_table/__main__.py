@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main() -> int:
@@ -18,8 +19,9 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=6, help="of each operator")
     parser.add_argument("--few", action="store_true", help="few placements, as the tests")
     parser.add_argument("--keep", action="store_true", help="leave the page as it is")
-    parser.add_argument("--details", help="a file for all that was found, as JSON")
+    parser.add_argument("--details", help="a JSON file for all that was found; operators in it are not tried again")
     arguments = parser.parse_args()
+    kept = Path(arguments.details) if arguments.details else None
     os.environ["HYPER_PARALLEL_PLATFORM"] = arguments.platform
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOG_v", "3")
@@ -31,11 +33,15 @@ def main() -> int:
         title, names = operators(pool)
         if arguments.only:
             names = [name for name in names if re.search(arguments.only, name)]
-        found = found_by(
-            pool, names, arguments.samples, not arguments.few, lambda text: print(text, file=sys.stderr, flush=True)
-        )
-    if arguments.details:
-        Path(arguments.details).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        found = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.exists() else {}
+
+        def tell(more: dict[str, Any], text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
+            if kept is not None:
+                kept.write_text(json.dumps({**found, **more}, indent=1), encoding="utf-8")
+
+        remaining = [name for name in names if name not in found]
+        found.update(found_by(pool, remaining, arguments.samples, not arguments.few, tell))
     bad = 0
     for name, line in found.items():
         for form, verdicts in line.get("found", {}).items():

@@ -79,5 +79,5 @@ class Side(Protocol):
 
 def side_of(platform: str) -> Side:
     """The side of a backend; to be called in a worker, since it imports the framework."""
-    name = "mindspore_side" if platform == "mindspore" else "torch_side"
-    return importlib.import_module(f"tests.support.operator_table.{name}")  # type: ignore[return-value]
+    framework = platform.split("-")[0]
+    return importlib.import_module(f"tests.{framework}.operators")  # type: ignore[return-value]

@@ -49,7 +49,7 @@ def found_by(pool: WorkerPool, names: list[str], samples: int, many: bool, tell:
                 found[begun] = {"found": {"forward": {"hanging": [hung[-3000:]]}}}
             remaining = [name for name in remaining if name not in found]
             if tell is not None:
-                tell(f"{len(found)} of {len(names)}" + (f", {begun} hangs" if hung else ""))
+                tell(found, f"{len(found)} of {len(names)}" + (f", {begun} hangs" if hung else ""))
     return found
 
 

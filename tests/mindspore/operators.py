@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
-from tests.support.operator_table.mindspore_samples import SAMPLES, Draw
+from tests.mindspore.operator_samples import SAMPLES, Draw
 from tests.support.operator_table.side import Call
 
 TITLE = "the public functions of `mint`, `mint.nn.functional` and `ops`, with samples of our own"
