@@ -40,6 +40,11 @@ class Draw:
     def i(self, high: int, *shape: int) -> Tensor:
         return Tensor(self.rng.integers(0, high, shape).astype(np.int64))
 
+    def places(self, high: int, count: int, columns: int) -> Tensor:
+        """In each column different places: where two elements are written to one, the later one need not win."""
+        rows = [self.rng.permutation(high)[:count] for _ in range(columns)]
+        return Tensor(np.stack(rows, 1).astype(np.int64))
+
     def i32(self, high: int, *shape: int) -> Tensor:
         return Tensor(self.rng.integers(0, high, shape).astype(np.int32))
 
@@ -66,9 +71,9 @@ class Draw:
 Maker = Callable[[Draw], tuple]
 _BY_SIGNATURE: list[tuple[str, Maker]] = [
     (
-        """abs absolute angle arcsinh arctan asinh atan ceil celu conj cos cosh deg2rad elu erf erfc exp exp2 expm1
+        """abs arcsinh arctan asinh atan ceil celu cos cosh deg2rad elu erf erfc exp exp2 expm1
         fast_gelu floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf
-        isreal isnan_ext leaky_relu logsigmoid mish nan_to_num neg negative positive rad2deg real relu relu6 round selu
+        isreal isnan_ext leaky_relu logsigmoid mish nan_to_num neg negative positive rad2deg relu relu6 round selu
         sgn sigmoid sign signbit silu sin sinc sinh softplus soft_shrink softshrink softsign square tan tanh
         tanhshrink trunc clone ones_like zeros_like mint.nn.functional.softmax tensor_exp tensor_expm1 bessel_i0
         bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 stop_gradient deepcopy ravel numel is_complex
@@ -205,9 +210,9 @@ _BY_SIGNATURE: list[tuple[str, Maker]] = [
     ("gather_nd", lambda d: (d.f(5, 6), d.i32(5, 3, 2))),
     ("index_select", lambda d: (d.f(5, 6), 0, d.i(5, 4))),
     ("take", lambda d: (d.f(5, 6), d.i(30, 4))),
-    ("mint.scatter", lambda d: (d.f(5, 6), 0, d.i(5, 3, 6), d.f(3, 6))),
-    ("ops.scatter", lambda d: (d.f(5, 6), 0, d.i(5, 3, 6), d.f(3, 6))),
-    ("mint.scatter_add", lambda d: (d.f(5, 6), 0, d.i(5, 3, 6), d.f(3, 6))),
+    ("mint.scatter", lambda d: (d.f(5, 6), 0, d.places(5, 3, 6), d.f(3, 6))),
+    ("ops.scatter", lambda d: (d.f(5, 6), 0, d.places(5, 3, 6), d.f(3, 6))),
+    ("mint.scatter_add", lambda d: (d.f(5, 6), 0, d.places(5, 3, 6), d.f(3, 6))),
     ("index_add", lambda d: (d.f(5, 6), 0, Tensor([0, 2, 4], ms.int64), d.f(3, 6))),
     ("ops.index_add", lambda d: (d.f(5, 6), Tensor([0, 2, 4], ms.int32), d.f(3, 6), 0)),
     ("index_fill", lambda d: (d.f(5, 6), 0, Tensor([0, 2], ms.int32), Tensor(2.0, ms.float32))),
@@ -218,7 +223,7 @@ _BY_SIGNATURE: list[tuple[str, Maker]] = [
         tensor_scatter_min tensor_scatter_update""",
         lambda d: (d.f(5, 6), Tensor([[0, 1], [2, 3], [4, 4]], ms.int32), d.pos(3)),
     ),
-    ("tensor_scatter_elements", lambda d: (d.f(5, 6), d.i32(5, 3, 6), d.f(3, 6), 0)),
+    ("tensor_scatter_elements", lambda d: (d.f(5, 6), d.places(5, 3, 6), d.f(3, 6), 0)),
     ("scatter_nd", lambda d: (Tensor([[0], [2]], ms.int32), d.f(2, 6), (5, 6))),
     (
         "unsorted_segment_sum unsorted_segment_max unsorted_segment_min unsorted_segment_prod",
@@ -273,7 +278,7 @@ _BY_SIGNATURE: list[tuple[str, Maker]] = [
     ("lu_solve", lambda d: (d.f(5, 2), d.spd(5), Tensor([1, 2, 3, 4, 5], ms.int32))),
     ("fft ifft rfft ihfft fftn ifftn rfftn fft2 ifft2 rfft2 ihfft2 ihfftn fftshift ifftshift", lambda d: (d.f(5, 6),)),
     ("irfft hfft irfft2 irfftn hfft2 hfftn", lambda d: (d.c(5, 6),)),
-    ("imag view_as_real", lambda d: (d.c(5, 6),)),
+    ("imag view_as_real real conj angle ops.absolute", lambda d: (d.c(5, 6),)),
     # layers
     ("layer_norm", lambda d: (d.f(*d.s), (d.s[-1],), d.f(d.s[-1]), d.f(d.s[-1]))),
     ("rms_norm", lambda d: (d.f(*d.s), d.f(d.s[-1]))),
@@ -342,6 +347,7 @@ _BY_SIGNATURE: list[tuple[str, Maker]] = [
     ("shuffle", lambda d: (d.f(5, 6),)),
     ("ops.laplace", lambda d: ((5, 6), d.f(1), d.pos(1))),
     ("ops.uniform", lambda d: ((5, 6), Tensor(0.0, ms.float32), Tensor(1.0, ms.float32))),
+    ("absolute", lambda d: (d.f(*d.s),)),
     ("clip_by_norm", lambda d: (d.f(*d.s), 1.0)),
     ("clip_by_global_norm", lambda d: ([d.f(*d.s), d.f(3)], 1.0)),
     ("depend", lambda d: (d.f(*d.s), d.f(3))),

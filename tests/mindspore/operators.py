@@ -26,6 +26,10 @@ _MODULES = {
 }
 #: What these give is not initialised.
 _EMPTY = {"mint.empty_like"}
+#: Random numbers that no seed of the program controls (see docs/mindspore.md): the ranks must agree.
+_RANDOM = {"ops.dropout1d", "ops.dropout2d", "ops.dropout3d", "ops.random_categorical"}
+#: These write their first argument, though their names do not say so.
+_WRITE = {"ops.assign", "ops.assign_add", "ops.assign_sub"}
 #: Functions of functions, of sparse tensors and of rows of tables; factories and collectives, which take no tensor.
 _NO_OPERATORS = ("coo_", "csr_", "row_tensor_", "make_", "scalar_", "all_gather", "all_to_all", "_", "dense_to_sparse")
 _NO_OPERATOR_NAMES = """
@@ -54,17 +58,21 @@ def names() -> list[str]:
     return list(_functions())
 
 
+def _compared(name: str) -> str:
+    return "shapes" if name in _EMPTY else "ranks" if name in _RANDOM else "values"
+
+
 def calls(name: str, count: int) -> list[Call]:
     makers = SAMPLES.get(name) or SAMPLES.get(name.rpartition(".")[2])
     if makers is None:
         return []
     function = _functions()[name]
-    in_place = name.endswith("_")
+    in_place = name.endswith("_") or name in _WRITE
     forms = {"in place" if in_place else "forward": function}
     found = []
     for number in range(count):
         args = makers[number % len(makers)](Draw(name, number))
-        found.append(Call(args, {}, forms, not in_place, name not in _EMPTY))
+        found.append(Call(args, {}, forms, not in_place, _compared(name)))
     return found
 
 

@@ -66,7 +66,7 @@ def calls(name: str, count: int) -> list[Call]:
         tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(map(is_tensor, tensors)):
             continue
-        found.append(Call(args, kwargs, _forms(op), differentiable, name not in _EMPTY))
+        found.append(Call(args, kwargs, _forms(op), differentiable, "shapes" if name in _EMPTY else "values"))
     # The first samples often differ by little: take some from everywhere.
     step = max(1, len(found) // count)
     return found[::step][:count]

@@ -146,12 +146,14 @@ class _Operator:
             verdict, text, backward = "wrong", str(error), None
         except Exception as error:
             verdict, text, backward = "refused" if _is_refusal(error) else "wrong", _first_line(error), None
-        outcome = (verdict, text, backward)
+        outcome = (verdict, text, backward, trial.seen)
         everyone = [outcome]
         for mesh_dim in range(mesh.ndim):
             everyone = [o for part in all_gather_object(everyone, mesh, mesh_dim) for o in part]
         faulthandler.cancel_dump_traceback_later()
-        verdict, text, backward = max(everyone, key=lambda o: (ORDER.index(o[0]), o[2] is not None and bool(o[2])))
+        verdict, text, backward, seen = max(everyone, key=lambda o: (ORDER.index(o[0]), bool(o[2])))
+        if any(o[3] != seen for o in everyone):
+            verdict, text = "wrong", "the ranks have different values"
         if verdict != "wrong" and len({o[0] == "refused" for o in everyone}) > 1:
             verdict, text = "wrong", f"only some ranks: {text}"
         where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: {text}"
@@ -173,10 +175,14 @@ class _Trial:
     def __init__(self, side: Side, call: Call, form: str, tensors: list[Any]) -> None:
         self.side, self.call, self.form, self.tensors = side, call, form, tensors
         self.places = (
-            [i for i, x in enumerate(tensors) if side.requires_grad(x)] if call.differentiable and call.values else []
+            [i for i, x in enumerate(tensors) if side.requires_grad(x)]
+            if call.differentiable and call.compared == "values"
+            else []
         )
         self.wanted: list[Any] = []
         self.wanted_grads: list[Any] = []
+        #: What ranks must agree about.
+        self.seen: list[Any] = []
 
     def _call(self, tensors: list[Any]) -> list[Any]:
         """The outputs with ``tensors`` in the places of tensors: all leaves."""
@@ -211,6 +217,7 @@ class _Trial:
         Raises:
             WrongError: when a result is wrong.
         """
+        self.seen = []
         layouts = [get_layout(mesh, p, tuple(x.shape)) for p, x in zip(placements, self.tensors, strict=True)]
         rng = np.random.default_rng(zlib.crc32(repr(placements).encode()))
         locals_ = [
@@ -245,7 +252,9 @@ class _Trial:
             raise WrongError(f"{len(outputs)} results, wanted {len(self.wanted)}")
         for i, (y, wanted) in enumerate(zip(outputs, self.wanted, strict=True)):
             got = self._value(y.full_tensor() if isinstance(y, DTensor) else y)
-            wrong = _difference(got, wanted, self.call.values)
+            wrong = _difference(got, wanted, self.call.compared == "values")
+            if self.call.compared == "ranks":
+                self.seen.append(got.tobytes() if isinstance(got, np.ndarray) else repr(got))
             if wrong:
                 placed = list(y.placements) if isinstance(y, DTensor) else type(y).__name__
                 raise WrongError(f"result {i} ({placed}): {wrong}")
