@@ -95,8 +95,8 @@ _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 # -------------------------------------------------------------------- cells that write their own backward
 def gathered_bprop(plain_call: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one what
-    it recorded, which is this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
+    """What stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one
+    what it recorded, this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
 
     @functools.wraps(plain_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
