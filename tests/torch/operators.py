@@ -19,8 +19,9 @@ from tests.support.operator_table.trees import leaves_of, mapped
 
 TITLE = "`op_db`, the database of operators that torch tests itself with"
 
-#: The first of these that an operator takes is the dtype of its samples.
-_DTYPES = (torch.float64, torch.float32, torch.int64, torch.complex128, torch.bool)
+#: Dtypes of the samples, one after the other and again: the first in each row that an operator takes.
+_FLOAT = (torch.float64, torch.float32, torch.int64, torch.complex128, torch.bool)
+_DTYPES = (_FLOAT, _FLOAT, (torch.complex128,), (torch.int64,), (torch.bool,), _FLOAT)
 #: What these give is not initialised.
 _EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_"}
 #: Compiled at run time for a GPU.
@@ -54,19 +55,23 @@ def names() -> list[str]:
 
 def calls(name: str, count: int) -> list[Call]:
     op = _database()[name]
-    dtype = next((d for d in _DTYPES if d in op.dtypes), None)
-    if dtype is None:
-        return []
+    found: list[Call] = []
+    rows = [_DTYPES[number % len(_DTYPES)] for number in range(count)]
+    dtypes = [next((d for d in row if d in op.dtypes), None) for row in rows]
+    for dtype in dict.fromkeys(dtypes):
+        if dtype is not None:
+            found += _calls_of(op, dtype, dtypes.count(dtype), "shapes" if name in _EMPTY else "values")
+    return found
+
+
+def _calls_of(op: Any, dtype: torch.dtype, count: int, compared: str) -> list[Call]:
     differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     seed()
-    samples = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=differentiable), 4 * count)
     found = []
-    for sample in samples:
+    for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=differentiable), 4 * count):
         args, kwargs = _plain((sample.input, *sample.args)), _plain(sample.kwargs)
-        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not any(map(is_tensor, tensors)):
-            continue
-        found.append(Call(args, kwargs, _forms(op), differentiable, "shapes" if name in _EMPTY else "values"))
+        if any(is_tensor(x) for x in leaves_of((args, kwargs))):
+            found.append(Call(args, kwargs, _forms(op), differentiable, compared))
     # The first samples often differ by little: take some from everywhere.
     step = max(1, len(found) // count)
     return found[::step][:count]
@@ -95,7 +100,23 @@ def _forms(op: Any) -> dict[str, Callable[..., Any]]:
         forms["method"] = op.method_variant
     if op.inplace_variant is not None:
         forms["in place"] = op.inplace_variant
+    if op.supports_out:
+        forms["out="] = _into(op.op)
     return forms
+
+
+def _into(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func(..., out=x)`` with an ``x`` that is placed as the result is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            result = func(*args, **kwargs)
+            out = mapped(result, torch.zeros_like)
+            seed()
+            func(*args, **kwargs, out=out)
+            return out
+
+    return call
 
 
 def seed() -> None:

@@ -15,7 +15,7 @@ __all__ = ["PAGE", "section", "write"]
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operators.md"
 WIDTH = 120
-FORMS = ("forward", "backward", "in place")
+FORMS = ("forward", "backward", "in place", "out=")
 _NO_KERNEL = re.compile(r"unregistered|[Nn]ot found op|supports? Ascend|Create kernelmod|Not implement exception|: -+$")
 
 

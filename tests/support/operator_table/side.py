@@ -21,8 +21,8 @@ class Call:
         forms: "forward" (and "method", "in place" where there are such forms) -> function of the arguments. One in
             place writes its first argument and returns nothing of interest.
         differentiable: whether gradients are compared.
-        compared: "values" with one device; "ranks" with one another, for random numbers that no seed controls; "shapes" and
-            dtypes, for what is not initialised.
+        compared: "values" with one device; "ranks" with one another, for random numbers that no seed controls; "shapes"
+            and dtypes, for what is not initialised.
     """
 
     args: tuple
