@@ -24,6 +24,9 @@ from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 __all__ = ["connected_zeros", "guarded"]
 
 
+_DIFFERENTIABLE = FLOATS | {ms.complex64, ms.complex128}
+
+
 class _Zeros(_Function):
     """Zeros that lead back to tensors, to which they give the gradient zero. That leads back to them too, as the
     gradient of what the zeros stand for does: in gradients of gradients collectives may wait on the way."""
@@ -43,8 +46,8 @@ class _Zeros(_Function):
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
     """Zeros of which every operand is an input with gradient zero."""
-    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in FLOATS]
-    if dtype not in FLOATS or not parts:
+    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in _DIFFERENTIABLE]
+    if dtype not in _DIFFERENTIABLE or not parts:
         return ops.zeros(shape, dtype)
     return _Zeros.apply(shape, dtype, *parts)
 
@@ -247,7 +250,9 @@ def _setitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
-    **dict.fromkeys(("pointwise", "add", "mul", "div"), _elementwise),
+    **dict.fromkeys(("pointwise", "add", "mul", "div", "linear_unary"), _elementwise),
+    # No gradient leads from ones or zeros to what they are like, on no rank.
+    "like": lambda call, func, operands, statics: call(func, operands, statics),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _elementwise_inplace),
     "linear": _linear,
     "matmul": _matmul,

@@ -42,7 +42,7 @@ _POINTWISE_INPLACE = """
     InplaceReciprocal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
 """
 
-_LINEAR_UNARY = "Neg Clone Contiguous StopGradient Identity Load Real Conj Positive"
+_LINEAR_UNARY = "Neg Clone Contiguous Identity Load Real Conj Positive"
 
 
 def _rounding(args: tuple, kwargs: dict) -> Any:
@@ -56,6 +56,10 @@ def _no_rounding(args: tuple, kwargs: dict) -> None:
 
 def _clone(func: Any, operands: tuple, statics: Any) -> Any:
     return copied(operands[0])
+
+
+def _stop_gradient(func: Any, operands: tuple, statics: Any) -> Any:
+    return ms.ops.stop_gradient(operands[0])
 
 
 def _like(value: float | None) -> Callable[[Any, tuple, tuple], Any]:
@@ -96,8 +100,9 @@ OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.update(
     rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 )
-OPS["StopGradient"] = replace(OPS["StopGradient"], memory="shared")
 OPS["Contiguous"] = replace(OPS["Contiguous"], memory="contiguous")
+# Not guarded: on an empty shard nothing leads back either.
+OPS["StopGradient"] = NativeOp("linear_unary", OPS["Neg"].bind, _stop_gradient, False, memory="shared")
 OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, guarded("linear_unary", _clone), False)
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
 OPS.update(rows("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0))))
