@@ -52,9 +52,10 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
     return _Zeros.apply(shape, dtype, *parts)
 
 
-def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any, tuple, Any], Any]:
-    """``call`` of a row of the canonical operation ``name``, made safe for empty operands."""
-    when_empty = _WHEN_EMPTY.get(name)
+def guarded(name: str, call: Callable[[Any, tuple, Any], Any], flat: bool = False) -> Callable[[Any, tuple, Any], Any]:
+    """``call`` of a row of the canonical operation ``name``, made safe for empty operands. ``flat``: element-wise, and
+    MindSpore leads no gradient back."""
+    when_empty = _flat if flat else _WHEN_EMPTY.get(name)
     if when_empty is None:
         if name.endswith("_"):
             return call
@@ -101,6 +102,11 @@ def _stack(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 def _elementwise(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     return connected_zeros(_broadcast(operands), _with_elements(call, func, operands, statics).dtype, operands)
+
+
+def _flat(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """Leads back to nothing, as what the ranks with elements have: collectives of backward run on all ranks or none."""
+    return ops.zeros(_broadcast(operands), _with_elements(call, func, operands, statics).dtype)
 
 
 def _elementwise_inplace(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
