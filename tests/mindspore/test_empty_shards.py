@@ -34,6 +34,9 @@ MASKS = [
     "x.astype(ms.float16).astype(ms.float32) * v",
     "x.astype(ms.int32).astype(ms.float32) * v",
     "ops.zeros_like(x) + v",
+    "(x * v) / ops.ones_like(x * v).sum()",
+    "(x * v) / ops.full_like(x * v, 2.0).sum()",
+    "(x * v) / (1 + ops.stop_gradient(x * v).sum() ** 2)",
 ]
 #: Plain tensors have no gradient on CPU; MindSpore gives none of class weights, and one of another shape than a table.
 _OWN_GRADIENTS = """

@@ -195,6 +195,51 @@ def test_second_order_through_other_objects() -> None:
     assert close(ms.grad(loss(platform.detach))(x).asnumpy(), np.zeros_like(X))
 
 
+class Doubled(nn.Cell):
+    """The sum of its input, with a gradient of its own: twice the right one, times the number of elements."""
+
+    def __init__(self, bias: Any = None) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def construct(self, x: Any) -> Any:
+        return x.sum() if self.bias is None else x.sum() + self.bias.sum()
+
+    def bprop(self, x: Any, out: Any, dout: Any) -> tuple:
+        return (ops.ones_like(x) * dout * 2 * x.size,)
+
+
+@on_mesh()
+def own_bprops(mesh: Any) -> list[Any]:
+    found: list[Any] = []
+    for function in (Doubled(), ops.nanmean, lambda x: ops.nanmean(x, 0).sum(), lambda x: Doubled()(x * 2)):
+        wanted = ms.value_and_grad(function)(Tensor(X))
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            x = distribute_tensor(Tensor(X), mesh, [placement])
+            value, gradient = value_and_grad(function)(x)
+            found.append(close(whole(value), wanted[0].asnumpy()) and close(whole(gradient), wanted[1].asnumpy()))
+    return found
+
+
+def test_cells_with_a_bprop_of_their_own(pool: Any) -> None:
+    """MindSpore gives that what it recorded: the bprop would see this rank's part."""
+    assert pool.run(3, own_bprops) == [[True] * 12] * 3
+
+
+@on_mesh()
+def own_bprop_of_distributed_parameters(mesh: Any) -> str:
+    bias = ms.Parameter(distribute_tensor(Tensor(X), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="Doubled has a bprop of its own") as error:
+        value_and_grad(Doubled(bias))(distribute_tensor(Tensor(X), mesh, [Shard(0)]))
+    _pynative_executor.clear_res()
+    return str(error.value)
+
+
+def test_a_bprop_of_distributed_parameters_is_refused(pool: Any) -> None:
+    for message in pool.run(2, own_bprop_of_distributed_parameters):
+        assert "leave the bprop out" in message
+
+
 @on_mesh()
 def distributed_loss(mesh: Any) -> list[bool]:
     """A DTensor as the loss, also a partial one, counts as its global value."""

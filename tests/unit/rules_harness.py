@@ -22,6 +22,7 @@ from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.rules import RULES
+from hyper_parallel.testing.summands import summands
 
 #: One mesh dimension of 2, 3 and 4 ranks, and two of 2 x 2, of which both may shard the same tensor dimension.
 MESHES = ((2,), (3,), (4,), (2, 2))
@@ -377,8 +378,7 @@ def _split(x: np.ndarray, placement: Placement, n: int, rng: Any) -> list[np.nda
         ends = np.cumsum(chunk_sizes(x.shape[placement.dim], n))[:-1]
         return np.split(x, ends, axis=placement.dim)
     if isinstance(placement, Partial):
-        summands = [rng.integers(-3, 4, x.shape).astype(x.dtype) for _ in range(n - 1)]
-        return [*summands, x - sum(summands)]
+        return summands(x, n, rng)
     return [x] * n
 
 
@@ -555,6 +555,9 @@ def mutants(case: Case) -> Iterator[Mutant]:
     if right.unread:
         yield Mutant("unread", replace(right, unread=(), terms=((0,),)))
     tensors = tuple(i for i, labels in enumerate(right.operands) if labels is not None)
+    for i in set(tensors) - {i for term in right.terms for i in term}:
+        if case.operands[i].dtype.kind == "f" and not case.op.endswith("_"):
+            yield Mutant(f"linear in operand {i}", replace(right, terms=((i,),), unread=()))
     if not right.terms:
         yield Mutant("terms", replace(right, terms=((tensors[0],),)))
     if any(len(term) > 1 for term in right.terms):
@@ -566,7 +569,7 @@ def mutants(case: Case) -> Iterator[Mutant]:
             if label is None:
                 yield from _freed(right, i, dim)
             elif any(label in (labels or ()) for j, labels in enumerate(right.operands) if j != i):
-                yield Mutant("label lost", replace(right, operands=_relabelled(right.operands, i, dim, None)))
+                yield Mutant("label lost", replace(right, operands=relabelled(right.operands, i, dim, None)))
     for lost in right.results[0]:
         if lost is not None:
             results = tuple(tuple(None if label == lost else label for label in labels) for labels in right.results)
@@ -574,21 +577,21 @@ def mutants(case: Case) -> Iterator[Mutant]:
     for j, (labels, shape) in enumerate(zip(right.results, right.result_shapes, strict=True)):
         for a, b in itertools.combinations([d for d, label in enumerate(labels) if label is not None], 2):
             if shape[a] == shape[b] > 1:
-                swapped = _relabelled(_relabelled(right.results, j, a, labels[b]), j, b, labels[a])
+                swapped = relabelled(relabelled(right.results, j, a, labels[b]), j, b, labels[a])
                 yield Mutant("results swapped", replace(right, results=swapped))
 
 
 def _freed(right: OpSharding, i: int, dim: int) -> Iterator[Mutant]:
     """Allow to shard a dimension of operand ``i`` that must be whole: as if contracted, or with one of the results."""
-    operands = _relabelled(right.operands, i, dim, "new")
+    operands = relabelled(right.operands, i, dim, "new")
     yield Mutant("label added", replace(right, operands=operands, reduce="sum"))
     whole = [[d for d, label in enumerate(labels) if label is None] for labels in right.results]
     for dims in itertools.product(*whole):
-        results = tuple(_relabelled((r,), 0, d, "new")[0] for r, d in zip(right.results, dims, strict=True))
+        results = tuple(relabelled((r,), 0, d, "new")[0] for r, d in zip(right.results, dims, strict=True))
         yield Mutant("label added", replace(right, operands=operands, results=results))
 
 
-def _relabelled(tensors: tuple, i: int, dim: int, label: Any) -> tuple:
+def relabelled(tensors: tuple, i: int, dim: int, label: Any) -> tuple:
     """``tensors`` with another label at dimension ``dim`` of number ``i``."""
     changed = (*tensors[i][:dim], label, *tensors[i][dim + 1 :])
     return (*tensors[:i], changed, *tensors[i + 1 :])

@@ -23,7 +23,7 @@ __all__ = ["CollectiveVerbs", "copied", "dense"]
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
 #: what travels as another dtype
 _AS_BYTES = {ms.bool_: ms.int8, ms.int16: ms.int32}
-#: what neither mccl nor hccl knows; broadcast through bytes on the host
+#: what neither mccl nor hccl knows; gathered as bytes, broadcast through bytes on the host
 _UNKNOWN = {ms.uint16, ms.uint32, ms.uint64, ms.complex64, ms.complex128}
 _CPU_MOVE = {*_CPU_REDUCE, *_AS_BYTES, ms.uint8, ms.float64}
 _CPU_OPS = {"sum", "max"}
@@ -57,7 +57,7 @@ class CollectiveVerbs:
             if collective == "all_reduce":
                 ops_of = _CPU_FLOAT32_OPS if local.dtype == ms.float32 else _CPU_OPS
                 return op in ops_of and local.dtype in _CPU_REDUCE
-            return collective in ("all_gather", "broadcast") and local.dtype in _CPU_MOVE
+            return collective in ("all_gather", "broadcast") and (local.dtype in _CPU_MOVE or local.dtype in _UNKNOWN)
         if reduces:
             return op in _HCCL_OPS and local.dtype in _HCCL_REDUCE
         return collective in ("all_gather", "broadcast") or (collective == "all_to_all" and local.dtype != ms.bool_)
@@ -71,6 +71,10 @@ class CollectiveVerbs:
         if local.dtype in _AS_BYTES:
             return self.all_gather(local.astype(_AS_BYTES[local.dtype]), group, size).astype(local.dtype)
         local = dense(local)
+        if local.dtype in _UNKNOWN:
+            # One row a rank: MindSpore sees another dtype in the last dimension, which may be a short one.
+            rows = self.all_gather(local.reshape((1, -1)).view(ms.uint8), group, size).view(local.dtype)
+            return rows.reshape((size * local.shape[0], *local.shape[1:]))
         if device_target() == "CPU":
             parts = [mint.empty(local.shape, dtype=local.dtype) for _ in range(size)]
             dist.all_gather(parts, local, group)

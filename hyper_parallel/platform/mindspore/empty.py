@@ -24,6 +24,9 @@ from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 __all__ = ["connected_zeros", "guarded"]
 
 
+_DIFFERENTIABLE = FLOATS | {ms.complex64, ms.complex128}
+
+
 class _Zeros(_Function):
     """Zeros that lead back to tensors, to which they give the gradient zero. That leads back to them too, as the
     gradient of what the zeros stand for does: in gradients of gradients collectives may wait on the way."""
@@ -43,15 +46,16 @@ class _Zeros(_Function):
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
     """Zeros of which every operand is an input with gradient zero."""
-    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in FLOATS]
-    if dtype not in FLOATS or not parts:
+    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in _DIFFERENTIABLE]
+    if dtype not in _DIFFERENTIABLE or not parts:
         return ops.zeros(shape, dtype)
     return _Zeros.apply(shape, dtype, *parts)
 
 
-def guarded(name: str, call: Callable[[Any, tuple, Any], Any]) -> Callable[[Any, tuple, Any], Any]:
-    """``call`` of a row of the canonical operation ``name``, made safe for empty operands."""
-    when_empty = _WHEN_EMPTY.get(name)
+def guarded(name: str, call: Callable[[Any, tuple, Any], Any], flat: bool = False) -> Callable[[Any, tuple, Any], Any]:
+    """``call`` of a row of the canonical operation ``name``, made safe for empty operands. ``flat``: element-wise, and
+    MindSpore leads no gradient back."""
+    when_empty = _flat if flat else _WHEN_EMPTY.get(name)
     if when_empty is None:
         if name.endswith("_"):
             return call
@@ -98,6 +102,11 @@ def _stack(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 def _elementwise(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     return connected_zeros(_broadcast(operands), _with_elements(call, func, operands, statics).dtype, operands)
+
+
+def _flat(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+    """Leads back to nothing, as what the ranks with elements have: collectives of backward run on all ranks or none."""
+    return ops.zeros(_broadcast(operands), _with_elements(call, func, operands, statics).dtype)
 
 
 def _elementwise_inplace(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -247,7 +256,9 @@ def _setitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
-    **dict.fromkeys(("pointwise", "add", "mul", "div"), _elementwise),
+    **dict.fromkeys(("pointwise", "add", "mul", "div", "linear_unary"), _elementwise),
+    # No gradient leads from ones or zeros to what they are like, on no rank.
+    "like": lambda call, func, operands, statics: call(func, operands, statics),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _elementwise_inplace),
     "linear": _linear,
     "matmul": _matmul,

@@ -15,9 +15,18 @@ from mindspore import ops
 
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, Unknown, distributed_in, is_dispatching
 
-__all__ = ["REFLECTED", "add_all", "call_on_sequence", "checked_index", "reflected_operator", "see_infinity", "stack"]
+__all__ = [
+    "REFLECTED",
+    "add_all",
+    "call_on_sequence",
+    "checked_index",
+    "gathered_bprop",
+    "reflected_operator",
+    "see_infinity",
+    "stack",
+]
 
 
 # -------------------------------------------------------------------- primitives that take a sequence of tensors
@@ -82,6 +91,27 @@ def checked_index(plain_call: Callable[..., Any], name: str) -> Any:
 
 
 _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
+
+
+# -------------------------------------------------------------------- cells that write their own backward
+def gathered_bprop(plain_call: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one
+    what it recorded, this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
+
+    @functools.wraps(plain_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
+        if found is None:
+            return plain_call(self, *args, **kwargs)
+        if next(distributed_in(self), None) is not None:
+            raise ValueError(
+                f"{type(self).__name__} has a bprop of its own, which would see this rank's parts of its distributed "
+                "parameters: leave the bprop out, or give the cell parameters that are not distributed"
+            )
+        function = Unknown(Function(type(self).__name__.lstrip("_"), functools.partial(plain_call, self)))
+        return type(found)._dispatch(None, function, args, kwargs)
+
+    return call
 
 
 # -------------------------------------------------------------------- plain parameters beside DTensors

@@ -164,7 +164,9 @@ def _is_whole(x: Tensor) -> bool:
     return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
-def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict], Any] | None = None) -> NativeOp:
+def elementwise(
+    name: str, count: int | None = None, mode: Callable[[tuple, dict], Any] | None = None, flat: bool = False
+) -> NativeOp:
     """A row for an element-wise primitive.
 
     Args:
@@ -172,6 +174,7 @@ def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict
         count: how many arguments, counted by position, are operands, be they tensors or scalars. None: the tensors
             are, wherever they stand.
         mode: for ``div``: gives the rounding mode.
+        flat: whether MindSpore leads no gradient back, where others would give zeros.
     """
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple | None]:
@@ -188,7 +191,8 @@ def elementwise(name: str, count: int | None = None, mode: Callable[[tuple, dict
         operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
         return operands, (*head, _Template(args, kwargs, places))
 
-    return NativeOp(name, bind, guarded(name, _call_inplace if name.endswith("_") else _call_elementwise), False)
+    call = _call_inplace if name.endswith("_") else _call_elementwise
+    return NativeOp(name, bind, guarded(name, call, flat), False)
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

@@ -20,16 +20,16 @@ __all__ = ["OPS", "VARIANTS"]
 _POINTWISE = """
     Abs Acos AcosExt Acosh AcoshExt Addcdiv AddcdivExt Addcmul AddcmulExt Asin AsinExt Asinh AsinhExt Atan Atan2
     Atan2Ext AtanExt Atanh BitwiseAnd BitwiseAndScalar BitwiseAndTensor BitwiseNot BitwiseOr
-    BitwiseOrScalar BitwiseOrTensor BitwiseXor BitwiseXorScalar BitwiseXorTensor Ceil ClampScalar ClampTensor Cos Cosh
+    BitwiseOrScalar BitwiseOrTensor BitwiseXor BitwiseXorScalar BitwiseXorTensor ClampScalar ClampTensor Cos Cosh
     CeLU DeprecatedBitwiseAnd DeprecatedBitwiseOr DeprecatedBitwiseXor Elu EluExt Equal Erf Erfc Erfinv Exp Exp2 Expm1
-    FastGeLU Floor FloorDiv FloorDivScalar FloorMod Fmod FmodScalar FmodTensor Frac GeLU GeluExt Greater GreaterEqual
+    FastGeLU Floor FloorMod Fmod FmodScalar FmodTensor Frac GeLU GeluExt Greater GreaterEqual
     GreaterEqualScalar GreaterScalar HShrink HSigmoid HSwish Hardtanh HardtanhExt Heaviside Inv Invert IsClose
     IsFinite IsInf IsNan IsNegInf LeakyReLU LeakyReLUExt Less LessEqual LessEqualScalar LessScalar Log Log10 Log1p
     Log2 LogAddExp LogAddExp2 LogSigmoid LogSigmoidExt LogicalAnd LogicalNot LogicalOr LogicalXor Logit
     MaskedFill MaskedFillScalar MaskedFillTensor MaskedFillScalarExt MaskedFillTensorExt Maximum Minimum Mish MishExt
     Mod NanToNum NotEqual Polar Pow PowScalarTensor PowTensorScalar  ReLU ReLU6 Reciprocal
-    RemainderScalarTensor RemainderTensorScalar RemainderTensorTensor Round Rsqrt SeLU SeLUExt Select SelectV2 SiLU
-    Sigmoid Sign Sin Sinc Sinh SoftShrink Softplus SoftplusExt Softsign Sqrt Square SquaredDifference Tan Tanh
+    RemainderScalarTensor RemainderTensorScalar RemainderTensorTensor Rsqrt SeLU SeLUExt Select SelectV2 SiLU
+    Sigmoid Sin Sinc Sinh SoftShrink Softplus SoftplusExt Softsign Sqrt Square SquaredDifference Tan Tanh
     Threshold Trunc TruncateDiv TruncateMod Xdivy XLogYScalarOther XLogYScalarSelf Xlogy XlogyExt
     NotEqualScalar EqualScalar ReciprocalExt
 """
@@ -42,7 +42,10 @@ _POINTWISE_INPLACE = """
     InplaceReciprocal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
 """
 
-_LINEAR_UNARY = "Neg Clone Contiguous StopGradient Identity Load Real Conj Positive"
+#: MindSpore leads no gradient back through these. (Through ``Floor`` and ``Trunc`` it leads zeros.)
+_FLAT = "Ceil FloorDiv FloorDivScalar Round Sign"
+
+_LINEAR_UNARY = "Neg Clone Contiguous Identity Load Real Conj Positive"
 
 
 def _rounding(args: tuple, kwargs: dict) -> Any:
@@ -56,6 +59,10 @@ def _no_rounding(args: tuple, kwargs: dict) -> None:
 
 def _clone(func: Any, operands: tuple, statics: Any) -> Any:
     return copied(operands[0])
+
+
+def _stop_gradient(func: Any, operands: tuple, statics: Any) -> Any:
+    return ms.ops.stop_gradient(operands[0])
 
 
 def _like(value: float | None) -> Callable[[Any, tuple, tuple], Any]:
@@ -82,6 +89,7 @@ def _bind_full_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 OPS: dict[str, NativeOp] = rows(_POINTWISE, elementwise("pointwise"))
+OPS.update(rows(_FLAT, elementwise("pointwise", flat=True)))
 OPS.update(rows(_POINTWISE_INPLACE, elementwise("pointwise_")))
 OPS.update(rows(_LINEAR_UNARY, elementwise("linear_unary", 1)))
 OPS.update(rows("Add AddExt AddScalar Sub SubExt SubScalar AddV2", elementwise("add", 2)))
@@ -96,8 +104,9 @@ OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.update(
     rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 )
-OPS["StopGradient"] = replace(OPS["StopGradient"], memory="shared")
 OPS["Contiguous"] = replace(OPS["Contiguous"], memory="contiguous")
+# Not guarded: on an empty shard nothing leads back either.
+OPS["StopGradient"] = NativeOp("linear_unary", OPS["Neg"].bind, _stop_gradient, False, memory="shared")
 OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, guarded("linear_unary", _clone), False)
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
 OPS.update(rows("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0))))

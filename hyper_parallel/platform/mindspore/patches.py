@@ -97,6 +97,12 @@ PATCHES = PatchSet(
         _sequence("math_ops.AddN", holes.add_all),
         _sequence("nn_ops.AllFinite", holes.see_infinity, held="own"),
         *map(_index, ("__getitem__", "__setitem__")),
+        _patch(
+            "mindspore.nn.Cell._call_custom_bprop",
+            "the ``bprop`` of a cell, as `ops.nanmean` is one, computes with this rank's parts",
+            holes.gathered_bprop,
+            check=takes("self args kwargs"),
+        ),
         *(_operator(name, reflected) for name, reflected in holes.REFLECTED.items()),
         _patch(
             "mindspore.Tensor.__fallback__",

@@ -27,7 +27,7 @@ from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULT
 from hyper_parallel.platform.mindspore.ops_random import DRAWS, drawn_by_first_rank, refuse_draw
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
-__all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "distributed_in", "is_dispatching"]
+__all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "Unknown", "distributed_in", "is_dispatching"]
 
 _SHAPE = Tensor.shape.__get__
 _plain_getitem = Tensor.__getitem__

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.testing.summands import summands
+
 TOLERANCE = 2e-5
 
 
@@ -32,9 +34,7 @@ def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndar
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):
         if placement.is_partial("sum"):
-            parts = rng.standard_normal((mesh.shape[mesh_dim], *x.shape)).astype(np.float32)
-            parts[-1] += mine - parts.sum(0)
-            mine = parts[mesh.get_coordinate()[mesh_dim]]
+            mine = summands(mine, mesh.shape[mesh_dim], rng)[mesh.get_coordinate()[mesh_dim]]
         elif placement.is_partial():
             raise ValueError(f"no summands for {placement}")
     # Summands are drawn for the whole tensor, so that ranks that hold the same part draw the same.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import DTensor, Replicate, SequenceParallel, Shard, check_ranks, manual_seed, parallelize_module
+from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import block_plan, floats
@@ -106,3 +107,64 @@ def masked(mesh: Any, length: int) -> None:
 @pytest.mark.parametrize(("world", "length"), PLACES)
 def test_masks(pool: Any, world: int, length: int) -> None:
     pool.run(world, masked, length)
+
+
+@spmd.on_mesh()
+def _second_order_of_a_look_up(mesh: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    lab, ids, weight = get_lab(), np.arange(3) % 2, floats(2, 3)
+
+    def spread(table: Any) -> Any:
+        local = lab.tensor(ids.astype(lab.TARGET_DTYPE)[_part(mesh, ids.shape)])
+        rows = DTensor.from_local(local, mesh, [Shard(0)], shape=ids.shape)
+        found = lab.embedding(rows, DTensor.from_local(table, mesh, [Replicate()]))
+        return (found * found * found).sum().full_tensor()
+
+    def single(table: Any) -> Any:
+        found = lab.embedding(lab.tensor(ids.astype(lab.TARGET_DTYPE)), table)
+        return (found * found * found).sum()
+
+    def combine(grad: Any) -> Any:
+        return (grad * grad).sum()
+
+    return lab.second_order(spread, combine, [weight]), lab.second_order(single, combine, [weight])
+
+
+def _part(mesh: Any, shape: tuple[int, ...]) -> Any:
+    return get_layout(mesh, (Shard(0),), shape).local_index()
+
+
+def test_second_order_of_a_look_up(pool: Any) -> None:
+    """A rank without ids has its part in the collectives of the second backward too."""
+    for got, wanted in pool.run(4, _second_order_of_a_look_up):
+        same(got[0], wanted[0], "gradient of the gradient")
+
+
+#: Functions whose gradient is zero everywhere, by which some frameworks lead nothing back.
+FLAT: dict[str, Callable[[Any, Any], Any]] = {
+    "sign": lambda lab, x: lab.sign(x),
+    "detach": lambda lab, x: lab.detach(x),
+}
+
+
+@spmd.on_mesh()
+def _flat_function(mesh: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    lab, array, weight = get_lab(), floats(2, 3), floats(3)
+
+    def spread(w: Any) -> Any:
+        x = DTensor.from_local(lab.tensor(array[_part(mesh, array.shape)]), mesh, [Shard(0)], shape=array.shape)
+        w = DTensor.from_local(w, mesh, [Replicate()])
+        y = FLAT[name](lab, x * w)
+        return (y * w).sum().full_tensor(), y
+
+    def single(w: Any) -> Any:
+        y = FLAT[name](lab, lab.tensor(array) * w)
+        return (y * w).sum(), y
+
+    return lab.value_and_grads(spread, [weight])[1][0], lab.value_and_grads(single, [weight])[1][0]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_functions_without_gradient(pool: Any, name: str) -> None:
+    """A rank without elements leads back as little as the others: backward has the same collectives on all."""
+    for got, wanted in pool.run(4, _flat_function, name):
+        same(got, wanted, "gradient")

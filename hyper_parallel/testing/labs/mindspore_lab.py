@@ -378,6 +378,9 @@ def square(x: Any) -> Any:
     return x**2
 
 
+sign = mint.sign
+
+
 def softmax(x: Any, dim: int) -> Any:
     return mint.nn.functional.softmax(x, dim=dim)
 

@@ -196,6 +196,9 @@ class Lab(Protocol):
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """``x`` where ``condition``, else ``y``."""
 
+    def sign(self, x: Tensor) -> Tensor:
+        """-1, 0 or 1."""
+
     def softmax(self, x: Tensor, dim: int) -> Tensor:
         """Softmax along ``dim``."""
 

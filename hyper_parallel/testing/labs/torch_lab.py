@@ -303,6 +303,9 @@ def square(x: Any) -> Any:
     return x**2
 
 
+sign = torch.sign
+
+
 def softmax(x: Any, dim: int) -> Any:
     return F.softmax(x, dim=dim)
 

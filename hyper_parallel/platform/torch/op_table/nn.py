@@ -61,6 +61,9 @@ def _reject_counting(by_freq: bool, sparse: bool) -> None:
 
 def _call_embedding(func: Any, operands: tuple, statics: tuple) -> Any:
     ids, weight = operands
+    if not ids.numel():
+        # Gradients of gradients of `F.embedding` raise where there are no ids, and the other ranks would wait.
+        return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])
     return F.embedding(ids, weight, statics[0])
 
 

@@ -1,0 +1,73 @@
+"""docs/operators.md: one table for each framework, written anew from what was found."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.support.operator_table.open_cases import OPEN
+from tests.support.operator_table.table import ORDER, worst
+
+__all__ = ["PAGE", "section", "write"]
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "operators.md"
+WIDTH = 120
+FORMS = ("forward", "backward", "in place", "out=")
+_NO_KERNEL = re.compile(r"unregistered|[Nn]ot found op|supports? Ascend|Create kernelmod|Not implement exception|: -+$")
+
+
+def write(platform: str, found: dict[str, Any], samples: int, title: str) -> None:
+    """Put the section of ``platform`` into the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    begin, end = f"<!-- begin {platform} -->\n", f"<!-- end {platform} -->"
+    before, _, rest = page.partition(begin)
+    after = rest.partition(end)[2]
+    PAGE.write_text(before + begin + section(platform, found, samples, title) + end + after, encoding="utf-8")
+
+
+def section(platform: str, found: dict[str, Any], samples: int, title: str) -> str:
+    """The table of one platform."""
+    tried = {name: line for name, line in found.items() if "found" in line}
+    counts = {form: Counter(filter(None, (worst(line, form) for line in tried.values()))) for form in FORMS}
+    lines = [f"\n{title}: {len(found)} operators, {len(tried)} of them tried, with up to {samples} samples each.\n"]
+    lines.append(f"| | {' | '.join(FORMS)} |\n|---|{'---:|' * len(FORMS)}")
+    lines += [f"| {verdict} | {' | '.join(str(counts[form][verdict]) for form in FORMS)} |" for verdict in ORDER]
+    lines.append("")
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, line in tried.items():
+        groups.setdefault(tuple(worst(line, form) for form in FORMS), []).append(name)
+    for key in sorted(groups, key=lambda key: [ORDER.index(v) if v else -1 for v in key]):
+        lines.append(_paragraph(_heading(key), groups[key]))
+    reasons: dict[str, list[str]] = {}
+    for name, line in found.items():
+        if "untried" in line:
+            reasons.setdefault(_reason(line["untried"]), []).append(name)
+    for reason, names in sorted(reasons.items()):
+        lines.append(_paragraph(f"Not tried, {reason}", names))
+    known = OPEN.get(platform, {})
+    if known:
+        lines.append(_paragraph("Known to be wrong or to hang, and not counted above", sorted(known)))
+    return "\n".join(lines) + "\n"
+
+
+def _heading(key: tuple[str, ...]) -> str:
+    parts = [f"{form} {verdict}" for form, verdict in zip(FORMS, key, strict=True) if verdict]
+    return ", ".join(parts)
+
+
+def _paragraph(heading: str, names: list[str]) -> str:
+    text = f"**{heading[0].upper()}{heading[1:]}** ({len(names)}): " + ", ".join(f"`{n}`" for n in sorted(names))
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _reason(text: str) -> str:
+    if _NO_KERNEL.search(text):
+        return "since there is no kernel for CPU"
+    if text.startswith("no samples"):
+        return "since there are no samples"
+    if text.startswith("no tensors"):
+        return "since no operand is a tensor"
+    return "since one device cannot compute the samples"

@@ -1,0 +1,84 @@
+"""What the table asks of a framework, and how it finds the side of one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["Call", "Side", "side_of"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        args, kwargs: its arguments: trees with plain tensors.
+        forms: "forward" (and "method", "in place" where there are such forms) -> function of the arguments. One in
+            place writes its first argument and returns nothing of interest.
+        differentiable: whether gradients are compared.
+        compared: "values" with one device; "ranks" with one another, for random numbers that no seed controls; "shapes"
+            and dtypes, for what is not initialised.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    forms: dict[str, Callable[..., Any]]
+    differentiable: bool = True
+    compared: str = "values"
+
+
+class Side(Protocol):
+    """One framework's operators."""
+
+    #: Where the operators come from, for the page.
+    TITLE: str
+
+    def names(self) -> list[str]:
+        """The operators."""
+
+    def calls(self, name: str, count: int) -> list[Call]:
+        """At most ``count`` calls of the operator ``name``, the same on every rank."""
+
+    def seed(self) -> None:
+        """Seed the framework's generators."""
+
+    def is_tensor(self, x: Any) -> bool:
+        """Whether ``x`` is a plain or distributed tensor that can be compared."""
+
+    def array(self, x: Any) -> np.ndarray:
+        """The value of a plain tensor."""
+
+    def tensor(self, array: np.ndarray, like: Any) -> Any:
+        """A plain tensor of the dtype of ``like``."""
+
+    def differentiate(
+        self, run: Callable[[list[Any]], tuple[list[Any], Any]], tensors: Sequence[Any], places: Sequence[int]
+    ) -> tuple[list[Any], list[np.ndarray | None]]:
+        """``run(tensors)`` gives outputs and a loss (or None): the outputs, and the loss's gradients by the tensors at
+        ``places``."""
+
+    def copied(self, x: Any) -> Any:
+        """A copy that may be written to."""
+
+    def requires_grad(self, x: Any) -> bool:
+        """Whether gradients by the sample's tensor ``x`` are wanted."""
+
+    def can_be_partial(self, x: Any) -> bool:
+        """Whether ``x`` is also tried as a partial sum."""
+
+    def weight_like(self, y: Any) -> Any:
+        """A tensor of the dtype of a factor of ``y``."""
+
+    def loss(self, outputs: Sequence[Any], weigh: Callable[[Any], Any]) -> Any:
+        """The sum over the differentiable ``outputs`` y of y times ``weigh(y)``, None when there are none."""
+
+
+def side_of(platform: str) -> Side:
+    """The side of a backend; to be called in a worker, since it imports the framework."""
+    framework = platform.split("-")[0]
+    return importlib.import_module(f"tests.{framework}.operators")  # type: ignore[return-value]
