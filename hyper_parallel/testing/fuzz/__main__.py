@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from hyper_parallel.testing.fuzz.campaign import KINDS, RANKS, STACKS, Outcome, limits, run_seeds
+from hyper_parallel.testing.fuzz.exchange import ExchangePool
 from hyper_parallel.testing.fuzz.program import generate
 from hyper_parallel.testing.fuzz.record import add_run
 from hyper_parallel.testing.fuzz.shrink import shrink
-from hyper_parallel.testing.pool import WorkerPool
 
 BAD = ("wrong", "differs", "hanging")
 
@@ -42,7 +42,7 @@ def main() -> int:
         if sum(counts.values()) % 1000 == 0:
             print(f"{dict(counts)} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
-    with WorkerPool(arguments.platform, RANKS) as pool:
+    with ExchangePool(arguments.platform, RANKS) as pool:
         done = first
         while done < first + arguments.count and bad < arguments.most:
             batch = range(done, min(done + 200, first + arguments.count))

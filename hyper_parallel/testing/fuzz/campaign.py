@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from hyper_parallel.testing import spmd
 from hyper_parallel.testing.fuzz import compare, stacks
+from hyper_parallel.testing.fuzz.exchange import installed
 from hyper_parallel.testing.fuzz.program import Limits, Program, generate
 from hyper_parallel.testing.labs import get_lab
 from hyper_parallel.testing.pool import JobError, WorkerPool
@@ -36,21 +39,36 @@ def limits() -> Limits:
     return Limits(**lab.FUZZ_LIMITS)
 
 
-def run_batch(seeds: list[int]) -> list[compare.Verdict | None]:
-    """A job: this rank's verdicts."""
-    found = limits()
-    return [stacks.run(seed) if seed % STACKS == 0 else compare.run(generate(seed, found)) for seed in seeds]
+def references(programs: list[Program | int]) -> list[compare.Reference | stacks.Reference]:
+    """A job: what this rank's share of the programs gives on a single device. A number is the seed of a stack or of a
+    program."""
+    found, mine = limits(), programs[spmd.rank :: RANKS]
+    return [
+        stacks.on_one_device(p)
+        if isinstance(p, int) and p % STACKS == 0
+        else compare.on_one_device(generate(p, found) if isinstance(p, int) else p)
+        for p in mine
+    ]
 
 
-def run_program(program: Program) -> compare.Verdict | None:
-    """A job: this rank's verdict of one program, as the shrinker makes them."""
-    return compare.run(program)
+def verdicts(wanted: list[compare.Reference | stacks.Reference]) -> list[compare.Verdict | None]:
+    """A job: this rank's verdicts on the distributed programs."""
+    return [_in_step(stacks.run(r) if isinstance(r, stacks.Reference) else compare.run(r)) for r in wanted]
 
 
-def put_together(seed: int, verdicts: list[compare.Verdict | None]) -> Outcome:
+def _in_step(verdict: compare.Verdict | None) -> compare.Verdict | None:
+    """``verdict``, unless this rank waited in vain for another one."""
+    exchange = installed()
+    problem = "" if exchange is None else exchange.end_program()
+    return ("hanging", problem) if problem else verdict
+
+
+def put_together(seed: int, by_rank: Sequence[compare.Verdict | None]) -> Outcome:
     """One outcome from those of all ranks."""
-    members = [verdict for verdict in verdicts if verdict is not None]
+    members = [verdict for verdict in by_rank if verdict is not None]
     kinds = {kind for kind, _ in members}
+    if "hanging" in kinds:
+        return Outcome(seed, "hanging", "; ".join(f"rank {i}: {k} {d}" for i, (k, d) in enumerate(members))[:1500])
     if "wrong" in kinds:
         return Outcome(seed, "wrong", next(detail for kind, detail in members if kind == "wrong"))
     if len(kinds) > 1:
@@ -61,9 +79,10 @@ def put_together(seed: int, verdicts: list[compare.Verdict | None]) -> Outcome:
 def judge(pool: WorkerPool, program: Program) -> Outcome:
     """Run one program."""
     try:
-        return put_together(program.seed, pool.run(RANKS, run_program, program, timeout=PATIENCE))
+        (by_rank,) = _verdicts(pool, [program])
     except JobError as error:
         return Outcome(program.seed, "hanging", str(error)[-1500:])
+    return put_together(program.seed, by_rank)
 
 
 def run_seeds(pool: WorkerPool, seeds: range, seen: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
@@ -79,7 +98,8 @@ def run_seeds(pool: WorkerPool, seeds: range, seen: Callable[[Outcome], None] = 
 def _run_some(pool: WorkerPool, seeds: list[int]) -> Iterator[Outcome]:
     """A batch; where a rank hangs or dies, its halves, so that few programs run again."""
     try:
-        by_rank = pool.run(RANKS, run_batch, seeds, timeout=PATIENCE + 0.6 * len(seeds))
+        for seed, by_rank in zip(seeds, _verdicts(pool, list(seeds)), strict=True):
+            yield put_together(seed, by_rank)
     except JobError as error:
         if len(seeds) == 1:
             yield Outcome(seeds[0], "hanging", str(error)[-1500:])
@@ -87,6 +107,12 @@ def _run_some(pool: WorkerPool, seeds: list[int]) -> Iterator[Outcome]:
         middle = len(seeds) // 2
         yield from _run_some(pool, seeds[:middle])
         yield from _run_some(pool, seeds[middle:])
-        return
-    for i, seed in enumerate(seeds):
-        yield put_together(seed, [verdicts[i] for verdicts in by_rank])
+
+
+def _verdicts(pool: WorkerPool, programs: list[Program | int]) -> list[tuple[compare.Verdict | None, ...]]:
+    """The verdicts of all ranks on each program."""
+    patience = PATIENCE + 0.6 * len(programs)
+    wanted: list[Any] = [None] * len(programs)
+    for rank, share in enumerate(pool.run(RANKS, references, programs, timeout=patience)):
+        wanted[rank::RANKS] = share
+    return list(zip(*pool.run(RANKS, verdicts, wanted, timeout=patience), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hyper_parallel.testing.fuzz.program import Program, values_of
 from hyper_parallel.testing.fuzz.words import WORDS
 from hyper_parallel.testing.labs import get_lab
 
-__all__ = ["Verdict", "run"]
+__all__ = ["Reference", "Verdict", "on_one_device", "run"]
 
 #: What became of a program, and what there is to say of it.
 Verdict = tuple[str, str]
@@ -24,44 +25,71 @@ Verdict = tuple[str, str]
 _TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-5}
 
 
-def run(program: Program) -> Verdict | None:
+@dataclass(frozen=True)
+class Reference:
+    """What a program gives on a single device.
+
+    Attributes:
+        program: that was run.
+        outputs: their values.
+        grads: the gradient of each leaf, or None.
+        problem: why there are none of these, empty if there are.
+    """
+
+    program: Program
+    outputs: list[np.ndarray] = field(default_factory=list)
+    grads: list[Any] = field(default_factory=list)
+    problem: str = ""
+
+
+def on_one_device(program: Program) -> Reference:
+    """Run a program with plain tensors."""
+    lab = get_lab()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values = values_of(program)
+        outputs = [values[i] for i in program.outputs]
+        if program.writes and not lab.WRITES_THROUGH_VIEWS:
+            return Reference(program, outputs, [None] * len(program.leaves))
+        arrays = [leaf.values() for leaf in program.leaves]
+        try:
+            found, grads = _evaluate(program, arrays, lambda i, x, is_gradient=False: x, lambda x: x, None)
+        except Exception as error:
+            return Reference(program, problem=f"{type(error).__name__}: {error}"[:300])
+    if any(not x.size for x in values):  # what some frameworks read memory for that nobody has written
+        for i, got, wanted in zip(program.outputs, found, outputs, strict=True):
+            if problem := _differs(got, wanted):
+                return Reference(program, problem=f"v{i}: {problem}, on a single device")
+    return Reference(program, found, grads)
+
+
+def run(reference: Reference) -> Verdict | None:
     """The verdict of this rank, None outside the mesh.
 
     ``"right"``; ``"wrong"``; ``"refused"`` where only the distributed program raises; ``"plain refused"`` where the one
     on a single device raises.
     """
+    program = reference.program
     mesh = spmd.device_mesh(*program.mesh)
     if mesh is None:
         return None
+    if reference.problem:
+        return "plain refused", reference.problem
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            wanted, wanted_grads = _on_one_device(program)
-        except Exception as error:
-            return "plain refused", f"{type(error).__name__}: {error}"[:300]
         try:
             got, grads = _distributed(program, mesh)
         except Exception as error:
             return "refused", f"{type(error).__name__}: {error}"[:300]
-    for i, y, array in zip(program.outputs, got, wanted, strict=True):
+    for i, y, array in zip(program.outputs, got, reference.outputs, strict=True):
         if problem := _differs(y, array):
             return "wrong", f"v{i}: {problem}"
     for i, leaf in enumerate(program.leaves):
-        if leaf.requires_grad and wanted_grads[i] is not None:
+        if leaf.requires_grad and reference.grads[i] is not None:
             layout = get_layout(mesh, leaf.placements, leaf.shape)
-            if problem := _differs(grads[i], gradient_part(wanted_grads[i], layout, leaf.seed)):
+            if problem := _differs(grads[i], gradient_part(reference.grads[i], layout, leaf.seed)):
                 return "wrong", f"gradient of v{i}: {problem}"
     return "right", ""
-
-
-def _on_one_device(program: Program) -> tuple[list[np.ndarray], list[Any]]:
-    lab = get_lab()
-    if program.writes and not lab.WRITES_THROUGH_VIEWS:
-        values = values_of(program)
-        return [values[i] for i in program.outputs], [None] * len(program.leaves)
-    return _evaluate(
-        program, [leaf.values() for leaf in program.leaves], lambda i, x, is_gradient=False: x, lambda x: x, None
-    )
 
 
 def _distributed(program: Program, mesh: Any) -> tuple[list[np.ndarray], list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,40 +20,63 @@ from hyper_parallel import (
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.labs import get_lab
 
-__all__ = ["run"]
+__all__ = ["Reference", "on_one_device", "run"]
 
 STEPS = 3
 _R = Replicate()
 Parts = tuple[str, Callable[[Any], Any], dict[str, Any]]
 
 
-def run(seed: int) -> tuple[str, str] | None:
-    """The verdict of this rank on the stack of a seed, None outside the mesh."""
-    rng = np.random.default_rng((seed, 977))
-    ranks = int(rng.choice((2, 3, 4)))
-    mesh = spmd.device_mesh(ranks)
-    if mesh is None:
-        return None
-    lab = get_lab()
-    batch, length, heads = int(rng.integers(1, 4)), int(rng.integers(1, 6)), ranks * int(rng.integers(1, 3))
-    features = heads * 2
-    parts = [_part(rng, features, int(rng.integers(1, 9))) for _ in range(int(rng.integers(1, 4)))]
-    x = rng.standard_normal((batch, length, features)).astype(np.float32)
+@dataclass(frozen=True)
+class Reference:
+    """What the stack of a seed gives on a single device: losses, gradients and parameters by name; or why it does not."""
+
+    seed: int
+    wanted: dict[str, np.ndarray]
+    problem: str = ""
+
+
+def on_one_device(seed: int) -> Reference:
+    """Train the stack of a seed with plain tensors."""
+    _, parts, x = _stack(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            wanted = _train(lab, parts, x, seed, None)
+            return Reference(seed, _train(get_lab(), parts, x, seed, None))
         except Exception as error:
-            return "plain refused", f"{type(error).__name__}: {error}"[:300]
+            return Reference(seed, {}, f"{type(error).__name__}: {error}"[:300])
+
+
+def run(reference: Reference) -> tuple[str, str] | None:
+    """The verdict of this rank on a stack, None outside the mesh."""
+    ranks, parts, x = _stack(reference.seed)
+    mesh = spmd.device_mesh(ranks)
+    if mesh is None:
+        return None
+    if reference.problem:
+        return "plain refused", reference.problem
+    names = [name for name, *_ in parts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
-            got = _train(lab, parts, x, seed, mesh)
+            got = _train(get_lab(), parts, x, reference.seed, mesh)
         except Exception as error:
-            return "refused", f"{[name for name, *_ in parts]}: {type(error).__name__}: {error}"[:300]
-    for what, array in wanted.items():
+            return "refused", f"{names}: {type(error).__name__}: {error}"[:300]
+    for what, array in reference.wanted.items():
         scale = max(float(np.abs(array).max(initial=0)), 1.0)
         if got[what].shape != array.shape or not np.abs(got[what] - array).max(initial=0) / scale < 1e-3:
-            return "wrong", f"{[name for name, *_ in parts]} on {ranks} ranks, input {x.shape}: {what}"
+            return "wrong", f"{names} on {ranks} ranks, input {x.shape}: {what}"
     return "right", ""
+
+
+def _stack(seed: int) -> tuple[int, list[Parts], np.ndarray]:
+    """Number of ranks, modules and input of a seed."""
+    rng = np.random.default_rng((seed, 977))
+    ranks = int(rng.choice((2, 3, 4)))
+    batch, length, heads = int(rng.integers(1, 4)), int(rng.integers(1, 6)), ranks * int(rng.integers(1, 3))
+    features = heads * 2
+    parts = [_part(rng, features, int(rng.integers(1, 9))) for _ in range(int(rng.integers(1, 4)))]
+    return ranks, parts, rng.standard_normal((batch, length, features)).astype(np.float32)
 
 
 def _part(rng: np.random.Generator, features: int, hidden: int) -> Parts:

@@ -53,7 +53,9 @@ def apply(word: str, arrays: Arrays, args: tuple) -> list[np.ndarray]:
     """What a word gives in NumPy, as a list."""
     with np.errstate(all="ignore"):
         result = WORDS[word].numpy(arrays, args)
-    return list(result) if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
+    results = result if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
+    # Before NumPy 2, a float32 of no dimension and a Python number make a float64.
+    return [y.astype(arrays[0].dtype, copy=False) if _floating(y) else y for y in results]
 
 
 def _floating(x: np.ndarray) -> bool:

@@ -1,0 +1,222 @@
+"""Collectives through memory that the ranks share: quick, and a rank that waits in vain is told at once.
+
+A backend's own collectives cost milliseconds where four ranks share two cores, and a rank that stays away or calls
+another collective costs half a minute or more. Random programs call few and small ones, and are about what core makes of
+them; the backends' own are the conformance suite's subject.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.platform import get_platform
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.pool import WorkerPool
+
+__all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed"]
+
+#: Seconds that a rank waits for another one that is in the same program.
+PATIENCE = 15.0
+#: Bytes of a message.
+_SLOT = 1 << 18
+#: Number of a message and its length, before its content; (programs ended, whether in step) of a rank.
+_HEAD, _ENTRY = struct.Struct("<qq"), struct.Struct("<qq")
+_REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "sum": lambda parts: parts.sum(0, parts.dtype),
+    "avg": lambda parts: parts.mean(0, parts.dtype),
+    "max": lambda parts: parts.max(0),
+    "min": lambda parts: parts.min(0),
+    "product": lambda parts: parts.prod(0, parts.dtype),
+}
+
+_installed: Exchange | None = None
+
+
+class OutOfStepError(Exception):
+    """Another rank has ended the program, does not come, or is in another collective."""
+
+
+class ExchangePool(WorkerPool):
+    """A pool of ranks with the collectives of an `Exchange`."""
+
+    def _start(self) -> None:
+        super()._start()
+        place = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, where the system has such a place
+        with tempfile.NamedTemporaryFile(prefix="hyper-parallel-exchange-", dir=place) as file:
+            file.truncate(self.size * _ENTRY.size + (1 << self.size) * self.size * 2 * _SLOT)
+            self.run(self.size, install, file.name)
+
+
+def install(path: str) -> None:
+    """A job: have the backend's collectives on this rank go through a file. For new workers, before any mesh."""
+    global _installed
+    _installed = Exchange(path, spmd.rank, spmd.world_size)
+    platform = get_platform()
+    for name in ("new_group", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"):
+        setattr(platform, name, getattr(_installed, name))
+    platform.all_gather_object = _installed.all_gather_object
+    _installed.native_new_group = type(platform).new_group.__get__(platform)
+
+
+def installed() -> Exchange | None:
+    """The exchange that this rank's collectives go through."""
+    return _installed
+
+
+class Exchange:
+    """The collectives of `Platform`, with NumPy.
+
+    Args:
+        path: of the file.
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    native_new_group: Any
+
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        #: Programs that this rank has ended, and messages that each set of ranks has exchanged in this one.
+        self._ended, self._sent = 0, [0] * (1 << size)
+        self._ranks: dict[Any, tuple[int, ...]] = {}
+        #: Why this program cannot go on. What is raised may be caught on its way by a framework, or by the program.
+        self.problem = ""
+
+    def end_program(self) -> str:
+        """Wait until all ranks have ended the program, and return why they were not in step, empty if they were."""
+        self._ended += 1
+        _ENTRY.pack_into(self._map, self._rank * _ENTRY.size, self._ended, bool(self.problem))
+        pause = _Pause()
+        while late := [i for i, (ended, _) in enumerate(self._entries()) if ended < self._ended]:
+            if pause.is_over():
+                raise OutOfStepError(f"rank {self._rank} ended the program, rank(s) {late} did not")
+        problem, self.problem = self.problem, ""
+        self._sent = [0] * (1 << self._size)
+        return problem
+
+    # ------------------------------------------------------------------------------------------------ Platform's verbs
+    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> Any:
+        """See `Platform.new_group`."""
+        group = self.native_new_group(rank_lists)
+        for ranks in rank_lists:
+            if self._rank in ranks:
+                self._ranks[group] = tuple(ranks)
+        return group
+
+    def all_reduce(self, local: Any, op: str, group: Any) -> Any:
+        """See `Platform.all_reduce`."""
+        return self._tensor(_REDUCTIONS[op](np.stack(self._arrays(f"all_reduce {op}", local, group))))
+
+    def all_gather(self, local: Any, group: Any, size: int) -> Any:
+        """See `Platform.all_gather`."""
+        return self._tensor(np.concatenate(self._arrays("all_gather", local, group)))
+
+    def reduce_scatter(self, local: Any, op: str, group: Any, size: int) -> Any:
+        """See `Platform.reduce_scatter`."""
+        reduced = _REDUCTIONS[op](np.stack(self._arrays(f"reduce_scatter {op}", local, group)))
+        return self._tensor(np.split(reduced, size)[self._ranks[group].index(self._rank)])
+
+    def all_to_all(self, local: Any, group: Any, size: int) -> Any:
+        """See `Platform.all_to_all`."""
+        mine = self._ranks[group].index(self._rank)
+        return self._tensor(
+            np.concatenate([np.split(x, size)[mine] for x in self._arrays("all_to_all", local, group)])
+        )
+
+    def broadcast(self, local: Any, src: int, group: Any) -> Any:
+        """See `Platform.broadcast`."""
+        return self._tensor(self._arrays(f"broadcast from {src}", local, group)[self._ranks[group].index(src)])
+
+    def scatter(self, out: Any, parts: Sequence[Any] | None, src: int, group: Any) -> Any:
+        """See `Platform.scatter`."""
+        ranks, lab = self._ranks[group], get_lab()
+        mine = b"" if parts is None else pickle.dumps([lab.numpy(part) for part in parts])
+        sent = pickle.loads(self._swap(f"scatter from {src}", mine, ranks)[ranks.index(src)])
+        return out.copy_(self._tensor(sent[ranks.index(self._rank)]))
+
+    def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
+        """See `Platform.all_gather_object`."""
+        return [
+            pickle.loads(said) for said in self._swap("all_gather_object", pickle.dumps(value), self._ranks[group])
+        ]
+
+    # ------------------------------------------------------------------------------------------------------- messages
+    def _tensor(self, array: np.ndarray) -> Any:
+        return get_lab().tensor(array.copy("C"))
+
+    def _arrays(self, what: str, local: Any, group: Any) -> list[np.ndarray]:
+        """The array of each rank of the group, all of one shape and dtype."""
+        mine = get_lab().numpy(local)
+        said = self._swap(f"{what} of {mine.dtype}{list(mine.shape)}", mine.tobytes(), self._ranks[group])
+        return [np.frombuffer(x, mine.dtype).reshape(mine.shape) for x in said]
+
+    def _swap(self, what: str, content: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """What each of ``ranks`` says, all in the collective ``what``."""
+        if self.problem:
+            raise OutOfStepError(self.problem)
+        region = sum(1 << rank for rank in ranks)
+        self._sent[region] += 1
+        number = (self._ended << 32) + self._sent[region]
+        message = pickle.dumps((what, content))
+        if len(message) > _SLOT - _HEAD.size:
+            raise ValueError(f"{what}: {len(content)} bytes are more than a message can have")
+        place = self._place(region, self._rank, number)
+        self._map[place + _HEAD.size : place + _HEAD.size + len(message)] = message
+        _HEAD.pack_into(self._map, place, number, len(message))
+        return [self._hear(what, region, number, rank) for rank in ranks]
+
+    def _hear(self, what: str, region: int, number: int, rank: int) -> bytes:
+        place, pause = self._place(region, rank, number), _Pause()
+        while _HEAD.unpack_from(self._map, place)[0] != number:
+            # Its last message stands there before it says that it has ended: look again.
+            if self._entries()[rank][0] > self._ended and _HEAD.unpack_from(self._map, place)[0] != number:
+                self._fail(f"rank {self._rank} waits in {what}, rank {rank} has ended the program")
+            if pause.is_over():
+                self._fail(f"rank {self._rank} waits in {what} for rank {rank}")
+        length = _HEAD.unpack_from(self._map, place)[1]
+        its, content = pickle.loads(self._map[place + _HEAD.size : place + _HEAD.size + length])
+        if its != what:
+            self._fail(f"rank {self._rank} is in {what}, rank {rank} in {its}")
+        return content
+
+    def _fail(self, problem: str) -> None:
+        self.problem = problem
+        raise OutOfStepError(problem)
+
+    def _entries(self) -> list[tuple[int, int]]:
+        return [_ENTRY.unpack_from(self._map, rank * _ENTRY.size) for rank in range(self._size)]
+
+    def _place(self, region: int, rank: int, number: int) -> int:
+        # Two slots in turn: who writes the next message but one has heard all say the next, hence all have read this.
+        return self._size * _ENTRY.size + ((region * self._size + rank) * 2 + number % 2) * _SLOT
+
+
+class _Pause:
+    """Waits a little at each question; at first without giving the processor up for long."""
+
+    def __init__(self) -> None:
+        self._asked, self._deadline = 0, 0.0
+
+    def is_over(self) -> bool:
+        """Whether `PATIENCE` has run out."""
+        self._asked += 1
+        if self._asked < 20:
+            os.sched_yield()
+            return False
+        if not self._deadline:
+            self._deadline = time.monotonic() + PATIENCE
+        time.sleep(min(2e-5 * (self._asked - 19), 1e-3))
+        return time.monotonic() > self._deadline
+
