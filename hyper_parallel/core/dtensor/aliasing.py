@@ -121,7 +121,7 @@ _TELLING: dict[str, Aliasing | None] = {
 
 # ---------------------------------------------------------------------------- data had to move
 def _following(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory: str, name: str) -> After | None:
-    if memory not in ("shared", "viewable"):
+    if memory == "copied":
         return None
     shape = tuple(layout.shape)
     backs = [_back(op.name, statics, shape, tuple(x.shape)) for x in results]
@@ -139,12 +139,16 @@ def _following(op: NativeOp, layout: Layout, statics: Any, results: tuple, memor
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
-        if memory == "viewable":
+        if memory != "shared":
             strides = strides_of(x, x._layout)
             if strides is UNKNOWN:
                 part(x, result)
                 return
-            if view_strides(op.name, statics, shape, strides, tuple(results[0].shape)) is None:
+            if memory == "contiguous":  # the same tensor, or a copy
+                is_view = is_contiguous(shape, strides)
+            else:
+                is_view = view_strides(op.name, statics, shape, strides, tuple(results[0].shape)) is not None
+            if not is_view:
                 return
         follow(x, result if isinstance(result, (tuple, list)) else (result,), backs, name)
 

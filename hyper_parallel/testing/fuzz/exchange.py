@@ -29,8 +29,8 @@ __all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed"]
 PATIENCE = 15.0
 #: Bytes of a message.
 _SLOT = 1 << 18
-#: Number of a message and its length, before its content; (programs ended, whether in step) of a rank.
-_HEAD, _ENTRY = struct.Struct("<qq"), struct.Struct("<qq")
+#: Number of a message and its length, before its content; how many programs a rank has ended.
+_HEAD, _WORD = struct.Struct("<qq"), struct.Struct("<q")
 _REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sum": lambda parts: parts.sum(0, parts.dtype),
     "avg": lambda parts: parts.mean(0, parts.dtype),
@@ -53,7 +53,7 @@ class ExchangePool(WorkerPool):
         super()._start()
         place = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, where the system has such a place
         with tempfile.NamedTemporaryFile(prefix="hyper-parallel-exchange-", dir=place) as file:
-            file.truncate(self.size * _ENTRY.size + (1 << self.size) * self.size * 2 * _SLOT)
+            file.truncate(self.size * _WORD.size + (1 << self.size) * self.size * 2 * _SLOT)
             self.run(self.size, install, file.name)
 
 
@@ -97,9 +97,9 @@ class Exchange:
     def end_program(self) -> str:
         """Wait until all ranks have ended the program, and return why they were not in step, empty if they were."""
         self._ended += 1
-        _ENTRY.pack_into(self._map, self._rank * _ENTRY.size, self._ended, bool(self.problem))
+        _WORD.pack_into(self._map, self._rank * _WORD.size, self._ended)
         pause = _Pause()
-        while late := [i for i, (ended, _) in enumerate(self._entries()) if ended < self._ended]:
+        while late := [rank for rank in range(self._size) if self._ended_by(rank) < self._ended]:
             if pause.is_over():
                 raise OutOfStepError(f"rank {self._rank} ended the program, rank(s) {late} did not")
         problem, self.problem = self.problem, ""
@@ -174,14 +174,16 @@ class Exchange:
             raise ValueError(f"{what}: {len(content)} bytes are more than a message can have")
         place = self._place(region, self._rank, number)
         self._map[place + _HEAD.size : place + _HEAD.size + len(message)] = message
-        _HEAD.pack_into(self._map, place, number, len(message))
+        # The number last: who sees it reads the rest.
+        _WORD.pack_into(self._map, place + _WORD.size, len(message))
+        _WORD.pack_into(self._map, place, number)
         return [self._hear(what, region, number, rank) for rank in ranks]
 
     def _hear(self, what: str, region: int, number: int, rank: int) -> bytes:
         place, pause = self._place(region, rank, number), _Pause()
         while _HEAD.unpack_from(self._map, place)[0] != number:
             # Its last message stands there before it says that it has ended: look again.
-            if self._entries()[rank][0] > self._ended and _HEAD.unpack_from(self._map, place)[0] != number:
+            if self._ended_by(rank) > self._ended and _HEAD.unpack_from(self._map, place)[0] != number:
                 self._fail(f"rank {self._rank} waits in {what}, rank {rank} has ended the program")
             if pause.is_over():
                 self._fail(f"rank {self._rank} waits in {what} for rank {rank}")
@@ -195,12 +197,12 @@ class Exchange:
         self.problem = problem
         raise OutOfStepError(problem)
 
-    def _entries(self) -> list[tuple[int, int]]:
-        return [_ENTRY.unpack_from(self._map, rank * _ENTRY.size) for rank in range(self._size)]
+    def _ended_by(self, rank: int) -> int:
+        return _WORD.unpack_from(self._map, rank * _WORD.size)[0]
 
     def _place(self, region: int, rank: int, number: int) -> int:
         # Two slots in turn: who writes the next message but one has heard all say the next, hence all have read this.
-        return self._size * _ENTRY.size + ((region * self._size + rank) * 2 + number % 2) * _SLOT
+        return self._size * _WORD.size + ((region * self._size + rank) * 2 + number % 2) * _SLOT
 
 
 class _Pause:
