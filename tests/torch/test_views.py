@@ -109,6 +109,40 @@ def test_parts(pool: Any, world_size: int) -> None:
 
 
 @spmd.on_mesh()
+def read_memory(mesh: Any) -> None:
+    """`as_strided` reads what it reads on a single device, or refuses; no placement gives other elements."""
+    values = torch.arange(24.0, device=device()).reshape(4, 6)
+    calls: list[Any] = [
+        lambda x: x.as_strided((6,), (1,)),
+        lambda x: torch.as_strided(x[1:], (4,), (2,)),
+        lambda x: x.clone().as_strided((3, 2), (2, 1), 5),
+        lambda x: torch.as_strided_copy(x, (6,), (1,)),
+        lambda x: torch.as_strided_scatter(x, x[0, :3], (3,), (2,)),
+    ]
+    # What a single device has in another order in memory, or in a part of another tensor's.
+    refused: list[Any] = [
+        lambda x: x.t().as_strided((6,), (1,)),
+        lambda x: (x.t() * 2).as_strided((6,), (1,)),
+        lambda x: x[1:].as_strided((4,), (1,), 0),
+    ]
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = distribute_tensor(values, mesh, [placement])
+        for call in calls:
+            assert torch.equal(call(x).full_tensor(), call(values))
+        for call in refused:
+            if placement.is_replicate():
+                assert torch.equal(call(x).full_tensor(), call(values))
+            else:
+                with pytest.raises(ValueError, match="memory"):
+                    call(x)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_places_in_memory(pool: Any, world_size: int) -> None:
+    pool.run(world_size, read_memory)
+
+
+@spmd.on_mesh()
 def refuse(mesh: Any) -> None:
     """Views whose write cannot be brought back, and views that are out of date."""
     x = distribute_tensor(torch.ones(6, 5, device=device()), mesh, [Shard(0)])

@@ -6,17 +6,31 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.testing.fuzz.campaign import RANKS, run_seeds
+from hyper_parallel.testing.conformance.found_programs import FOUND
+from hyper_parallel.testing.fuzz.campaign import BAD, RANKS, judge, limits, run_seeds
 from hyper_parallel.testing.labs import get_lab
 
 FIRST = 1
 
 
-def test_random_programs(pool: Any) -> None:
+@pytest.fixture(autouse=True)
+def enough_ranks(pool: Any) -> None:
     if pool.size < RANKS:
         pytest.skip(f"random programs need {RANKS} ranks")
+
+
+def test_random_programs(pool: Any) -> None:
     outcomes = run_seeds(pool, range(FIRST, FIRST + get_lab().FUZZ_SHARE))
-    bad = [outcome for outcome in outcomes if outcome.kind in ("wrong", "differs", "hanging")]
+    bad = [outcome for outcome in outcomes if outcome.kind in BAD]
     assert not bad, "\n".join(f"seed {o.seed} {o.kind}: {o.detail}" for o in bad)
     right = sum(outcome.kind == "right" for outcome in outcomes)
     assert right >= 0.75 * len(outcomes), f"only {right} of {len(outcomes)} programs could be compared"
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_programs_that_failed_once(pool: Any, what: str) -> None:
+    program, found = FOUND[what], limits()
+    if (program.second_order and not found.second_order) or any(s.word in found.without for s in program.steps):
+        pytest.skip("programs for this framework do not have this")
+    outcome = judge(pool, program)
+    assert outcome.kind in ("right", "refused"), f"{outcome.kind}: {outcome.detail}"

@@ -10,13 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from hyper_parallel.testing.fuzz.campaign import KINDS, RANKS, STACKS, Outcome, limits, run_seeds
+from hyper_parallel.testing.fuzz.campaign import BAD, KINDS, RANKS, STACKS, Outcome, limits, run_seeds
 from hyper_parallel.testing.fuzz.exchange import ExchangePool
 from hyper_parallel.testing.fuzz.program import generate
 from hyper_parallel.testing.fuzz.record import add_run
 from hyper_parallel.testing.fuzz.shrink import shrink
-
-BAD = ("wrong", "differs", "hanging")
 
 
 def main() -> int:

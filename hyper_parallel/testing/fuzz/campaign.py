@@ -13,10 +13,12 @@ from hyper_parallel.testing.fuzz.program import Limits, Program, generate
 from hyper_parallel.testing.labs import get_lab
 from hyper_parallel.testing.pool import JobError, WorkerPool
 
-__all__ = ["KINDS", "Outcome", "judge", "run_seeds"]
+__all__ = ["BAD", "KINDS", "Outcome", "judge", "run_seeds"]
 
 #: What may become of a program.
 KINDS = ("right", "refused", "plain refused", "wrong", "differs", "hanging")
+#: Of these, what must not become of any.
+BAD = ("wrong", "differs", "hanging")
 RANKS = 4
 #: One of so many seeds makes a stack of modules.
 STACKS = 20

@@ -170,11 +170,13 @@ def _is_floating(program: Program, i: int) -> bool:
 
 def _results(lab: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any]:
     if step.word == "redistribute":
-        if mesh is None:
-            return [tensors[0] * 1 if tensors[0].dtype != lab.BOOL else tensors[0] & tensors[0]]
-        x = tensors[0].redistribute(placements=step.args[0])
-        # A new tensor, as on one device, also where the placements are those that it has.
-        return [x * 1 if x is tensors[0] and x.dtype != lab.BOOL else x]
+        x = tensors[0]
+        if mesh is not None:
+            x = x.redistribute(placements=step.args[0])
+        # A new tensor in the usual order in memory, also where the placements are those that it has.
+        if mesh is None or x is tensors[0]:
+            x = x & x if x.dtype == lab.BOOL else x * 1
+        return [x.contiguous()]
     result = WORDS[step.word].lab(lab, tensors, step.args)
     return list(result) if isinstance(result, (tuple, list)) else [result]
 

@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks share: quick, and a rank that waits in vain is told at once.
 
 A backend's own collectives cost milliseconds where four ranks share two cores, and a rank that stays away or calls
-another collective costs half a minute or more. Random programs call few and small ones, and are about what core makes of
-them; the backends' own are the conformance suite's subject.
+another collective costs half a minute or more. Random programs call few and small ones, and are about what core makes
+of them; the backends' own are the conformance suite's subject.
 """
 
 from __future__ import annotations
@@ -39,6 +39,18 @@ _REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "product": lambda parts: parts.prod(0, parts.dtype),
 }
 
+#: What is exchanged through the file.
+_VERBS = (
+    "new_group",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "scatter",
+    "all_gather_object",
+)
+
 _installed: Exchange | None = None
 
 
@@ -61,10 +73,9 @@ def install(path: str) -> None:
     """A job: have the backend's collectives on this rank go through a file. For new workers, before any mesh."""
     global _installed
     _installed = Exchange(path, spmd.rank, spmd.world_size)
-    platform = get_platform()
-    for name in ("new_group", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter"):
+    platform: Any = get_platform()
+    for name in _VERBS:
         setattr(platform, name, getattr(_installed, name))
-    platform.all_gather_object = _installed.all_gather_object
     _installed.native_new_group = type(platform).new_group.__get__(platform)
 
 
@@ -131,9 +142,7 @@ class Exchange:
     def all_to_all(self, local: Any, group: Any, size: int) -> Any:
         """See `Platform.all_to_all`."""
         mine = self._ranks[group].index(self._rank)
-        return self._tensor(
-            np.concatenate([np.split(x, size)[mine] for x in self._arrays("all_to_all", local, group)])
-        )
+        return self._tensor(np.concatenate([np.split(x, size)[mine] for x in self._arrays("all_to_all", local, group)]))
 
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""
@@ -148,9 +157,7 @@ class Exchange:
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
         """See `Platform.all_gather_object`."""
-        return [
-            pickle.loads(said) for said in self._swap("all_gather_object", pickle.dumps(value), self._ranks[group])
-        ]
+        return [pickle.loads(said) for said in self._swap("all_gather_object", pickle.dumps(value), self._ranks[group])]
 
     # ------------------------------------------------------------------------------------------------------- messages
     def _tensor(self, array: np.ndarray) -> Any:
@@ -221,4 +228,3 @@ class _Pause:
             self._deadline = time.monotonic() + PATIENCE
         time.sleep(min(2e-5 * (self._asked - 19), 1e-3))
         return time.monotonic() > self._deadline
-

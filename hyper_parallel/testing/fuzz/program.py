@@ -107,12 +107,14 @@ class Limits:
         nan: whether values may be NaN.
         second_order: whether there are gradients of gradients.
         dtypes: of leaves.
+        without: words that the framework does not have.
     """
 
     writes_with_gradients: bool = True
     nan: bool = True
     second_order: bool = True
     dtypes: tuple[str, ...] = DTYPES
+    without: frozenset[str] = frozenset()
 
 
 def generate(seed: int, limits: Limits) -> Program:
@@ -131,7 +133,7 @@ def generate(seed: int, limits: Limits) -> Program:
     values = values_of(program)
     steps: list[Step] = []
     for _ in range(int(rng.integers(2, 9))):
-        step = _step(rng, program, values, writes)
+        step = _step(rng, program, values, writes, limits.without)
         if step is not None:
             steps.append(step)
     results = range(len(leaves), len(values))
@@ -161,7 +163,11 @@ def _leaf(
         shape = (base[-1], int(rng.integers(1, 6)))
     elif kind < 0.4:  # broadcasts
         shape = tuple(1 if rng.random() < 0.4 else n for n in base[int(rng.integers(0, len(base) + 1)) :])
-    if not second_order and rng.random() < 0.15:
+    elif kind < 0.46:  # the weight of a norm
+        shape = base[-1:]
+    elif kind < 0.56:  # numbers of rows or of classes
+        shape, dtype = base[: int(rng.integers(1, len(base) + 1))], "int64"
+    if not second_order and dtype != "int64" and rng.random() < 0.15:
         dtype = str(rng.choice(limits.dtypes))
     floating = dtype.startswith("float")
     requires_grad = floating and (second_order or rng.random() < 0.7)
@@ -192,32 +198,36 @@ def _placements(
     return tuple(found)
 
 
-def _step(rng: np.random.Generator, program: Program, values: list[np.ndarray], writes: bool) -> Step | None:
+def _step(
+    rng: np.random.Generator, program: Program, values: list[np.ndarray], writes: bool, without: frozenset[str]
+) -> Step | None:
     """A step that fits, of which the results are added to ``values``."""
     fixed = [values[i] for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
-    for _ in range(60):
-        if rng.random() < 0.08:
-            at = int(rng.integers(0, len(values)))
-            placements = _placements(rng, values[at].shape, program.mesh)
-            values.append(values[at].copy())
-            return Step("redistribute", (at,), (placements,))
+    if rng.random() < 0.1:
+        at = int(rng.integers(0, len(values)))
+        placements = _placements(rng, values[at].shape, program.mesh)
+        values.append(values[at].copy())
+        return Step("redistribute", (at,), (placements,))
+    # Later values are taken more often: chains, not fans.
+    weights = np.arange(1.0, len(values) + 1) ** 2
+    weights /= weights.sum()
+    for _ in range(40):
         word = WORDS[str(rng.choice(_NAMES, p=_WEIGHTS))]
-        if word.writes and not writes:
+        if (word.writes and not writes) or word.name in without:
             continue
-        # Later values are taken more often: chains, not fans.
-        weights = np.arange(1.0, len(values) + 1) ** 2
-        inputs = tuple(int(i) for i in rng.choice(len(values), word.count, p=weights / weights.sum()))
-        arrays = [values[i] for i in inputs]
-        if word.writes and any(np.shares_memory(arrays[0], leaf) for leaf in fixed):
-            continue  # torch refuses to write to a leaf that requires grad
-        args = word.choose(rng, *arrays)
-        if args is None:
-            continue
-        try:
-            values += apply(word.name, arrays, args)
-        except ValueError:
-            continue  # a write to what was expanded
-        return Step(word.name, inputs, args)
+        for _ in range(1 if word.count == 1 else 6):
+            inputs = tuple(int(i) for i in rng.choice(len(values), word.count, p=weights))
+            arrays = [values[i] for i in inputs]
+            if word.writes and any(np.shares_memory(arrays[0], leaf) for leaf in fixed):
+                continue  # torch refuses to write to a leaf that requires grad
+            args = word.choose(rng, *arrays)
+            if args is None:
+                continue
+            try:
+                values += apply(word.name, arrays, args)
+            except ValueError:
+                continue  # a write to what was expanded
+            return Step(word.name, inputs, args)
     return None
 
 

@@ -12,8 +12,8 @@ from hyper_parallel.testing.pool import WorkerPool
 
 __all__ = ["shrink", "smallest"]
 
-#: Programs tried at most: a hanging one costs its time-out.
-TRIES = {"hanging": 12}
+#: Programs tried at most: one that hangs may cost its time-out.
+TRIES = {"hanging": 100}
 MANY = 200
 
 
@@ -53,6 +53,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         shorter = _without_step(program, at)
         if shorter is not None:
             yield shorter
+        yield from _past_step(program, at)
     used = {i for step in program.steps for i in step.inputs} | set(program.outputs)
     for at in reversed(range(len(program.leaves))):
         if at not in used and len(program.leaves) > 1:
@@ -87,6 +88,25 @@ def _without_step(program: Program, at: int) -> Program | None:
         steps=tuple(_renumbered(step, gone.stop, count) for step in rest),
         outputs=tuple(sorted({i - count if i >= gone.stop else i for i in program.outputs if i not in gone})),
     )
+
+
+def _past_step(program: Program, at: int) -> Iterator[Program]:
+    """With an operand of a step wherever its result was, if they are alike."""
+    values, counts, step = values_of(program), _results_of(program), program.steps[at]
+    start = len(program.leaves) + sum(counts[:at])
+    if counts[at] != 1:
+        return
+    for i in dict.fromkeys(step.inputs):
+        if values[i].shape != values[start].shape or values[i].dtype != values[start].dtype:
+            continue
+        steps = tuple(
+            replace(later, inputs=tuple(i if n == start else n for n in later.inputs)) if k > at else later
+            for k, later in enumerate(program.steps)
+        )
+        outputs = tuple(sorted({i if n == start else n for n in program.outputs}))
+        shorter = _without_step(replace(program, steps=steps, outputs=outputs), at)
+        if shorter is not None:
+            yield shorter
 
 
 def _without_leaf(program: Program, at: int) -> Program:

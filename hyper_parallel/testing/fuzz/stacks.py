@@ -31,7 +31,7 @@ Parts = tuple[str, Callable[[Any], Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Reference:
-    """What the stack of a seed gives on a single device: losses, gradients and parameters by name; or why it does not."""
+    """What the stack of a seed gives on a single device: losses, gradients and parameters by name; or why nothing."""
 
     seed: int
     wanted: dict[str, np.ndarray]

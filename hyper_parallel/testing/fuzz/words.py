@@ -53,9 +53,10 @@ def apply(word: str, arrays: Arrays, args: tuple) -> list[np.ndarray]:
     """What a word gives in NumPy, as a list."""
     with np.errstate(all="ignore"):
         result = WORDS[word].numpy(arrays, args)
-    results = result if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
-    # Before NumPy 2, a float32 of no dimension and a Python number make a float64.
-    return [y.astype(arrays[0].dtype, copy=False) if _floating(y) else y for y in results]
+        results = result if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
+        # Before NumPy 2, a float32 of no dimension and a Python number make a float64.
+        dtype = next((x.dtype for x in arrays if _floating(x)), np.dtype(np.float64))
+        return [y.astype(dtype, copy=False) if _floating(y) else y for y in results]
 
 
 def _floating(x: np.ndarray) -> bool:
@@ -301,6 +302,178 @@ _add(
 )
 
 
+# ---------------------------------------------------------------------------- look-ups, modulo the size
+def _ids(x: np.ndarray) -> bool:
+    return x.dtype == np.int64
+
+
+def _looked_up(rng: np.random.Generator, ids: np.ndarray, w: np.ndarray) -> tuple | None:
+    fits = _ids(ids) and w.ndim == 2 and w.shape[0] and _floating(w)
+    return () if fits and ids.size * w.shape[1] <= MOST and ids.ndim < 4 else None
+
+
+def _selected(rng: np.random.Generator, x: np.ndarray, ids: np.ndarray) -> tuple | None:
+    if not (_ids(ids) and ids.ndim == 1 and x.ndim and _floating(x)):
+        return None
+    dim = int(rng.integers(0, x.ndim))
+    return (dim,) if x.shape[dim] and x.size // x.shape[dim] * ids.size <= MOST else None
+
+
+def _gathered(rng: np.random.Generator, x: np.ndarray, ids: np.ndarray) -> tuple | None:
+    if not (_ids(ids) and ids.ndim == x.ndim and x.ndim and _floating(x)):
+        return None
+    dim = int(rng.integers(0, x.ndim))
+    fits = x.shape[dim] and all(ids.shape[d] <= n for d, n in enumerate(x.shape) if d != dim)
+    return (dim,) if fits else None
+
+
+def _gather(x: np.ndarray, ids: np.ndarray, dim: int) -> np.ndarray:
+    x = x[tuple(slice(None if d == dim else n) for d, n in enumerate(ids.shape))]
+    return np.take_along_axis(x, ids % x.shape[dim], dim)
+
+
+_add(
+    "embedding",
+    2,
+    _looked_up,
+    lambda lab, xs, a: lab.embedding(xs[0] % xs[1].shape[0], xs[1]),
+    lambda xs, a: xs[1][xs[0] % len(xs[1])],
+    weight=8,
+)
+_add(
+    "index_select",
+    2,
+    _selected,
+    lambda lab, xs, a: lab.index_select(xs[0], a[0], xs[1] % xs[0].shape[a[0]]),
+    lambda xs, a: np.take(xs[0], xs[1] % xs[0].shape[a[0]], a[0]),
+    weight=6,
+)
+_add(
+    "gather",
+    2,
+    _gathered,
+    lambda lab, xs, a: lab.gather(xs[0], a[0], xs[1] % xs[0].shape[a[0]]),
+    lambda xs, a: _gather(*xs, *a),
+    weight=6,
+)
+
+
+def _marked(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
+    fits = _floating(x) and _floating(y) and x.shape == y.shape
+    return (float(rng.choice([-1.5, 0.0, 2.0])),) if fits else None
+
+
+_add(
+    "masked_fill",
+    2,
+    _marked,
+    lambda lab, xs, a: lab.masked_fill(xs[0], xs[1] > 0, *a),
+    lambda xs, a: np.where(xs[1] > 0, xs[0].dtype.type(a[0]), xs[0]),
+)
+
+
+# ---------------------------------------------------------------------------- norms and losses
+def _normed(rng: np.random.Generator, x: np.ndarray, w: np.ndarray) -> tuple | None:
+    fits = x.ndim and w.shape == x.shape[-1:] and x.shape[-1] and x.dtype == w.dtype == np.float32
+    return () if fits else None
+
+
+def _classified(rng: np.random.Generator, x: np.ndarray, ids: np.ndarray) -> tuple | None:
+    fits = x.dtype == np.float32 and x.ndim == 2 and _ids(ids) and ids.shape == x.shape[:1] and x.size
+    return (str(rng.choice(["mean", "sum", "none"])),) if fits else None
+
+
+def _layer_norm(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    away = x - x.mean(-1, keepdims=True)
+    return away / np.sqrt((away**2).mean(-1, keepdims=True) + 1e-5) * w + w
+
+
+def _cross_entropy(x: np.ndarray, ids: np.ndarray, reduction: str) -> np.ndarray:
+    losses = -np.log(_softmax(x, 1))[np.arange(len(ids)), ids % x.shape[1]]
+    return losses if reduction == "none" else getattr(losses, reduction)()
+
+
+_add(
+    "layer_norm",
+    2,
+    _normed,
+    lambda lab, xs, a: lab.layer_norm(xs[0], xs[1], xs[1]),
+    lambda xs, a: _layer_norm(*xs),
+    weight=4,
+)
+_add(
+    "rms_norm",
+    2,
+    _normed,
+    lambda lab, xs, a: lab.rms_norm(*xs),
+    lambda xs, a: xs[0] / np.sqrt((xs[0] ** 2).mean(-1, keepdims=True) + 1e-5) * xs[1],
+    weight=4,
+)
+_add(
+    "cross_entropy",
+    2,
+    _classified,
+    lambda lab, xs, a: lab.cross_entropy(xs[0], xs[1] % xs[0].shape[1], *a),
+    lambda xs, a: _cross_entropy(*xs, *a),
+    weight=6,
+)
+_add(
+    "logsumexp",
+    1,
+    _full_dim,
+    lambda lab, xs, a: lab.logsumexp(xs[0], *a),
+    lambda xs, a: np.log(np.exp(xs[0]).sum(*a)),
+    weight=0.5,
+)
+
+
+# ---------------------------------------------------------------------------- further views
+def _diagonal(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    dims = _two_dims(rng, x)
+    return None if dims is None else (int(rng.integers(-1, 2)), *dims)
+
+
+def _strided(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    """Sizes and strides within a tensor that lies in memory in the usual order."""
+    if not x.size or not x.flags.c_contiguous:
+        return None
+    sizes, strides, last = [], [], 0
+    for _ in range(int(rng.integers(1, 3))):
+        stride = int(rng.integers(1, 4))
+        sizes.append(int(rng.integers(1, (x.size - 1 - last) // stride + 2)))
+        strides.append(stride)
+        last += (sizes[-1] - 1) * stride
+    return tuple(sizes), tuple(strides)
+
+
+def _as_strided(x: np.ndarray, sizes: tuple, strides: tuple) -> np.ndarray:
+    return np.lib.stride_tricks.as_strided(x, sizes, [stride * x.itemsize for stride in strides])
+
+
+_add(
+    "diagonal",
+    1,
+    _diagonal,
+    lambda lab, xs, a: lab.diagonal(xs[0], *a),
+    # NumPy's own result is not writeable.
+    lambda xs, a: _writeable(xs[0].diagonal(*a), xs[0]),
+)
+_add(
+    "as_strided",
+    1,
+    _strided,
+    lambda lab, xs, a: lab.as_strided(xs[0], *a),
+    lambda xs, a: _as_strided(xs[0], *a),
+    weight=0.5,
+)
+_add("leaf", 1, _of_floats, lambda lab, xs, a: lab.leaf(xs[0]), lambda xs, a: xs[0], weight=0.3)
+
+
+def _writeable(view: np.ndarray, x: np.ndarray) -> np.ndarray:
+    view.flags.writeable = x.flags.writeable
+    return view
+
+
 # ---------------------------------------------------------------------------- writes
 def _assigned(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
     index = _index(rng, x)
@@ -326,6 +499,20 @@ def _number(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
     return None if x.dtype == bool else ()
 
 
+def _set_at(xs: list, args: tuple) -> Any:
+    xs[0][xs[1] % xs[0].shape[0]] = args[0]
+    return xs[0]
+
+
+_add(
+    "set_at",
+    2,
+    lambda rng, x, ids: (2,) if _ids(ids) and ids.ndim and x.ndim and x.shape[0] and _floating(x) else None,
+    lambda lab, xs, a: _set_at(xs, (float(a[0]),)),
+    _set_at,
+    writes=True,
+    weight=3,
+)
 _add("set", 1, _assigned, lambda lab, xs, a: _set(xs, (a[0], float(a[1]))), _set, writes=True, weight=4)
 _add("double", 1, _number, lambda lab, xs, a: _double(xs, a), _double, writes=True, weight=4)
 _add(

@@ -458,6 +458,26 @@ def chunk(x: Any, chunks: int, dim: int) -> Any:
     return mint.chunk(x, chunks, dim)
 
 
+def index_select(x: Any, dim: int, index: Any) -> Any:
+    return mint.index_select(x, dim, index)
+
+
+def gather(x: Any, dim: int, index: Any) -> Any:
+    return mint.gather(x, dim, index)
+
+
+def diagonal(x: Any, offset: int, a: int, b: int) -> Any:
+    return ops.diagonal(x, offset, a, b)
+
+
+def as_strided(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    raise TypeError("MindSpore has no such function")
+
+
+def leaf(x: Any) -> Any:
+    return ops.stop_gradient(x)
+
+
 def masked_fill(x: Any, mask: Any, value: float) -> Any:
     return x.masked_fill(mask, value)
 
@@ -529,7 +549,12 @@ WRITES_THROUGH_VIEWS = False
 BOOL = ms.bool_
 #: The smallest of numbers with NaN among them is none on CPU; gradients of gradients through views are not supported.
 FUZZ_SHARE = 100
-FUZZ_LIMITS: dict[str, Any] = {"writes_with_gradients": False, "nan": False, "second_order": False}
+FUZZ_LIMITS: dict[str, Any] = {
+    "writes_with_gradients": False,
+    "nan": False,
+    "second_order": False,
+    "without": frozenset({"as_strided"}),
+}
 
 
 def unruled_in_place(x: Any) -> Any:

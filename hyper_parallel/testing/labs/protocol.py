@@ -253,6 +253,21 @@ class Lab(Protocol):
     def chunk(self, x: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
         """So many pieces."""
 
+    def index_select(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        """The slices of ``x`` along ``dim`` that a 1-D ``index`` names."""
+
+    def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        """``x`` at the places along ``dim`` that ``index``, of as many dimensions, names."""
+
+    def diagonal(self, x: Tensor, offset: int, a: int, b: int) -> Tensor:
+        """A diagonal of the dimensions ``a`` and ``b``."""
+
+    def as_strided(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        """A view of the memory of ``x``; for random programs, where ``FUZZ_LIMITS`` does not leave it out."""
+
+    def leaf(self, x: Tensor) -> Tensor:
+        """``x`` without its history, requiring gradients where a tensor can."""
+
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
         """``value`` where ``mask``, else ``x``."""
 

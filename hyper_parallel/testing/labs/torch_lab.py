@@ -372,6 +372,26 @@ def chunk(x: Any, chunks: int, dim: int) -> Any:
     return torch.chunk(x, chunks, dim)
 
 
+def index_select(x: Any, dim: int, index: Any) -> Any:
+    return torch.index_select(x, dim, index)
+
+
+def gather(x: Any, dim: int, index: Any) -> Any:
+    return torch.gather(x, dim, index)
+
+
+def diagonal(x: Any, offset: int, a: int, b: int) -> Any:
+    return torch.diagonal(x, offset, a, b)
+
+
+def as_strided(x: Any, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    return torch.as_strided(x, sizes, strides)
+
+
+def leaf(x: Any) -> Any:
+    return x.detach().requires_grad_()
+
+
 def masked_fill(x: Any, mask: Any, value: float) -> Any:
     return x.masked_fill(mask, value)
 

@@ -57,7 +57,9 @@ def _mean(
         for dim in reduced:
             if shape[dim] == 0:
                 shape[dim] = 1
-                x = platform.cat([x, platform.zeros(shape, x)], dim)
+                # In two dimensions at least: frameworks leave an operand of shape (0,) out when they join.
+                row = platform.unsqueeze(platform.zeros(shape, x), 0)
+                x = platform.cat([platform.unsqueeze(x, 0), row], dim + 1).reshape(tuple(shape))
     return native((x,), statics) * (local / everywhere)
 
 

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.core.dtensor.memory_order import UNKNOWN, strides_of
 from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.dtensor.strides import is_contiguous
 from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import signature, to_dims
+from hyper_parallel.platform.torch.op_table.binding import find, signature, to_dims
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
 from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dispatch_on, is_dtensor, replicated
@@ -189,6 +191,33 @@ def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
         f"{func.__name__} of a DTensor would change the storage or the sizes of this rank's part alone: make a new "
         "tensor (reshape, narrow, distribute_tensor), or assign a distributed one to x.data"
     )
+
+
+@handles(*find(["as_strided", "as_strided_copy", "as_strided_scatter"], torch, T))
+def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``x.as_strided(...)`` names places in memory: in a gathered copy, if the single device's memory looks like it."""
+    x = args[0] if args else kwargs["input"]
+    if is_dtensor(x) and not _is_where_one_device_has_it(x):
+        with no_dispatch():
+            strides = strides_of(x, x._layout)
+        if strides is UNKNOWN or not is_contiguous(x._layout.shape, strides):
+            raise ValueError(
+                f"{func.__name__} names places in memory, and a DTensor that is not contiguous, placed "
+                f"{list(x._layout.placements)}, has others than on one device: call it on x.contiguous(), or index x"
+            )
+        positions = {"as_strided_scatter": 4}.get(func.__name__, 3)
+        offset = args[positions] if len(args) > positions else kwargs.get("storage_offset")
+        if offset is not None and x._family is not None:
+            raise ValueError(
+                f"{func.__name__}(storage_offset={offset}) counts from the beginning of memory of which this DTensor, "
+                f"placed {list(x._layout.placements)}, may be a part: leave storage_offset out and index x, or clone it"
+            )
+    return run_unknown(func, args, kwargs)
+
+
+def _is_where_one_device_has_it(x: Any) -> bool:
+    """Whether this rank's memory is that of a single device: ``x`` is replicated, and no view that had to be copied."""
+    return x._layout.replicated and (x._family is None or x._family.source is None)
 
 
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:

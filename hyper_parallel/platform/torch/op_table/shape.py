@@ -268,8 +268,9 @@ def _call_pad(func: Any, operands: tuple, statics: tuple) -> Any:
 
 def _joins_and_splits() -> Table:
     rows: Table = {}
-    for name, functions in (("cat", ["cat", "concat", "concatenate"]), ("stack", ["stack"])):
-        rows.update(dict.fromkeys(find(functions, torch), NativeOp(name, _bind_join, _call_join(getattr(torch, name)))))
+    cat = NativeOp("cat", _bind_join, _call_cat)
+    rows.update(dict.fromkeys(find(["cat", "concat", "concatenate"], torch), cat))
+    rows[torch.stack] = NativeOp("stack", _bind_join, _call_stack)
     chunk = NativeOp("chunk", _bind_chunk, lambda func, operands, statics: T.chunk(operands[0], *statics))
     rows.update(dict.fromkeys([torch.chunk, T.chunk], chunk))
     split = NativeOp("split", _bind_split, lambda func, operands, statics: torch.split(operands[0], *statics))
@@ -286,8 +287,15 @@ def _bind_join(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
     return tuple(tensors), (dim,)
 
 
-def _call_join(join: Any) -> Any:
-    return lambda func, operands, statics: join(operands, statics[0])
+def _call_cat(func: Any, operands: tuple, statics: tuple) -> Any:
+    if operands[0].dim() == 1 and any(x.shape == (0,) for x in operands):
+        # Torch leaves such operands out, also where gradients of gradients go to them and may communicate on the way.
+        return torch.cat([x.unsqueeze(0) for x in operands], 1)[0]
+    return torch.cat(operands, statics[0])
+
+
+def _call_stack(func: Any, operands: tuple, statics: tuple) -> Any:
+    return torch.stack(operands, statics[0])
 
 
 def _bind_chunk(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:

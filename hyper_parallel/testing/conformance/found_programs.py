@@ -1,0 +1,47 @@
+"""Random programs that once were wrong or hung, as small as the shrinker made them; `test_fuzz` runs them again."""
+
+from __future__ import annotations
+
+from hyper_parallel import Partial, Shard
+from hyper_parallel.testing.fuzz.program import Leaf, Program, Step
+
+__all__ = ["FOUND"]
+
+
+def _leaf(shape: tuple[int, ...], placements: tuple, requires_grad: bool = True, dtype: str = "float32") -> Leaf:
+    return Leaf(shape, dtype, placements, requires_grad, 5)
+
+
+#: What was wrong -> the program.
+FOUND: dict[str, Program] = {
+    "gradients of gradients of a mean, where a shard is empty": Program(
+        1,
+        (2,),
+        (_leaf((1,), (Shard(0),)),),
+        (Step("mean", (0,), (None, False)), Step("mul", (1, 1), ())),
+        (2,),
+        second_order=True,
+    ),
+    "gradients of gradients of joined vectors, where a shard is empty": Program(
+        2,
+        (4,),
+        (_leaf((2,), (Shard(0),)),),
+        (Step("square", (0,), ()), Step("cat", (1, 1), (0,)), Step("square", (2,), ())),
+        (3,),
+        second_order=True,
+    ),
+    "a write to contiguous() of an extreme": Program(
+        3,
+        (2,),
+        (_leaf((5, 4), (Partial("max"),), requires_grad=False, dtype="float16"),),
+        (Step("contiguous", (0,), ()), Step("set", (1,), (((1, None, 2),), 2))),
+        (0,),
+    ),
+    "memory read in another order": Program(
+        4,
+        (4,),
+        (_leaf((3, 8), (Shard(0),), requires_grad=False),),
+        (Step("transpose", (0,), (1, 0)), Step("scaled", (1,), (2.0,)), Step("as_strided", (2,), ((14,), (1,)))),
+        (3,),
+    ),
+}
