@@ -105,6 +105,7 @@ class VocabParallel:
         make = platform.autograd_function
         self._add_class = make(self._add_class_forward, self._add_class_cotangent)
         self._take_class = make(self._take_class_forward, self._take_class_cotangent)
+        self._noting = make(self._noting_forward, self._noting_cotangent)
         self._softmax = make(self._softmax_forward, self._softmax_cotangent)
         self._log_softmax = make(self._log_softmax_forward, self._log_softmax_cotangent)
         self._log_sum_exp = make(self._log_sum_exp_forward, self._log_sum_exp_cotangent)
@@ -123,16 +124,17 @@ class VocabParallel:
     def log_sum_exp(self, x: Any, classes: Classes) -> Any:
         """log(sum(exp(x))) over the classes, whose dimension has size 1 then; the same on all ranks that share them."""
         if not classes.sample_count:
-            return self.platform.sum_along(x, classes.dim)
-        x = self._with_a_class(x, classes)
-        return self._log_sum_exp(x, *self._sums_of_exponentials(x, classes, finite=True), classes)
+            return self._noting(self.platform.sum_along(x, classes.dim), x)
+        padded = self._with_a_class(x, classes)
+        y = self._log_sum_exp(padded, *self._sums_of_exponentials(padded, classes, finite=True), classes)
+        return y if classes.size else self._noting(y, x)
 
     def _along(self, function: Any, x: Any, classes: Classes) -> Any:
         if not classes.sample_count:
-            return self.platform.clone(x)
+            return self._noting(self.platform.clone(x), x)
         padded = self._with_a_class(x, classes)
         y = function(padded, *self._sums_of_exponentials(padded, classes), classes)
-        return y if classes.size else self._take_class(y, classes.dim)
+        return y if classes.size else self._noting(self._take_class(y, classes.dim), x)
 
     # ------------------------------------------------------------ losses of samples
     def cross_entropy(
@@ -157,14 +159,16 @@ class VocabParallel:
         """
         platform, shape = self.platform, self.platform.shape_of(target)
         if not classes.sample_count:
-            nothing = platform.sum_along(x, classes.dim).reshape(shape)
+            nothing = self._noting(platform.sum_along(x, classes.dim).reshape(shape), x)
             return nothing, platform.detach(nothing)
-        x = self._with_a_class(x, classes)
+        logits, x = x, self._with_a_class(x, classes)
         if weight is not None:
             weight = self._with_a_class(platform.detach(weight), classes, 0, 0.0)
         rows, elsewhere = self._rows(target, classes)
         here = self._statistics(x, target, weight, rows, elsewhere, classes, ignore_index, smoothing)
         loss = self._of_classes(x, here, rows, elsewhere, weight, classes, smoothing)
+        if not classes.size:
+            loss = self._noting(loss, logits)
         return loss.reshape(shape), here.weights.reshape(shape)
 
     def cross_entropy_of_probabilities(
@@ -183,14 +187,15 @@ class VocabParallel:
         platform = self.platform
         shape = [n for d, n in enumerate(platform.shape_of(x)) if d != classes.dim]
         if not classes.sample_count:
-            return platform.sum_along(x, classes.dim).reshape(shape)
+            return self._noting(platform.sum_along(x, classes.dim).reshape(shape), x)
         if any(t is not None and platform.requires_grad(t) for t in (target, weight)):
             return self._composed(x, target, weight, classes, smoothing).reshape(shape)
-        x = self._with_a_class(x, classes)
+        logits, x = x, self._with_a_class(x, classes)
         target = self._with_a_class(target, classes, value=0.0)
         if weight is not None:
             weight = self._with_a_class(weight, classes, 0, 0.0)
-        return self._of_probabilities(x, target, weight, classes, smoothing).reshape(shape)
+        loss = self._of_probabilities(x, target, weight, classes, smoothing)
+        return (loss if classes.size else self._noting(loss, logits)).reshape(shape)
 
     def nll(self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
         """This rank's part of the negative log-likelihood of each sample, and of the weights that a mean divides by:
@@ -372,6 +377,16 @@ class VocabParallel:
 
     def _take_class_cotangent(self, ctx: Any, g: Any) -> Any:
         return self._add_class(g, ctx.dim, 0.0)
+
+    def _noting_forward(self, ctx: Any, y: Any, x: Any) -> Any:
+        """``y``; backward fails where ``x`` was written to since, as it does on ranks that have kept elements of it:
+        where only some ranks failed, the others would wait for them."""
+        ctx.save_for_backward(x)
+        return self.platform.detach(y)
+
+    def _noting_cotangent(self, ctx: Any, g: Any) -> Any:
+        _ = ctx.saved_tensors
+        return g
 
     def _keep(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
         ctx.classes = classes

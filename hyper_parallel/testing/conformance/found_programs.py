@@ -37,6 +37,13 @@ FOUND: dict[str, Program] = {
         (Step("contiguous", (0,), ()), Step("set", (1,), (((1, None, 2),), 2))),
         (0,),
     ),
+    "a write to what softmax keeps, of which some ranks have nothing": Program(
+        5,
+        (4,),
+        (_leaf((3,), (Shard(0),)),),
+        (Step("square", (0,), ()), Step("softmax", (1,), (-1,)), Step("double", (1,), ())),
+        (2,),
+    ),
     "memory read in another order": Program(
         4,
         (4,),

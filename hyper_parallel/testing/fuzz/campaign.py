@@ -16,7 +16,7 @@ from hyper_parallel.testing.pool import JobError, WorkerPool
 __all__ = ["BAD", "KINDS", "Outcome", "judge", "run_seeds"]
 
 #: What may become of a program.
-KINDS = ("right", "refused", "plain refused", "wrong", "differs", "hanging")
+KINDS = ("right", "refused", "plain refused", "accepted", "wrong", "differs", "hanging")
 #: Of these, what must not become of any.
 BAD = ("wrong", "differs", "hanging")
 RANKS = 4
