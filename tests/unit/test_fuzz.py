@@ -139,11 +139,25 @@ def test_differences_are_seen(got: np.ndarray, wanted: np.ndarray) -> None:
 
 def test_runs_add_up(tmp_path: Path) -> None:
     file = tmp_path / "last_fuzz.json"
-    add_run(file, "torch-cpu", 5, 100, {"right": 90, "refused": 10}, 3.2)
-    add_run(file, "torch-cpu", 105, 50, {"right": 50}, 1.0)
-    add_run(file, "mindspore", 1, 10, {"right": 10}, 1.0)
+    add_run(file, "torch-cpu", "a", 5, 100, {"right": 90, "refused": 10}, 3.2)
+    add_run(file, "torch-cpu", "a", 105, 50, {"right": 50}, 1.0)  # goes on where the last one ended
+    add_run(file, "torch-cpu", "b", 155, 50, {"right": 50}, 1.0)
+    add_run(file, "torch-cpu", "b", 955, 50, {"right": 50}, 1.0)
+    add_run(file, "mindspore", "a", 1, 10, {"right": 10}, 1.0)
     record = json.loads(file.read_text())
-    assert record["torch-cpu"]["programs"] == 150
-    assert record["torch-cpu"]["outcomes"] == {"right": 140, "refused": 10}
-    assert [run["first seed"] for run in record["torch-cpu"]["runs"]] == [5, 105]
+    assert record["torch-cpu"]["programs"] == 250
+    assert record["torch-cpu"]["outcomes"] == {"right": 240, "refused": 10}
+    runs = [(run["commit"], run["first seed"], run["count"]) for run in record["torch-cpu"]["runs"]]
+    assert runs == [("a", 5, 150), ("b", 155, 50), ("b", 955, 50)]
     assert record["mindspore"]["programs"] == 10
+
+
+def test_a_bad_run_begins_anew(tmp_path: Path) -> None:
+    file = tmp_path / "last_fuzz.json"
+    add_run(file, "torch-cpu", "a", 1, 100, {"right": 100}, 1.0)
+    add_run(file, "torch-cpu", "a", 101, 100, {"right": 99, "wrong": 1}, 1.0)
+    record = json.loads(file.read_text())["torch-cpu"]
+    assert (record["programs"], record["outcomes"]) == (100, {"right": 99, "wrong": 1})
+    add_run(file, "torch-cpu", "b", 201, 30, {"right": 30}, 1.0)
+    record = json.loads(file.read_text())["torch-cpu"]
+    assert (record["programs"], record["outcomes"]) == (30, {"right": 30})

@@ -10,11 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from hyper_parallel.testing.fuzz.campaign import BAD, KINDS, RANKS, STACKS, Outcome, limits, run_seeds
+from hyper_parallel.testing.fuzz.campaign import BAD, KINDS, RANKS, STACKS, limits, run_seeds
 from hyper_parallel.testing.fuzz.exchange import ExchangePool
 from hyper_parallel.testing.fuzz.program import generate
-from hyper_parallel.testing.fuzz.record import add_run
+from hyper_parallel.testing.fuzz.record import add_run, commit_of
 from hyper_parallel.testing.fuzz.shrink import shrink
+
+#: So many programs are run, looked at and recorded at a time.
+PART = 1000
 
 
 def main() -> int:
@@ -32,30 +35,29 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOG_v", "3")
     first = secrets.randbelow(1 << 40) if arguments.seed is None else arguments.seed
+    end, commit = first + arguments.count, commit_of(Path.cwd())
     counts: collections.Counter[str] = collections.Counter()
     started, bad = time.monotonic(), 0
-
-    def see(outcome: Outcome) -> None:
-        counts[outcome.kind] += 1
-        if sum(counts.values()) % 1000 == 0:
-            print(f"{dict(counts)} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-
     with ExchangePool(arguments.platform, RANKS) as pool:
         done = first
-        while done < first + arguments.count and bad < arguments.most:
-            batch = range(done, min(done + 200, first + arguments.count))
-            found = [outcome for outcome in run_seeds(pool, batch, see) if outcome.kind in BAD]
-            done, bad = batch.stop, bad + len(found)
+        while done < end and bad < arguments.most:
+            began, part = time.monotonic(), range(done, min(done + PART, end))
+            outcomes = run_seeds(pool, part)
+            found = [outcome for outcome in outcomes if outcome.kind in BAD]
             for outcome in found:
                 print(f"{outcome.kind}: seed {outcome.seed}: {outcome.detail}")
                 if outcome.seed % STACKS:
                     program = generate(outcome.seed, limits())
                     print(program if arguments.as_found else shrink(pool, program, outcome.kind), flush=True)
-    seconds = time.monotonic() - started
-    print(f"{arguments.platform}, seeds {first} to {done - 1}, {seconds:.0f} s:")
+            kinds = collections.Counter(outcome.kind for outcome in outcomes)
+            seconds = time.monotonic() - began
+            if arguments.record is not None:
+                add_run(arguments.record, arguments.platform, commit, done, len(part), dict(kinds), seconds)
+            counts += kinds
+            done, bad = part.stop, bad + len(found)
+            print(f"{dict(counts)} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    print(f"{arguments.platform}, seeds {first} to {done - 1}, {time.monotonic() - started:.0f} s:")
     print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
-    if arguments.record is not None:
-        add_run(arguments.record, arguments.platform, first, done - first, dict(counts), seconds)
     return 1 if bad else 0
 
 
