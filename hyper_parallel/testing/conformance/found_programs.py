@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyper_parallel import Partial, Shard
+from hyper_parallel import PackedShard, Partial, Shard
 from hyper_parallel.testing.fuzz.program import Leaf, Program, Step
 
 __all__ = ["FOUND"]
@@ -43,6 +43,13 @@ FOUND: dict[str, Program] = {
         (_leaf((3,), (Shard(0),)),),
         (Step("square", (0,), ()), Step("softmax", (1,), (-1,)), Step("double", (1,), ())),
         (2,),
+    ),
+    "fewer chunks than were asked for, of packed parts": Program(
+        6,
+        (2,),
+        (_leaf((3, 2), (PackedShard(1, (1, 1)),)),),
+        (Step("chunk", (0,), (3, 1)), Step("square", (1,), ())),
+        (2, 3),
     ),
     "memory read in another order": Program(
         4,

@@ -108,6 +108,8 @@ class Limits:
         second_order: whether there are gradients of gradients.
         dtypes: of leaves.
         without: words that the framework does not have.
+        shortest: of the dimensions that a softmax runs over, and of sequences.
+        gradients_of_nothing: whether the framework's own gradients are right where a tensor has no elements.
     """
 
     writes_with_gradients: bool = True
@@ -115,6 +117,8 @@ class Limits:
     second_order: bool = True
     dtypes: tuple[str, ...] = DTYPES
     without: frozenset[str] = frozenset()
+    shortest: int = 1
+    gradients_of_nothing: bool = True
 
 
 def generate(seed: int, limits: Limits) -> Program:
@@ -133,7 +137,7 @@ def generate(seed: int, limits: Limits) -> Program:
     values = values_of(program)
     steps: list[Step] = []
     for _ in range(int(rng.integers(2, 9))):
-        step = _step(rng, program, values, writes, limits.without)
+        step = _step(rng, program, values, writes, limits)
         if step is not None:
             steps.append(step)
     results = range(len(leaves), len(values))
@@ -199,7 +203,7 @@ def _placements(
 
 
 def _step(
-    rng: np.random.Generator, program: Program, values: list[np.ndarray], writes: bool, without: frozenset[str]
+    rng: np.random.Generator, program: Program, values: list[np.ndarray], writes: bool, limits: Limits
 ) -> Step | None:
     """A step that fits, of which the results are added to ``values``."""
     fixed = [values[i] for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
@@ -213,7 +217,7 @@ def _step(
     weights /= weights.sum()
     for _ in range(40):
         word = WORDS[str(rng.choice(_NAMES, p=_WEIGHTS))]
-        if (word.writes and not writes) or word.name in without:
+        if (word.writes and not writes) or word.name in limits.without:
             continue
         for _ in range(1 if word.count == 1 else 6):
             inputs = tuple(int(i) for i in rng.choice(len(values), word.count, p=weights))
@@ -221,7 +225,7 @@ def _step(
             if word.writes and any(np.shares_memory(arrays[0], leaf) for leaf in fixed):
                 continue  # torch refuses to write to a leaf that requires grad
             args = word.choose(rng, *arrays)
-            if args is None:
+            if args is None or ("softmax" in word.name and arrays[0].shape[args[0]] < limits.shortest):
                 continue
             try:
                 values += apply(word.name, arrays, args)

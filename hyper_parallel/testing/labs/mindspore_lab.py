@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
+from mindspore.common.api import _pynative_executor
 
 from hyper_parallel import DTensor
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
@@ -33,6 +35,16 @@ def numpy(x: Any) -> np.ndarray:
     return x.asnumpy()
 
 
+@contextmanager
+def _recording_ended() -> Iterator[None]:
+    """Where what is differentiated raises, MindSpore goes on recording, and fails in the next program."""
+    try:
+        yield
+    except BaseException:
+        _pynative_executor.clear_res()
+        raise
+
+
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
     """``function`` of plain tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating point
     argument (None for the others)."""
@@ -48,7 +60,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
     if not floating:
         loss(*inputs)
         return values[-1], [None] * len(inputs)
-    _, grads = ms.value_and_grad(loss, floating)(*inputs)
+    with _recording_ended():
+        _, grads = ms.value_and_grad(loss, floating)(*inputs)
     grads = grads if isinstance(grads, tuple) else (grads,)
     by_index = {i: g.asnumpy() for i, g in zip(floating, grads, strict=True)}
     return values[-1], [by_index.get(i) for i in range(len(inputs))]
@@ -70,7 +83,8 @@ def model_value_and_grads(
 
     weights = list(trainable.values())
     if np.issubdtype(array.dtype, np.floating):
-        _, (grad, grads) = ms.value_and_grad(loss, 0, weights)(tensor(array))
+        with _recording_ended():
+            _, (grad, grads) = ms.value_and_grad(loss, 0, weights)(tensor(array))
         grad = grad.asnumpy()
     else:
         _, grads = ms.value_and_grad(loss, None, weights)(tensor(array))
@@ -554,6 +568,9 @@ FUZZ_LIMITS: dict[str, Any] = {
     "nan": False,
     "second_order": False,
     "without": frozenset({"as_strided"}),
+    # A softmax over one element, as the first of a process, spoils the gradients of all that follow.
+    "shortest": 2,
+    "gradients_of_nothing": False,
 }
 
 

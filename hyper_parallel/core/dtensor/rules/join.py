@@ -89,7 +89,11 @@ def chunk(shapes: tuple, statics: tuple) -> OpSharding | None:
     dim = axis(dim, len(x))
     if x[dim] == 0:
         return _parts(x, dim, [0] * chunks)
-    return _parts(x, dim, _pieces(x[dim], -(-x[dim] // chunks)))
+    pieces = _pieces(x[dim], -(-x[dim] // chunks))
+    if len(pieces) == chunks or len(set(pieces)) > 1:
+        return _parts(x, dim, pieces)
+    # A shard without elements would give as many pieces as are asked for, not as many as there are.
+    return _parts(x, dim, pieces, lambda statics, *layouts: (len(pieces), *statics[1:]))
 
 
 @rule("unbind")
