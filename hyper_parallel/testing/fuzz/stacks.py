@@ -74,13 +74,9 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 def _stack(seed: int) -> tuple[int, list[Parts], np.ndarray]:
     """Number of ranks, modules and input of a seed."""
-    rng, limits = np.random.default_rng((seed, 977)), Limits(**get_lab().FUZZ_LIMITS)
+    rng, shortest = np.random.default_rng((seed, 977)), Limits(**get_lab().FUZZ_LIMITS).shortest
     ranks = int(rng.choice((2, 3, 4)))
-    batch, length, heads = (
-        int(rng.integers(1, 4)),
-        int(rng.integers(limits.shortest, 6)),
-        ranks * int(rng.integers(1, 3)),
-    )
+    batch, length, heads = int(rng.integers(1, 4)), int(rng.integers(shortest, 6)), ranks * int(rng.integers(1, 3))
     features = heads * 2
     parts = [_part(rng, features, int(rng.integers(1, 9))) for _ in range(int(rng.integers(1, 4)))]
     return ranks, parts, rng.standard_normal((batch, length, features)).astype(np.float32)
