@@ -26,6 +26,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.platform.mindspore.grad import grad, value_and_grad
+from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import loss_of, make_net, whole
 
@@ -378,3 +379,70 @@ def delayed(mesh: Any, kind: str, frozen: int) -> tuple:
 )
 def test_one_all_reduce_for_the_gradients_of_all(pool: Any, kind: str, frozen: int, ours: int, plain: int) -> None:
     assert pool.run(2, delayed, kind, frozen) == [(True, ours, plain)] * 2
+
+
+# ---------------------------------------------------------------------- errors while gradients are recorded
+class Interrupted(nn.Cell):
+    """Raises what is no error of an operation."""
+
+    def construct(self, x: Any) -> Any:
+        raise ArithmeticError(str((x * 2).shape))
+
+
+@on_mesh()
+def recorded_after_an_error(mesh: Any, kind: str) -> list[Any]:
+    """One rank meets an error in the forward. Afterwards nothing is recorded, and all ranks compute the same."""
+    weight = distribute_tensor(Tensor(WEIGHTS[0]), mesh, [Shard(0)])
+    norm, cell = nn.LayerNorm([8]), Interrupted()
+    failing = {
+        "function": lambda x: Interrupted()(linear(DTensor.from_local(x, mesh), weight)),
+        "cell": cell,
+        "inner": lambda x: ms.grad(lambda z: cell(z * x))(x).sum(),
+        "ours": lambda x: linear(x, weight),  # a plain tensor does not mix with DTensors
+    }[kind]
+    raised = 0
+    for _ in range(2 if spmd.rank == 0 else 0):
+        try:
+            ms.value_and_grad(failing)(Tensor(X))
+        except (ArithmeticError, TypeError, ValueError):
+            raised += 1
+
+    def loss(x: Any) -> Any:
+        return (linear(DTensor.from_local(norm(x), mesh), weight)[-1] ** 2).sum().full_tensor()
+
+    def plain(x: Any) -> Any:
+        return (linear(norm(x), Tensor(WEIGHTS[0]))[-1] ** 2).sum()
+
+    recording = _pynative_executor._executor.requires_grad()
+    right = close(ms.grad(loss)(Tensor(X)).asnumpy(), ms.grad(plain)(Tensor(X)).asnumpy())
+    return [raised, recording, cell.requires_grad, right]
+
+
+@pytest.mark.parametrize("kind", ["function", "cell", "inner", "ours"])
+def test_an_error_ends_the_recording(pool: Any, kind: str) -> None:
+    """MindSpore would go on, and count what follows as the inner one of two gradients: ``x[-1]`` is an error there."""
+    assert pool.run(2, recorded_after_an_error, kind) == [[2, False, False, True], [0, False, False, True]]
+
+
+@on_mesh()
+def numbers_as_indices(mesh: Any) -> bool:
+    """MindSpore fails at a number alone as an index, in gradients of gradients."""
+    found = []
+    for x, take in ((distribute_tensor(Tensor(X), mesh, [Shard(0)]), lambda y: y[-1]), (Tensor(X), lambda y: y[-1:])):
+
+        def loss(z: Any, take: Any = take) -> Any:
+            total = (take(z) ** 3).sum()
+            return total.full_tensor() if isinstance(total, DTensor) else total
+
+        differentiate = grad if isinstance(x, DTensor) else ms.grad
+
+        def outer(z: Any, loss: Any = loss, differentiate: Any = differentiate) -> Any:
+            total = differentiate(loss)(z).sum()
+            return total.full_tensor() if isinstance(total, DTensor) else total
+
+        found.append(whole(differentiate(outer)(x)))
+    return close(*found)
+
+
+def test_numbers_as_indices_in_gradients_of_gradients(pool: Any) -> None:
+    assert pool.run(2, numbers_as_indices) == [True] * 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel import DTensor, distribute_tensor
+from hyper_parallel import ColwiseParallel, DTensor, Shard, distribute_tensor, parallelize_module
 from hyper_parallel.platform.mindspore.grad import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import FEATURES, error_of, loss_of, make_net, rows_of, whole
@@ -159,6 +159,34 @@ def test_ten_steps(pool: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["AdaFactor", "one's own"])
 def test_ten_steps_on_uneven_shards(pool: Any, name: str) -> None:
     assert pool.run(3, ten_steps, name) == [[]] * 3
+
+
+@on_mesh()
+def steps_on_empty_shards(mesh: Any, name: str) -> list[bool]:
+    """A matrix and a vector of fewer rows than ranks, of which MindSpore makes no state by itself."""
+    ways = []
+    for where in (None, mesh):
+        rng = np.random.default_rng(2)
+        net = mint.nn.Linear(4, 3)
+        for p in net.get_parameters():
+            p.set_data(Tensor(rng.standard_normal(p.shape).astype(np.float32)))
+        if where is not None:
+            net = parallelize_module(net, mesh, ColwiseParallel())
+        params = list(net.trainable_params())
+        started = [whole(p).copy() for p in params]
+        optimizer = OPTIMIZERS[name](params)
+        for _ in range(3):
+            gradients = [Tensor(rng.standard_normal(p.shape).astype(np.float32)) for p in params]
+            if where is not None:
+                gradients = [distribute_tensor(g, mesh, [Shard(0)]) for g in gradients]
+            optimizer(tuple(gradients))
+        ways.append([whole(p) - s for p, s in zip(params, started, strict=True)])
+    return [bool(a.any()) and np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*ways, strict=True)]
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "groups, schedule"])
+def test_steps_on_empty_shards(pool: Any, name: str) -> None:
+    assert pool.run(4, steps_on_empty_shards, name) == [[True] * 2] * 4
 
 
 class ScaledDescent(nn.Optimizer):

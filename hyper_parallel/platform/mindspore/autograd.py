@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
@@ -20,7 +20,7 @@ from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy
 from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
-__all__ = ["AutogradVerbs", "DelayedGradients", "counted_backward", "counted_begin", "counted_end"]
+__all__ = ["AutogradVerbs", "DelayedGradients", "closed_forward", "counted_backward", "counted_begin", "counted_end"]
 
 
 class _Recording:
@@ -35,6 +35,8 @@ class _Recording:
     #: How many forwards are being recorded, one within the other, and how many backwards run.
     forwards = 0
     backwards = 0
+    #: How many functions whose gradients are asked for run, one within the other.
+    functions = 0
 
     @classmethod
     def forget(cls) -> None:
@@ -77,6 +79,37 @@ def counted_end(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(executor, function, output, *args, **kwargs)
 
     return end
+
+
+def closed_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the forward of a function or cell whose gradient is asked for.
+
+    After an error of one of its operations MindSpore ends the recording, after any other error (ours among them) it
+    goes on recording: what runs next counts as the inner one of two gradients, for which some operations have other
+    kernels and some have none. One rank may meet an error that the others do not, and would then compute otherwise
+    than they do for good.
+    """
+
+    @functools.wraps(plain)
+    def forward(function: Any, *args: Any, **kwargs: Any) -> Any:
+        _Recording.functions += 1
+        requires_grad = function.requires_grad if isinstance(function, nn.Cell) else None
+        try:
+            return plain(function, *args, **kwargs)
+        except BaseException:
+            # Not of an inner one, nor within a backward: somebody may catch the error while the outer one goes on.
+            if _Recording.functions == 1 and not _Recording.backwards:
+                _pynative_executor.clear_res()
+                _Recording.forget()
+                _Recording.forwards = 0
+            if requires_grad is not None:
+                # A cell that takes itself for the outermost one would end the recording of another function.
+                function.requires_grad, function.is_top_cell = requires_grad, False
+            raise
+        finally:
+            _Recording.functions -= 1
+
+    return forward
 
 
 def _reduced(output: Any) -> Any:

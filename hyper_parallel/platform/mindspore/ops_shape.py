@@ -224,7 +224,8 @@ def _bind_setitem(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
     index = decode_index(statics[0], operands[1:])
-    return func(operands[0], index[0] if len(index) == 1 else index)
+    # A number alone is an error of MindSpore's where gradients of gradients are recorded.
+    return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)
 
 
 def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:

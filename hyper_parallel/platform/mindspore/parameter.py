@@ -37,7 +37,7 @@ class DistributedParameter:
         with NoDispatch():
             if isinstance(init, Tensor) and not isinstance(init, InterceptedTensor):
                 local = init
-            elif init == "same":
+            elif init == "same" or 0 in self.shape:  # MindSpore makes no parameter without elements
                 local = _copied(self)
             elif 0 in self.shape:  # `initializer` takes no such shape
                 local = mint.empty(self.shape, dtype=self.dtype)

@@ -82,6 +82,13 @@ PATCHES = PatchSet(
         _patch("mindspore.graph.api._PyNativeExecutor.new_graph", _STALE, autograd.counted_begin),
         _patch("mindspore.graph.api._PyNativeExecutor.end_graph", _STALE, autograd.counted_end),
         _patch(
+            "mindspore.ops.composite.base._pynative_func_grad_forward",
+            "after an error within a function whose gradient is asked for, which may be raised on one rank alone, "
+            "MindSpore goes on recording: there, what runs next counts as the inner one of two gradients",
+            autograd.closed_forward,
+            check=takes("fn args kwargs"),
+        ),
+        _patch(
             "mindspore.graph.api._PyNativeExecutor.grad",
             "inside ``coalesce_gradients`` nothing tells which backward is the outermost one, and nothing tells a "
             "rank's part of a gradient from the whole",
