@@ -1,8 +1,9 @@
 """What the ranks do: call operators on distributed tensors placed in several ways, and compare with plain ones.
 
 One verdict for each form of an operator and for its gradients, the worst that was seen (`ORDER`). What a rank finds is
-compared with what the others find: an exception on some ranks only leaves the others waiting, which counts as hanging,
-and a rank that gets no further in time ends, so that the pool starts anew.
+compared with what the others find. An exception on some ranks only leaves the others waiting, which counts as hanging:
+the exchange tells those at once that they wait in vain. A rank that gets no further for another reason ends, so that
+the pool starts anew.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from hyper_parallel.core.dtensor import dispatch as dispatch_module
 from hyper_parallel.core.dtensor.collectives import all_gather_object
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.fuzz.exchange import installed
 from tests.support.operator_table.side import Call, Side, side_of
 from tests.support.operator_table.table import ORDER
 from tests.support.operator_table.trees import leaves_of, mapped
 
 __all__ = ["judge", "names_of"]
 
-#: Seconds after which a call counts as hanging: MindSpore's collectives give up after 30.
+#: Seconds after which a call counts as hanging though it waits for no rank.
 PATIENCE = 60
 MESHES = ((4,), (2, 2))
+_BAD = ("wrong", "hanging")
 
 
 class WrongError(AssertionError):
@@ -96,6 +99,9 @@ class _Operator:
         self.side, self.name, self.meshes, self.many = side, name, meshes, many
         self.found: dict[str, dict[str, list[str]]] = {}
         self.gathered = _count_gathered()
+        exchange = installed()
+        assert exchange is not None, "operators are tried on an OperatorPool"
+        self.exchange = exchange
 
     def verdicts(self, count: int) -> dict[str, Any]:
         """Form -> verdict -> what was seen, a few times."""
@@ -145,20 +151,24 @@ class _Operator:
             verdict, text, backward = "wrong", str(error), None
         except Exception as error:
             verdict, text, backward = "refused" if _is_refusal(error) else "wrong", _first_line(error), None
-        outcome = (verdict, text, backward, trial.seen)
-        everyone = [outcome]
+        problem = self.exchange.end_program()
+        if problem:
+            verdict, text, backward = "hanging", problem, None
+        everyone = [(verdict, text, backward, trial.seen)]
         for mesh_dim in range(mesh.ndim):
             everyone = [o for part in all_gather_object(everyone, mesh, mesh_dim) for o in part]
         faulthandler.cancel_dump_traceback_later()
         verdict, text, backward, seen = max(everyone, key=lambda o: (ORDER.index(o[0]), bool(o[2])))
-        if any(o[3] != seen for o in everyone):
+        if verdict not in _BAD and any(o[3] != seen for o in everyone):
             verdict, text = "wrong", "the ranks have different values"
-        if verdict != "wrong" and len({o[0] == "refused" for o in everyone}) > 1:
+        if verdict == "hanging":
+            text = "; ".join(dict.fromkeys(f"{o[0]}: {o[1]}" for o in everyone if o[1]))
+        if verdict not in _BAD and len({o[0] == "refused" for o in everyone}) > 1:
             verdict, text = "wrong", f"only some ranks: {text}"
         where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: {text}"
         column = "forward" if form == "method" else form
         self._note(column, verdict, where)
-        if backward is not None:
+        if backward is not None and verdict not in _BAD:
             column = "backward" if column == "forward" else column
             wrong = next((o[2] for o in everyone if o[2]), "")
             self._note(column, "wrong" if wrong else verdict, where + wrong)
