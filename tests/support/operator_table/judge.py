@@ -236,6 +236,8 @@ class _Trial:
         ]
 
         def run(xs: list[Any]) -> tuple[list[Any], Any]:
+            if self.form == "in place":
+                xs = [self.side.copied(x) for x in xs]
             xs = [
                 DTensor.from_local(x, mesh, layout.placements, shape=layout.shape)
                 for x, layout in zip(xs, layouts, strict=True)

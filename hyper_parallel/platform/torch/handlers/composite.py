@@ -13,7 +13,7 @@ from hyper_parallel.platform.base import NativeOp
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import signature, to_dims
+from hyper_parallel.platform.torch.op_table.binding import find, signature, to_dims
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
 from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dispatch_on, is_dtensor, replicated
@@ -188,6 +188,15 @@ def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
     raise TypeError(
         f"{func.__name__} of a DTensor would change the storage or the sizes of this rank's part alone: make a new "
         "tensor (reshape, narrow, distribute_tensor), or assign a distributed one to x.data"
+    )
+
+
+@handles(*find(["to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"], T))
+def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A DTensor is made of strided tensors: a sparse one has other parts, whose sizes depend on the data."""
+    raise TypeError(
+        f"{func.__name__} of a DTensor: distributed tensors are strided. Use x.full_tensor().{func.__name__}(...), a "
+        "plain tensor that is the same on every rank, or to_local() for this rank's part"
     )
 
 
