@@ -41,7 +41,7 @@ def calls_in_place(
     table: Table, handlers: Mapping[Any, Handler], bind: Callable[[NativeOp], Handler]
 ) -> dict[Any, Handler]:
     """Handlers for the element-wise functions that take ``inplace``: with it they are operations in place, which write
-    the tensor itself or are refused. The row of the function would have it write into what a partial sum was reduced to.
+    the tensor itself or are refused. By their own row they would write into what a partial sum was reduced to.
 
     Args:
         table: the op table.

@@ -167,7 +167,10 @@ class _Operator:
             verdict, text = "wrong", f"only some ranks: {text}"
         where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: {text}"
         column = "forward" if form == "method" else form
-        self._note(column, verdict, where)
+        unsteady = trial.call.unsteady if verdict not in _BAD else ""
+        self._note(column, "unsteady" if unsteady == "forward" else verdict, where)
+        if unsteady == "backward":
+            self._note(unsteady, "unsteady", where)
         if backward is not None and verdict not in _BAD:
             column = "backward" if column == "forward" else column
             wrong = next((o[2] for o in everyone if o[2]), "")
@@ -186,7 +189,7 @@ class _Trial:
         self.side, self.call, self.form, self.tensors = side, call, form, tensors
         self.places = (
             [i for i, x in enumerate(tensors) if side.requires_grad(x)]
-            if call.differentiable and call.compared == "values"
+            if call.differentiable and call.compared == "values" and not call.unsteady
             else []
         )
         self.wanted: list[Any] = []
@@ -262,9 +265,10 @@ class _Trial:
     def _compare(self, outputs: list[Any]) -> None:
         if len(outputs) != len(self.wanted):
             raise WrongError(f"{len(outputs)} results, wanted {len(self.wanted)}")
+        values = self.call.compared == "values" and self.call.unsteady != "forward"
         for i, (y, wanted) in enumerate(zip(outputs, self.wanted, strict=True)):
             got = self._value(y.full_tensor() if isinstance(y, DTensor) else y)
-            wrong = _difference(got, wanted, self.call.compared == "values", "float16" in str(getattr(y, "dtype", "")))
+            wrong = _difference(got, wanted, values, "float16" in str(getattr(y, "dtype", "")))
             if self.call.compared == "ranks":
                 self.seen.append(got.tobytes() if isinstance(got, np.ndarray) else repr(got))
             if wrong:

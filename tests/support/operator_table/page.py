@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.support.operator_table.open_cases import OPEN
 from tests.support.operator_table.table import ORDER, worst
 
 __all__ = ["PAGE", "section", "write"]
@@ -47,9 +46,6 @@ def section(platform: str, found: dict[str, Any], samples: int, title: str) -> s
             reasons.setdefault(_reason(line["untried"]), []).append(name)
     for reason, names in sorted(reasons.items()):
         lines.append(_paragraph(f"Not tried, {reason}", names))
-    known = OPEN.get(platform, {})
-    if known:
-        lines.append(_paragraph("Known to be wrong or to hang, and not counted above", sorted(known)))
     return "\n".join(lines) + "\n"
 
 

@@ -175,8 +175,8 @@ def _like() -> Table:
 
 
 def _activations() -> Table:
-    """Activations whose Python wrapper takes ``inplace``: the wrapper is skipped, the kernel called directly. Calls with
-    ``inplace=True`` do not come here, see `functional.calls_in_place`."""
+    """Activations whose Python wrapper takes ``inplace``: the wrapper is skipped, the kernel called directly. With
+    ``inplace=True`` they do not come here, see `functional.calls_in_place`."""
     kernels: dict[Any, Any] = {
         F.relu: torch.relu,
         F.silu: native("silu"),
