@@ -29,8 +29,8 @@ _EMPTY = {"mint.empty_like"}
 #: Random numbers that no seed of the program controls (see docs/mindspore.md): the ranks must agree.
 _RANDOM = {"ops.dropout1d", "ops.dropout2d", "ops.dropout3d", "ops.random_categorical"}
 #: What differs from call to call on one device, see `tests.mindspore.unsteady`: "forward" the result, "backward" the
-#: gradient. Those of logit's gradient end the process after a few calls, one of mirror_pad is an error where the paddings
-#: were a constant in the call before.
+#: gradient. Logit's ends the process after a few calls; mirror_pad's is an error where the paddings were a constant in
+#: the call before.
 UNSTEADY = {
     **dict.fromkeys(("ops.hfft", "ops.hfft2", "ops.hfftn", "ops.ihfft", "ops.ihfft2", "ops.ihfftn"), "forward"),
     **dict.fromkeys(("ops.fftshift", "ops.ifftshift", "ops.logit", "ops.mirror_pad"), "backward"),
