@@ -43,6 +43,8 @@ class _WideExchange(Exchange):
         if self._narrow is not None:
             what = f"{what} in bfloat16"
             local = get_platform().to_dtype(local, get_lab().tensor(np.zeros((), np.float32)).dtype)
+        if hasattr(local, "resolve_conj"):  # torch's collectives write such marks out
+            local = local.resolve_conj().resolve_neg()
         return super()._arrays(what, local, group)
 
     def _tensor(self, array: np.ndarray) -> Any:
