@@ -45,6 +45,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "logsumexp of all": lambda x: x.logsumexp(() if isinstance(x, DTensor) else (0, 1)),
     "argmax of all, keepdim": lambda x: x.argmax(keepdim=True),
     "nuclear norm": lambda x: torch.norm(x, p="nuc"),
+    "norm of complex numbers with a dtype": lambda x, y: torch.linalg.vector_norm(
+        torch.complex(x, y), 3, dim=0, dtype=torch.complex128
+    ),
     "norm without p": lambda x: torch.norm(x, p=None, dim=1),
     # conversions
     "a plain tensor to the dtype of a distributed one": lambda n, x: n.to(x.double()),
