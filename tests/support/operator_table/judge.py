@@ -167,6 +167,8 @@ class _Operator:
             verdict, text = "wrong", f"only some ranks: {text}"
         where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: {text}"
         column = "forward" if form == "method" else form
+        if form == "in place" and any(p.is_partial() for p in placements[0]):
+            column = "sum in place"
         unsteady = trial.call.unsteady if verdict not in _BAD else ""
         self._note(column, "unsteady" if unsteady == "forward" else verdict, where)
         if unsteady == "backward":

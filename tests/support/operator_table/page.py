@@ -14,7 +14,7 @@ __all__ = ["PAGE", "section", "write"]
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operators.md"
 WIDTH = 120
-FORMS = ("forward", "backward", "in place", "out=")
+FORMS = ("forward", "backward", "in place", "sum in place", "out=")
 _NO_KERNEL = re.compile(r"unregistered|[Nn]ot found op|supports? Ascend|Create kernelmod|Not implement exception|: -+$")
 
 
