@@ -72,7 +72,11 @@ def test_the_worst_counts() -> None:
     }
     text = section("torch-cpu", found, 6, "A list")
     assert "A list: 3 operators, 2 of them tried" in text
-    for line in ("| hanging | 1 | 0 | 0 | 0 | 0 |", "| unsteady | 1 | 0 | 0 | 0 | 0 |", "| wrong | 0 | 1 | 0 | 0 | 0 |"):
+    for line in (
+        "| hanging | 1 | 0 | 0 | 0 | 0 |",
+        "| unsteady | 1 | 0 | 0 | 0 | 0 |",
+        "| wrong | 0 | 1 | 0 | 0 | 0 |",
+    ):
         assert line in text
     assert "**Forward hanging, out= refused** (1): `a`" in text
     assert "**Not tried, since no operand is a tensor** (1): `c`" in text

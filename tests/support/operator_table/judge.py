@@ -98,6 +98,8 @@ class _Operator:
     def __init__(self, side: Side, name: str, meshes: list[Any], many: bool) -> None:
         self.side, self.name, self.meshes, self.many = side, name, meshes, many
         self.found: dict[str, dict[str, list[str]]] = {}
+        #: Column, where, the call's `unsteady`, and (verdict, why, what is wrong with gradients, `_Trial.seen`).
+        self.tried: list[tuple[str, str, str, tuple]] = []
         self.gathered = _count_gathered()
         exchange = installed()
         assert exchange is not None, "operators are tried on an OperatorPool"
@@ -115,6 +117,8 @@ class _Operator:
         for number, call in enumerate(calls):
             for form in self._forms(call, number):
                 why_not = self._try(call, form, number) or why_not
+        if self.tried:
+            self._agree()
         return {"found": self.found} if self.found else {"untried": why_not}
 
     def _forms(self, call: Call, number: int) -> Iterator[str]:
@@ -152,12 +156,24 @@ class _Operator:
         except Exception as error:
             verdict, text, backward = "refused" if _is_refusal(error) else "wrong", _first_line(error), None
         problem = self.exchange.end_program()
+        faulthandler.cancel_dump_traceback_later()
         if problem:
             verdict, text, backward = "hanging", problem, None
-        everyone = [(verdict, text, backward, trial.seen)]
-        for mesh_dim in range(mesh.ndim):
-            everyone = [o for part in all_gather_object(everyone, mesh, mesh_dim) for o in part]
-        faulthandler.cancel_dump_traceback_later()
+        where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: "
+        column = "forward" if form == "method" else form
+        if form == "in place" and any(p.is_partial() for p in placements[0]):
+            column = "sum in place"
+        self.tried.append((column, where, trial.call.unsteady, (verdict, text, backward, trial.seen)))
+
+    def _agree(self) -> None:
+        """Put together what all ranks have found, once for the operator: ranks that share a processor wait long for
+        one another."""
+        by_rank = all_gather_object([outcome for *_, outcome in self.tried], self.meshes[0], 0)
+        self.exchange.end_program()
+        for (column, where, unsteady, _), everyone in zip(self.tried, zip(*by_rank, strict=True), strict=True):
+            self._judge(column, where, unsteady, everyone)
+
+    def _judge(self, column: str, where: str, unsteady: str, everyone: tuple) -> None:
         verdict, text, backward, seen = max(everyone, key=lambda o: (ORDER.index(o[0]), bool(o[2])))
         if verdict not in _BAD and any(o[3] != seen for o in everyone):
             verdict, text = "wrong", "the ranks have different values"
@@ -165,18 +181,16 @@ class _Operator:
             text = "; ".join(dict.fromkeys(f"{o[0]}: {o[1]}" for o in everyone if o[1]))
         if verdict not in _BAD and len({o[0] == "refused" for o in everyone}) > 1:
             verdict, text = "wrong", f"only some ranks: {text}"
-        where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: {text}"
-        column = "forward" if form == "method" else form
-        if form == "in place" and any(p.is_partial() for p in placements[0]):
-            column = "sum in place"
-        unsteady = trial.call.unsteady if verdict not in _BAD else ""
+        where += text
+        if verdict in _BAD:
+            self._note(column, verdict, where)
+            return
         self._note(column, "unsteady" if unsteady == "forward" else verdict, where)
         if unsteady == "backward":
             self._note(unsteady, "unsteady", where)
-        if backward is not None and verdict not in _BAD:
-            column = "backward" if column == "forward" else column
+        if backward is not None:
             wrong = next((o[2] for o in everyone if o[2]), "")
-            self._note(column, "wrong" if wrong else verdict, where + wrong)
+            self._note("backward" if column == "forward" else column, "wrong" if wrong else verdict, where + wrong)
 
     def _note(self, form: str, verdict: str, text: str) -> None:
         texts = self.found.setdefault(form, {}).setdefault(verdict, [])
