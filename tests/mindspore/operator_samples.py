@@ -27,8 +27,8 @@ class Draw:
         self.s = _SHAPES[number % len(_SHAPES)]
 
     def f(self, *shape: int) -> Tensor:
-        """Of both signs; in sixty-fourths, of which sums are exact."""
-        return Tensor((np.round(self.rng.standard_normal(shape) * 64) / 64).astype(np.float32))
+        """Of both signs; in sixty-fourths, of which sums are exact. Without -0.0, which no sum of parts gives."""
+        return Tensor((np.round(self.rng.standard_normal(shape) * 64) / 64 + 0.0).astype(np.float32))
 
     def pos(self, *shape: int) -> Tensor:
         return Tensor((np.round(self.rng.uniform(0.5, 3, shape) * 64) / 64).astype(np.float32))

@@ -16,7 +16,7 @@ ORDER = ("own rule", "gathered", "refused", "unsteady", "wrong", "hanging")
 _JUDGE = "tests.support.operator_table.judge:judge"
 _NAMES = "tests.support.operator_table.judge:names_of"
 #: Operators in one job.
-BATCH = 60
+BATCH = 20
 JOB_TIMEOUT = 900.0
 
 
