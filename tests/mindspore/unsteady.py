@@ -1,7 +1,7 @@
-"""``python -m tests.mindspore.unsteady ops.hfft``: call a function of MindSpore again and again, without any DTensor.
+"""``python -m tests.mindspore.unsteady ops.hfft``: call functions of MindSpore again and again, without any DTensor.
 
-Prints "differs" when its results or gradients by the same operands are not always the same. A process that ends by a
-signal shows as much.
+Prints "ops.hfft: result differs" when the results by the same operands are not always the same, likewise for gradients.
+A process that ends by a signal shows as much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.mindspore import operators
 CALLS = 60
 
 
-def main(name: str) -> int:
+def look_at(name: str) -> None:
     """Look for two calls that differ."""
     call = operators.calls(name, 1)[0]
     (function,) = call.forms.values()
@@ -51,9 +51,9 @@ def main(name: str) -> int:
                 seen["gradient"].add(str(error))
     for what, values in seen.items():
         if len(values) > 1:
-            print(f"{what} differs: {len(values)} of them")
-    return 0
+            print(f"{name}: {what} differs, {len(values)} were seen")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    for function_name in sys.argv[1:]:
+        look_at(function_name)
