@@ -31,7 +31,9 @@ def section(platform: str, found: dict[str, Any], samples: int, title: str) -> s
     """The table of one platform."""
     tried = {name: line for name, line in found.items() if "found" in line}
     counts = {form: Counter(filter(None, (worst(line, form) for line in tried.values()))) for form in FORMS}
-    lines = [f"\n{title}: {len(found)} operators, {len(tried)} of them tried, with up to {samples} samples each.\n"]
+    title = title[0].upper() + title[1:]
+    first = f"{title}: {len(found)} operators, {len(tried)} of them tried, with up to {samples} samples each."
+    lines = ["", textwrap.fill(first, WIDTH), ""]
     lines.append(f"| | {' | '.join(FORMS)} |\n|---|{'---:|' * len(FORMS)}")
     lines += [f"| {verdict} | {' | '.join(str(counts[form][verdict]) for form in FORMS)} |" for verdict in ORDER]
     lines.append("")
