@@ -27,8 +27,8 @@ class Draw:
         self.s = _SHAPES[number % len(_SHAPES)]
 
     def f(self, *shape: int) -> Tensor:
-        """Of both signs; in sixty-fourths, of which sums are exact."""
-        return Tensor((np.round(self.rng.standard_normal(shape) * 64) / 64).astype(np.float32))
+        """Of both signs; in sixty-fourths, of which sums are exact. Without -0.0, which no sum of parts gives."""
+        return Tensor((np.round(self.rng.standard_normal(shape) * 64) / 64 + 0.0).astype(np.float32))
 
     def pos(self, *shape: int) -> Tensor:
         return Tensor((np.round(self.rng.uniform(0.5, 3, shape) * 64) / 64).astype(np.float32))
@@ -138,7 +138,9 @@ _BY_SIGNATURE: list[tuple[str, Maker]] = [
         lambda d: (d.f(*d.s), d.number % 2),
     ),
     ("ops.cumsum ops.cumprod", lambda d: (d.f(*d.s), d.number % 2)),
-    ("mint.sum mint.mean mint.std mint.var mint.prod mint.any mint.all", lambda d: (d.f(*d.s), d.number % 2)),
+    ("mint.sum mint.mean mint.std mint.var mint.prod mint.all", lambda d: (d.f(*d.s), d.number % 2)),
+    # Of floats, MindSpore's own result along dimension 0 is that of their bytes.
+    ("mint.any", lambda d: (d.b(*d.s), d.number % 2)),
     ("vector_norm", lambda d: (d.f(*d.s),)),
     ("unbind unstack", lambda d: (d.f(*d.s), d.number % 2)),
     ("ops.unstack ops.unbind", lambda d: (d.f(*d.s), d.number % 2)),

@@ -28,6 +28,13 @@ _MODULES = {
 _EMPTY = {"mint.empty_like"}
 #: Random numbers that no seed of the program controls (see docs/mindspore.md): the ranks must agree.
 _RANDOM = {"ops.dropout1d", "ops.dropout2d", "ops.dropout3d", "ops.random_categorical"}
+#: What differs from call to call on one device, see `tests.mindspore.unsteady`: "forward" the result, "backward" the
+#: gradient. Logit's ends the process after a few calls; mirror_pad's is an error where the paddings were a constant in
+#: the call before.
+UNSTEADY = {
+    **dict.fromkeys(("ops.hfft", "ops.hfft2", "ops.hfftn", "ops.ihfft", "ops.ihfft2", "ops.ihfftn"), "forward"),
+    **dict.fromkeys(("ops.fftshift", "ops.ifftshift", "ops.logit", "ops.mirror_pad"), "backward"),
+}
 #: These write their first argument, though their names do not say so.
 _WRITE = {"ops.assign", "ops.assign_add", "ops.assign_sub"}
 #: Functions of functions, of sparse tensors and of rows of tables; factories and collectives, which take no tensor.
@@ -72,7 +79,7 @@ def calls(name: str, count: int) -> list[Call]:
     found = []
     for number in range(count):
         args = makers[number % len(makers)](Draw(name, number))
-        found.append(Call(args, {}, forms, not in_place, _compared(name)))
+        found.append(Call(args, {}, forms, not in_place, _compared(name), UNSTEADY.get(name, "")))
     return found
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import sys
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,15 +67,27 @@ def calls(name: str, count: int) -> list[Call]:
 
 def _calls_of(op: Any, dtype: torch.dtype, count: int, compared: str) -> list[Call]:
     differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    seed()
     found = []
-    for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=differentiable), 4 * count):
+    # `op.sample_inputs` looks for a test in the frames above it, which takes longer than all the rest here.
+    for sample in itertools.islice(_seeded(op.sample_inputs_func(op, "cpu", dtype, differentiable)), 4 * count):
         args, kwargs = _plain((sample.input, *sample.args)), _plain(sample.kwargs)
         if any(is_tensor(x) for x in leaves_of((args, kwargs))):
             found.append(Call(args, kwargs, _forms(op), differentiable, compared))
     # The first samples often differ by little: take some from everywhere.
     step = max(1, len(found) // count)
     return found[::step][:count]
+
+
+def _seeded(samples: Iterable[Any]) -> Iterator[Any]:
+    """The samples, each drawn from the same seed, as those of `op.sample_inputs` are."""
+    remaining = iter(samples)
+    while True:
+        for set_seed in (torch.manual_seed, np.random.seed, random.seed):
+            set_seed(_SEED)
+        try:
+            yield next(remaining)
+        except StopIteration:
+            return
 
 
 def _plain(tree: Any) -> Any:
@@ -101,11 +114,11 @@ def _forms(op: Any) -> dict[str, Callable[..., Any]]:
     if op.inplace_variant is not None:
         forms["in place"] = op.inplace_variant
     if op.supports_out:
-        forms["out="] = _into(op.op)
+        forms["out="] = _into(op.op, op.name not in _EMPTY)
     return forms
 
 
-def _into(func: Callable[..., Any]) -> Callable[..., Any]:
+def _into(func: Callable[..., Any], compared: bool) -> Callable[..., Any]:
     """``func(..., out=x)`` with an ``x`` that is placed as the result is."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -114,6 +127,9 @@ def _into(func: Callable[..., Any]) -> Callable[..., Any]:
             out = mapped(result, torch.zeros_like)
             seed()
             func(*args, **kwargs, out=out)
+            for x, y in zip(leaves_of(result), leaves_of(out), strict=True):
+                if compared and type(y) is torch.Tensor and not torch.allclose(x, y, equal_nan=True):
+                    raise ArithmeticError("torch's own out= is not the result")  # ihfftn of torch 2.15
             return out
 
     return call

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel import CommDebugMode, RowwiseParallel, get_platform, parallelize_module
+from hyper_parallel import CommDebugMode, DTensor, RowwiseParallel, Shard, get_platform, parallelize_module
 from hyper_parallel.platform.torch.collectives import _Group
 from hyper_parallel.testing import spmd
 from tests.torch.support import close, device, randn
@@ -240,3 +240,32 @@ def test_group_that_was_destroyed(verb: str) -> None:
     }
     with pytest.raises(RuntimeError, match="process group that was destroyed: make a new mesh"):
         getattr(platform, verb)(*arguments[verb])
+
+
+@spmd.on_mesh()
+def marked(mesh: Any) -> None:
+    """Every collective of tensors that are conjugate or negative by a mark alone, which contiguous tensors can be."""
+    real = randn(2, 2)
+    for whole in (torch.complex(real, real + 1).conj(), torch._neg_view(real.clone())):
+        assert whole.is_contiguous() and (whole.is_conj() or whole.is_neg())
+        platform, group = mesh.platform, mesh.platform_group(0)
+        wanted = whole.resolve_conj().resolve_neg()
+        if platform.supports("all_reduce", "sum", whole):
+            close(platform.all_reduce(_again(whole), "sum", group), 2 * wanted)
+        close(platform.all_gather(_again(whole), group, 2), torch.cat([wanted, wanted]))
+        close(platform.broadcast(_again(whole), 0, group), wanted)
+        rank = mesh.get_local_rank()
+        close(platform.all_to_all(_again(whole), group, 2), wanted[rank].expand(2, 2))
+        if platform.supports("reduce_scatter", "sum", whole):
+            close(platform.reduce_scatter(_again(whole), "sum", group, 2), 2 * wanted[rank : rank + 1])
+        x = DTensor.from_local(_again(whole), mesh, [Shard(0)])
+        close(x.full_tensor(), torch.cat([wanted, wanted]))
+
+
+def _again(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in other memory, with its mark."""
+    return x.conj().clone().conj() if x.is_conj() else torch._neg_view(torch._neg_view(x).clone())
+
+
+def test_marked_tensors(pool: Any) -> None:
+    pool.run(2, marked)

@@ -23,6 +23,7 @@ from hyper_parallel import (
     SequenceParallel,
     Shard,
     check_ranks,
+    get_platform,
     parallelize_module,
 )
 from hyper_parallel.testing.spmd import on_mesh
@@ -152,3 +153,12 @@ def recompute(mesh: Any, rows: int, reentrant: bool) -> None:
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 4), (2, 3), (4, 1), (4, 2)])
 def test_checkpointing(pool: Any, ranks: int, rows: int, reentrant: bool) -> None:
     pool.run(ranks, recompute, rows, reentrant)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_bytes_of_nothing(dtype: Any) -> None:
+    """An expanded tensor without elements is contiguous, whatever its strides."""
+    assert get_platform().bytes_of(torch.ones((), dtype=dtype).expand(0)) == b""
+    assert (
+        get_platform().bytes_of(torch.ones((), dtype=dtype).expand(3)) == torch.ones(3, dtype=dtype).numpy().tobytes()
+    )

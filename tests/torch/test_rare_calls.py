@@ -45,6 +45,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "logsumexp of all": lambda x: x.logsumexp(() if isinstance(x, DTensor) else (0, 1)),
     "argmax of all, keepdim": lambda x: x.argmax(keepdim=True),
     "nuclear norm": lambda x: torch.norm(x, p="nuc"),
+    "norm of complex numbers with a dtype": lambda x, y: torch.linalg.vector_norm(
+        torch.complex(x, y), 3, dim=0, dtype=torch.complex128
+    ),
     "norm without p": lambda x: torch.norm(x, p=None, dim=1),
     # conversions
     "a plain tensor to the dtype of a distributed one": lambda n, x: n.to(x.double()),
@@ -177,8 +180,7 @@ def errors(x: Any) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
         (TypeError, r"sparse=True\) is not supported", lambda: torch.embedding(w, i, sparse=True)),
         (TypeError, "use reduction=", lambda: F.cross_entropy(x, i, size_average=False)),
         (TypeError, "use reduction=", lambda: F.nll_loss(x, i, reduce=False)),
-        (TypeError, r"relu\(inplace=True\) is not supported", lambda: F.relu(x, inplace=True)),
-        (TypeError, r"silu\(inplace=True\) is not supported", lambda: torch.nn.SiLU(inplace=True)(x)),
+        (TypeError, r"to_sparse_csr of a DTensor.*full_tensor\(\)", lambda: x.to_sparse_csr()),
         (TypeError, r"dropout\(inplace=True\) is not supported", lambda: F.dropout(x, inplace=True)),
         (TypeError, "cannot be changed", lambda: delattr(x, "_backward_hooks")),
     ]

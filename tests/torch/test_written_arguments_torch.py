@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, DTensor, PackedShard, Replicate, Shard, parallelize_module
+from hyper_parallel import ColwiseParallel, DTensor, PackedShard, Partial, Replicate, Shard, parallelize_module
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
@@ -79,6 +79,53 @@ def recorded(mesh: Any) -> None:
         wanted = F.rrelu(tensor(numpy(x)), inplace=True)
         assert F.rrelu(x, inplace=True) is x
         same(numpy(x), numpy(wanted), "written where nothing is recorded")
+
+
+#: Functions with ``inplace``.
+IN_PLACE: dict[str, Callable[..., Any]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": lambda x, inplace: nn.SiLU(inplace)(x),
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "hardtanh": lambda x, inplace: F.hardtanh(x, -0.5, 0.5, inplace),
+    "selu": F.selu,
+    "elu": lambda x, inplace: F.elu(x, 0.5, inplace),
+    "celu": lambda x, inplace: F.celu(x, inplace=inplace),
+    "leaky_relu": lambda x, inplace: nn.LeakyReLU(0.1, inplace)(x),
+    "threshold": lambda x, inplace: F.threshold(x, 0.25, 7.0, inplace),
+}
+
+
+@spmd.on_mesh()
+def activated(mesh: Any, name: str) -> None:
+    """The tensor itself is written, with gradients; a partial sum cannot be, and stays as it is."""
+    function, array = IN_PLACE[name], floats(5, 4)
+    leaf = tensor(array).requires_grad_()
+    wanted = function(leaf * 1.0, inplace=True)
+    (wanted * wanted).sum().backward()
+    for placement in (R, S0, S1):
+        index = get_layout(mesh, (placement,), (5, 4)).local_index()
+        mine = tensor(array[index].copy()).requires_grad_()
+        x = DTensor.from_local(mine, mesh, [placement], shape=(5, 4)) * 1.0
+        view = x[:]
+        y = function(x, inplace=True)
+        assert y is x and x.placements == (placement,)
+        same(numpy(view), numpy(wanted), f"a view of what {name} wrote, placed {placement}", 1e-5)
+        (y * y).sum().full_tensor().backward()
+        same(numpy(mine.grad), numpy(leaf.grad)[index], f"gradient of {name}, placed {placement}", 1e-5)
+    part = DTensor.from_local(tensor(array), mesh, [Partial()])
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match=r"cannot write into a tensor placed .*Partial"):
+            function(part, inplace=True)
+    same(numpy(part.to_local()), array, f"a partial sum that {name} did not write")
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_activations_in_place(pool: Any, world_size: int, name: str) -> None:
+    pool.run(world_size, activated, name)
 
 
 @spmd.on_mesh()

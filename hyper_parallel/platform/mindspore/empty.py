@@ -256,7 +256,11 @@ def _setitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
-    **dict.fromkeys(("pointwise", "add", "mul", "div", "linear_unary"), _elementwise),
+    **dict.fromkeys(("pointwise", "add", "mul", "linear_unary"), _elementwise),
+    # MindSpore leads no gradient back through a quotient that it rounds.
+    "div": lambda call, func, operands, statics: (_flat if statics and statics[0] is not None else _elementwise)(
+        call, func, operands, statics
+    ),
     # No gradient leads from ones or zeros to what they are like, on no rank.
     "like": lambda call, func, operands, statics: call(func, operands, statics),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _elementwise_inplace),

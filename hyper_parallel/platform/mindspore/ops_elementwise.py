@@ -30,7 +30,7 @@ _POINTWISE = """
     Mod NanToNum NotEqual Polar Pow PowScalarTensor PowTensorScalar  ReLU ReLU6 Reciprocal
     RemainderScalarTensor RemainderTensorScalar RemainderTensorTensor Rsqrt SeLU SeLUExt Select SelectV2 SiLU
     Sigmoid Sin Sinc Sinh SoftShrink Softplus SoftplusExt Softsign Sqrt Square SquaredDifference Tan Tanh
-    Threshold Trunc TruncateDiv TruncateMod Xdivy XLogYScalarOther XLogYScalarSelf Xlogy XlogyExt
+    Threshold Trunc TruncateMod Xdivy XLogYScalarOther XLogYScalarSelf Xlogy XlogyExt
     NotEqualScalar EqualScalar ReciprocalExt
 """
 
@@ -43,7 +43,7 @@ _POINTWISE_INPLACE = """
 """
 
 #: MindSpore leads no gradient back through these. (Through ``Floor`` and ``Trunc`` it leads zeros.)
-_FLAT = "Ceil FloorDiv FloorDivScalar Round Sign"
+_FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
 _LINEAR_UNARY = "Neg Clone Contiguous Identity Load Real Conj Positive"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import Parameter, Tensor, mint
+from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
 from hyper_parallel.platform.base import Dispatch
@@ -39,8 +39,6 @@ class DistributedParameter:
                 local = init
             elif init == "same" or 0 in self.shape:  # MindSpore makes no parameter without elements
                 local = _copied(self)
-            elif 0 in self.shape:  # `initializer` takes no such shape
-                local = mint.empty(self.shape, dtype=self.dtype)
             else:
                 local = initializer(init, self.shape, self.dtype).init_data()
         return _new_parameter(local, self)

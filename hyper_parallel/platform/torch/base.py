@@ -99,7 +99,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         if SEEN:
             refuse_levels(x)
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return dense.view(torch.uint8).numpy().tobytes()
+        # Without elements it may have a stride of 0, with which torch does not view it as another dtype.
+        return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
     def write(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """See `Platform.write`."""

@@ -143,7 +143,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.all_reduce`."""
         if SEEN:
             refuse_levels(local)
-        if local._is_zerotensor():
+        if local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _written_out(local)
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
         backend.allreduce([local], _ALL_REDUCE[op]).wait()
@@ -153,7 +153,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.all_gather`."""
         if SEEN:
             refuse_levels(local)
-        if local._is_zerotensor():
+        if local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _written_out(local)
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
@@ -168,7 +168,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.reduce_scatter`."""
         if SEEN:
             refuse_levels(local)
-        if local._is_zerotensor():
+        if local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _written_out(local)
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
@@ -180,7 +180,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.all_to_all`."""
         if SEEN:
             refuse_levels(local)
-        if local._is_zerotensor():
+        if local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _written_out(local)
         out = torch.empty_like(local)
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
@@ -190,7 +190,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.broadcast`."""
         if SEEN:
             refuse_levels(local)
-        if local._is_zerotensor():
+        if local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _written_out(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
         return local
@@ -259,9 +259,12 @@ class CommunicationVerbs(Platform):
         """Make the device of this rank the current one."""
 
 
-def _written_out(zeros: torch.Tensor) -> torch.Tensor:
-    """Zeros in memory, for an efficient zero tensor, which has none: backward and forward-mode AD make such."""
-    return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
+def _written_out(x: torch.Tensor) -> torch.Tensor:
+    """The values of ``x`` in memory: of an efficient zero tensor, which has none (backward and forward-mode AD make
+    such), and of one that is marked as conjugate or negative, of which backends send what the mark is about."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_conj().resolve_neg()
 
 
 def _resolve(group: Any) -> Any:

@@ -6,15 +6,18 @@ way through Python once more. What it would call in the end is dispatched in its
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.torch.op_table.binding import Table, elementwise
 from hyper_parallel.platform.torch.private import native
 
-__all__ = ["direct_calls"]
+__all__ = ["calls_in_place", "direct_calls"]
 
 Handler = Callable[[Any, tuple, dict], Any]
 
@@ -32,6 +35,35 @@ def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
         **{func: _activation(native, handlers[native], handlers[func]) for func, native in _ACTIVATIONS.items()},
         **{func: _softmax(native, handlers[native], handlers[func]) for func, native in _SOFTMAXES.items()},
     }
+
+
+def calls_in_place(
+    table: Table, handlers: Mapping[Any, Handler], bind: Callable[[NativeOp], Handler]
+) -> dict[Any, Handler]:
+    """Handlers for the element-wise functions that take ``inplace``: with it they are operations in place, which write
+    the tensor itself or are refused. By their own row they would write into what a partial sum was reduced to.
+
+    Args:
+        table: the op table.
+        handlers: what serves the functions without ``inplace``.
+        bind: makes a handler of a row.
+    """
+    written = bind(elementwise("pointwise_", "input"))
+    names = [name for name in vars(F) if not name.startswith("__")]
+    functions = {f for f in map(vars(F).get, names) if inspect.isfunction(f) and f in table}
+    return {
+        func: _written_or_new(written, handlers[func])
+        for func in functions
+        if table[func].name == "pointwise" and "inplace" in inspect.signature(func).parameters
+    }
+
+
+def _written_or_new(written: Handler, new: Handler) -> Handler:
+    def handler(func: Any, args: tuple, kwargs: dict) -> Any:
+        # Torch's wrappers pass on the keyword ``inplace``, however they were called.
+        return (written if kwargs.get("inplace") else new)(func, args, kwargs)
+
+    return handler
 
 
 def _activation(native: Any, run: Handler, otherwise: Handler) -> Handler:

@@ -19,7 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.base import Dispatch
-from hyper_parallel.platform.torch.functional import direct_calls
+from hyper_parallel.platform.torch.functional import calls_in_place, direct_calls
 from hyper_parallel.platform.torch.leaves import explain_leaf
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
@@ -178,6 +178,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
     table = _State.table = {**computing, **direct_calls(computing), **HANDLERS}
+    table.update(calls_in_place(OP_TABLE, table, core_dispatch.bind))
     look_up = table.get
     unknown = handlers.run_unknown
 

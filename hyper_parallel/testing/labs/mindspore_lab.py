@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
-from mindspore.common.api import _pynative_executor
 
 from hyper_parallel import DTensor
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
@@ -35,16 +33,6 @@ def numpy(x: Any) -> np.ndarray:
     return x.asnumpy()
 
 
-@contextmanager
-def _recording_ended() -> Iterator[None]:
-    """Where what is differentiated raises, MindSpore goes on recording, and fails in the next program."""
-    try:
-        yield
-    except BaseException:
-        _pynative_executor.clear_res()
-        raise
-
-
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
     """``function`` of plain tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating point
     argument (None for the others)."""
@@ -60,8 +48,7 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
     if not floating:
         loss(*inputs)
         return values[-1], [None] * len(inputs)
-    with _recording_ended():
-        _, grads = ms.value_and_grad(loss, floating)(*inputs)
+    _, grads = ms.value_and_grad(loss, floating)(*inputs)
     grads = grads if isinstance(grads, tuple) else (grads,)
     by_index = {i: g.asnumpy() for i, g in zip(floating, grads, strict=True)}
     return values[-1], [by_index.get(i) for i in range(len(inputs))]
@@ -83,8 +70,7 @@ def model_value_and_grads(
 
     weights = list(trainable.values())
     if np.issubdtype(array.dtype, np.floating):
-        with _recording_ended():
-            _, (grad, grads) = ms.value_and_grad(loss, 0, weights)(tensor(array))
+        _, (grad, grads) = ms.value_and_grad(loss, 0, weights)(tensor(array))
         grad = grad.asnumpy()
     else:
         _, grads = ms.value_and_grad(loss, None, weights)(tensor(array))

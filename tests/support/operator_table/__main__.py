@@ -26,10 +26,10 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOG_v", "3")
     # Imported here, because the environment counts when frameworks are loaded.
-    from hyper_parallel.testing.pool import WorkerPool
+    from tests.support.operator_table.exchange import OperatorPool
     from tests.support.operator_table.table import found_by, operators, worst
 
-    with WorkerPool(arguments.platform) as pool:
+    with OperatorPool(arguments.platform) as pool:
         title, names = operators(pool)
         if arguments.only:
             names = [name for name in names if re.search(arguments.only, name)]

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from hyper_parallel.testing.pool import WorkerPool
-from tests.support.operator_table.open_cases import OPEN
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.operator_table.exchange import OperatorPool
 from tests.support.operator_table.table import found_by, operators, worst
 
-__all__ = ["none_wrong"]
+__all__ = ["none_wrong", "operator_pool"]
 
 
-def none_wrong(pool: WorkerPool, at_least: int) -> None:
-    """Try every operator with one sample and few placements: none is wrong or hangs but those that are `OPEN`.
+@pytest.fixture(scope="module")
+def operator_pool(platform_name: str) -> Iterator[OperatorPool]:
+    """Ranks that can try operators."""
+    with OperatorPool(platform_name, first="tests.support.measured_ranks:leave_the_rest") as pool:
+        yield pool
+
+
+def none_wrong(pool: OperatorPool, at_least: int) -> None:
+    """Try every operator with one sample and few placements: none is wrong or hangs.
 
     Args:
         pool: of the backend.
         at_least: how many operators there must be that a rank can compute.
     """
-    names = operators(pool)[1]
-    found = found_by(pool, names, 1, many=False)
-    tried = [name for name, line in found.items() if "found" in line]
+    found = found_by(pool, operators(pool)[1], 1, many=False)
+    tried = {name: line["found"] for name, line in found.items() if "found" in line}
     assert len(tried) >= at_least
-    assert set(OPEN[str(pool.platform)]) <= set(names)
     bad = {
-        f"{name}, {form}: {worst(line, form)}": verdicts[worst(line, form)]
-        for name, line in found.items()
-        if name not in OPEN[str(pool.platform)]
-        for form, verdicts in line.get("found", {}).items()
-        if worst(line, form) in ("wrong", "hanging")
+        f"{name}, {form}: {verdict}": verdicts[verdict]
+        for name, forms in tried.items()
+        for form, verdicts in forms.items()
+        if (verdict := worst(found[name], form)) in ("wrong", "hanging")
     }
     assert not bad, "\n".join(f"{what}\n    " + "\n    ".join(texts) for what, texts in bad.items())

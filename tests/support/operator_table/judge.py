@@ -1,8 +1,9 @@
 """What the ranks do: call operators on distributed tensors placed in several ways, and compare with plain ones.
 
 One verdict for each form of an operator and for its gradients, the worst that was seen (`ORDER`). What a rank finds is
-compared with what the others find: an exception on some ranks only leaves the others waiting, which counts as hanging,
-and a rank that gets no further in time ends, so that the pool starts anew.
+compared with what the others find. An exception on some ranks only leaves the others waiting, which counts as hanging:
+the exchange tells those at once that they wait in vain. A rank that gets no further for another reason ends, so that
+the pool starts anew.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from hyper_parallel.core.dtensor import dispatch as dispatch_module
 from hyper_parallel.core.dtensor.collectives import all_gather_object
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.fuzz.exchange import installed
 from tests.support.operator_table.side import Call, Side, side_of
 from tests.support.operator_table.table import ORDER
 from tests.support.operator_table.trees import leaves_of, mapped
 
 __all__ = ["judge", "names_of"]
 
-#: Seconds after which a call counts as hanging: MindSpore's collectives give up after 30.
+#: Seconds after which a call counts as hanging though it waits for no rank.
 PATIENCE = 60
 MESHES = ((4,), (2, 2))
+_BAD = ("wrong", "hanging")
 
 
 class WrongError(AssertionError):
@@ -95,7 +98,12 @@ class _Operator:
     def __init__(self, side: Side, name: str, meshes: list[Any], many: bool) -> None:
         self.side, self.name, self.meshes, self.many = side, name, meshes, many
         self.found: dict[str, dict[str, list[str]]] = {}
+        #: Column, where, the call's `unsteady`, and (verdict, why, what is wrong with gradients, `_Trial.seen`).
+        self.tried: list[tuple[str, str, str, tuple]] = []
         self.gathered = _count_gathered()
+        exchange = installed()
+        assert exchange is not None, "operators are tried on an OperatorPool"
+        self.exchange = exchange
 
     def verdicts(self, count: int) -> dict[str, Any]:
         """Form -> verdict -> what was seen, a few times."""
@@ -109,6 +117,8 @@ class _Operator:
         for number, call in enumerate(calls):
             for form in self._forms(call, number):
                 why_not = self._try(call, form, number) or why_not
+        if self.tried:
+            self._agree()
         return {"found": self.found} if self.found else {"untried": why_not}
 
     def _forms(self, call: Call, number: int) -> Iterator[str]:
@@ -145,23 +155,42 @@ class _Operator:
             verdict, text, backward = "wrong", str(error), None
         except Exception as error:
             verdict, text, backward = "refused" if _is_refusal(error) else "wrong", _first_line(error), None
-        outcome = (verdict, text, backward, trial.seen)
-        everyone = [outcome]
-        for mesh_dim in range(mesh.ndim):
-            everyone = [o for part in all_gather_object(everyone, mesh, mesh_dim) for o in part]
+        problem = self.exchange.end_program()
         faulthandler.cancel_dump_traceback_later()
-        verdict, text, backward, seen = max(everyone, key=lambda o: (ORDER.index(o[0]), bool(o[2])))
-        if any(o[3] != seen for o in everyone):
-            verdict, text = "wrong", "the ranks have different values"
-        if verdict != "wrong" and len({o[0] == "refused" for o in everyone}) > 1:
-            verdict, text = "wrong", f"only some ranks: {text}"
-        where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: {text}"
+        if problem:
+            verdict, text, backward = "hanging", problem, None
+        where = f"{tuple(mesh.shape)} {_words(placements)} of {[tuple(x.shape) for x in trial.tensors]}: "
         column = "forward" if form == "method" else form
-        self._note(column, verdict, where)
+        if form == "in place" and any(p.is_partial() for p in placements[0]):
+            column = "sum in place"
+        self.tried.append((column, where, trial.call.unsteady, (verdict, text, backward, trial.seen)))
+
+    def _agree(self) -> None:
+        """Put together what all ranks have found, once for the operator: ranks that share a processor wait long for
+        one another."""
+        by_rank = all_gather_object([outcome for *_, outcome in self.tried], self.meshes[0], 0)
+        self.exchange.end_program()
+        for (column, where, unsteady, _), everyone in zip(self.tried, zip(*by_rank, strict=True), strict=True):
+            self._judge(column, where, unsteady, everyone)
+
+    def _judge(self, column: str, where: str, unsteady: str, everyone: tuple) -> None:
+        verdict, text, backward, seen = max(everyone, key=lambda o: (ORDER.index(o[0]), bool(o[2])))
+        if verdict not in _BAD and any(o[3] != seen for o in everyone):
+            verdict, text = "wrong", "the ranks have different values"
+        if verdict == "hanging":
+            text = "; ".join(dict.fromkeys(f"{o[0]}: {o[1]}" for o in everyone if o[1]))
+        if verdict not in _BAD and len({o[0] == "refused" for o in everyone}) > 1:
+            verdict, text = "wrong", f"only some ranks: {text}"
+        where += text
+        if verdict in _BAD:
+            self._note(column, verdict, where)
+            return
+        self._note(column, "unsteady" if unsteady == "forward" else verdict, where)
+        if unsteady == "backward":
+            self._note(unsteady, "unsteady", where)
         if backward is not None:
-            column = "backward" if column == "forward" else column
             wrong = next((o[2] for o in everyone if o[2]), "")
-            self._note(column, "wrong" if wrong else verdict, where + wrong)
+            self._note("backward" if column == "forward" else column, "wrong" if wrong else verdict, where + wrong)
 
     def _note(self, form: str, verdict: str, text: str) -> None:
         texts = self.found.setdefault(form, {}).setdefault(verdict, [])
@@ -176,7 +205,7 @@ class _Trial:
         self.side, self.call, self.form, self.tensors = side, call, form, tensors
         self.places = (
             [i for i, x in enumerate(tensors) if side.requires_grad(x)]
-            if call.differentiable and call.compared == "values"
+            if call.differentiable and call.compared == "values" and not call.unsteady
             else []
         )
         self.wanted: list[Any] = []
@@ -226,6 +255,8 @@ class _Trial:
         ]
 
         def run(xs: list[Any]) -> tuple[list[Any], Any]:
+            if self.form == "in place":
+                xs = [self.side.copied(x) for x in xs]
             xs = [
                 DTensor.from_local(x, mesh, layout.placements, shape=layout.shape)
                 for x, layout in zip(xs, layouts, strict=True)
@@ -250,9 +281,10 @@ class _Trial:
     def _compare(self, outputs: list[Any]) -> None:
         if len(outputs) != len(self.wanted):
             raise WrongError(f"{len(outputs)} results, wanted {len(self.wanted)}")
+        values = self.call.compared == "values" and self.call.unsteady != "forward"
         for i, (y, wanted) in enumerate(zip(outputs, self.wanted, strict=True)):
             got = self._value(y.full_tensor() if isinstance(y, DTensor) else y)
-            wrong = _difference(got, wanted, self.call.compared == "values", "float16" in str(getattr(y, "dtype", "")))
+            wrong = _difference(got, wanted, values, "float16" in str(getattr(y, "dtype", "")))
             if self.call.compared == "ranks":
                 self.seen.append(got.tobytes() if isinstance(got, np.ndarray) else repr(got))
             if wrong:

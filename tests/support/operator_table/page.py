@@ -8,14 +8,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.support.operator_table.open_cases import OPEN
 from tests.support.operator_table.table import ORDER, worst
 
 __all__ = ["PAGE", "section", "write"]
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operators.md"
 WIDTH = 120
-FORMS = ("forward", "backward", "in place", "out=")
+FORMS = ("forward", "backward", "in place", "sum in place", "out=")
 _NO_KERNEL = re.compile(r"unregistered|[Nn]ot found op|supports? Ascend|Create kernelmod|Not implement exception|: -+$")
 
 
@@ -32,7 +31,9 @@ def section(platform: str, found: dict[str, Any], samples: int, title: str) -> s
     """The table of one platform."""
     tried = {name: line for name, line in found.items() if "found" in line}
     counts = {form: Counter(filter(None, (worst(line, form) for line in tried.values()))) for form in FORMS}
-    lines = [f"\n{title}: {len(found)} operators, {len(tried)} of them tried, with up to {samples} samples each.\n"]
+    title = title[0].upper() + title[1:]
+    first = f"{title}: {len(found)} operators, {len(tried)} of them tried, with up to {samples} samples each."
+    lines = ["", textwrap.fill(first, WIDTH), ""]
     lines.append(f"| | {' | '.join(FORMS)} |\n|---|{'---:|' * len(FORMS)}")
     lines += [f"| {verdict} | {' | '.join(str(counts[form][verdict]) for form in FORMS)} |" for verdict in ORDER]
     lines.append("")
@@ -47,9 +48,6 @@ def section(platform: str, found: dict[str, Any], samples: int, title: str) -> s
             reasons.setdefault(_reason(line["untried"]), []).append(name)
     for reason, names in sorted(reasons.items()):
         lines.append(_paragraph(f"Not tried, {reason}", names))
-    known = OPEN.get(platform, {})
-    if known:
-        lines.append(_paragraph("Known to be wrong or to hang, and not counted above", sorted(known)))
     return "\n".join(lines) + "\n"
 
 

@@ -23,6 +23,8 @@ class Call:
         differentiable: whether gradients are compared.
         compared: "values" with one device; "ranks" with one another, for random numbers that no seed controls; "shapes"
             and dtypes, for what is not initialised.
+        unsteady: "forward" where the framework's own result differs from call to call, "backward" where its gradient
+            does: there is nothing to compare with.
     """
 
     args: tuple
@@ -30,6 +32,7 @@ class Call:
     forms: dict[str, Callable[..., Any]]
     differentiable: bool = True
     compared: str = "values"
+    unsteady: str = ""
 
 
 class Side(Protocol):

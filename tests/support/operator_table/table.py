@@ -12,11 +12,11 @@ from hyper_parallel.testing.pool import JobError, WorkerPool
 __all__ = ["ORDER", "found_by", "operators", "worst"]
 
 #: Verdicts from the best to the worst.
-ORDER = ("own rule", "gathered", "refused", "wrong", "hanging")
+ORDER = ("own rule", "gathered", "refused", "unsteady", "wrong", "hanging")
 _JUDGE = "tests.support.operator_table.judge:judge"
 _NAMES = "tests.support.operator_table.judge:names_of"
 #: Operators in one job.
-BATCH = 60
+BATCH = 20
 JOB_TIMEOUT = 900.0
 
 

@@ -140,7 +140,8 @@ def _norm_of_norms(
         get_layout(layout.mesh, scattered, shape),
         get_layout(layout.mesh, gathered, shape),
     )
-    return native((norms,), (statics[0], (0,), False, *statics[3:]))
+    # What else a framework's call has is a dtype, which the norms have by now: of complex numbers they are real.
+    return native((norms,), (statics[0], (0,), False, *(None for _ in statics[3:])))
 
 
 def _shifted(placement: Placement) -> Placement:

@@ -220,6 +220,15 @@ def _is_where_one_device_has_it(x: Any) -> bool:
     return x._layout.replicated and (x._family is None or x._family.source is None)
 
 
+@handles(*find(["to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"], T))
+def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A DTensor is made of strided tensors: a sparse one has other parts, whose sizes depend on the data."""
+    raise TypeError(
+        f"{func.__name__} of a DTensor: distributed tensors are strided. Use x.full_tensor().{func.__name__}(...), a "
+        "plain tensor that is the same on every rank, or to_local() for this rank's part"
+    )
+
+
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``x.set_(...)``, which torch lets nobody intercept. Of another DTensor: ``x`` becomes what that is."""
     if len(args) == 1 and not kwargs and is_dtensor(args[0]) and is_dispatch_on():

@@ -175,7 +175,8 @@ def _like() -> Table:
 
 
 def _activations() -> Table:
-    """Activations whose Python wrapper takes ``inplace``: the wrapper is skipped, the kernel called directly."""
+    """Activations whose Python wrapper takes ``inplace``: the wrapper is skipped, the kernel called directly. With
+    ``inplace=True`` they do not come here, see `functional.calls_in_place`."""
     kernels: dict[Any, Any] = {
         F.relu: torch.relu,
         F.silu: native("silu"),
@@ -187,9 +188,6 @@ def _activations() -> Table:
     }
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        # Torch's wrappers pass on the tensor and the keyword ``inplace``, however they were called.
-        if kwargs.get("inplace"):
-            raise TypeError(f"{func.__name__}(inplace=True) is not supported on distributed tensors: use inplace=False")
         return args, None
 
     rows: Table = {}

@@ -14,6 +14,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     UnboundCallError,
     find,
     global_shape,
+    leave_out,
     signature,
     to_dims,
 )
@@ -31,6 +32,8 @@ def table() -> Table:
 
 def _int_list(args: tuple, kwargs: dict, *names: str) -> tuple[int, ...]:
     """The ints of ``f(x, 2, 3)``, ``f(x, (2, 3))`` or ``f(x, size=(2, 3))``."""
+    if kwargs:
+        leave_out(kwargs)  # view_copy and its like have it
     rest: Any = args[1:]
     if not rest:
         rest = next((kwargs[n] for n in names if n in kwargs), ())

@@ -1,0 +1,59 @@
+"""``python -m tests.mindspore.unsteady ops.hfft``: call functions of MindSpore again and again, without any DTensor.
+
+Prints "ops.hfft: result differs" when the results by the same operands are not always the same, likewise for gradients.
+A process that ends by a signal shows as much.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from tests.mindspore import operators
+
+#: Calls, of which some keep their results, because which memory is free has a say in what comes out.
+CALLS = 60
+
+
+def look_at(name: str) -> None:
+    """Look for two calls that differ."""
+    call = operators.calls(name, 1)[0]
+    (function,) = call.forms.values()
+    weights: dict[Any, Any] = {}
+
+    def weighted_sum(x: Any, *rest: Any) -> Any:
+        y = function(x, *rest)
+        if y.shape not in weights:
+            weights[y.shape] = operators.tensor(1.0 + np.arange(y.size).reshape(y.shape) % 7, y)
+        return (y * weights[y.shape]).sum()
+
+    seen: dict[str, set[Any]] = {"result": set(), "gradient": set()}
+    kept = []
+    for _ in range(CALLS):
+        x, *rest = (operators.copied(a) if operators.is_tensor(a) else a for a in call.args)
+        kept.append(function(x, *rest))
+        seen["result"].add(operators.array(kept[-1]).tobytes())
+        if not operators.requires_grad(x) or kept[-1].is_complex():
+            continue
+        # With the other operands given by the function itself, and as its arguments.
+        for given in ((), tuple(rest)):
+
+            def loss(x: Any, *more: Any, others: tuple = tuple(rest)) -> Any:
+                return weighted_sum(x, *(more or others))
+
+            try:
+                seen["gradient"].add(operators.array(ms.grad(loss, 0)(x, *given)).tobytes())
+            except RuntimeError as error:
+                ms.common.api._pynative_executor.clear_res()
+                seen["gradient"].add(str(error))
+    for what, values in seen.items():
+        if len(values) > 1:
+            print(f"{name}: {what} differs, {len(values)} were seen")
+
+
+if __name__ == "__main__":
+    for function_name in sys.argv[1:]:
+        look_at(function_name)
