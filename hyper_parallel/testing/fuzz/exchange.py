@@ -131,9 +131,7 @@ class Exchange:
     def all_to_all(self, local: Any, group: Any, size: int) -> Any:
         """See `Platform.all_to_all`."""
         mine = self._ranks[group].index(self._rank)
-        return self._tensor(
-            np.concatenate([np.split(x, size)[mine] for x in self._arrays("all_to_all", local, group)])
-        )
+        return self._tensor(np.concatenate([np.split(x, size)[mine] for x in self._arrays("all_to_all", local, group)]))
 
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""
@@ -148,9 +146,7 @@ class Exchange:
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
         """See `Platform.all_gather_object`."""
-        return [
-            pickle.loads(said) for said in self._swap("all_gather_object", pickle.dumps(value), self._ranks[group])
-        ]
+        return [pickle.loads(said) for said in self._swap("all_gather_object", pickle.dumps(value), self._ranks[group])]
 
     # ------------------------------------------------------------------------------------------------------- messages
     def _tensor(self, array: np.ndarray) -> Any:
@@ -221,4 +217,3 @@ class _Pause:
             self._deadline = time.monotonic() + PATIENCE
         time.sleep(min(2e-5 * (self._asked - 19), 1e-3))
         return time.monotonic() > self._deadline
-
