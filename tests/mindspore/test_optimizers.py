@@ -184,9 +184,23 @@ def steps_on_empty_shards(mesh: Any, name: str) -> list[bool]:
     return [bool(a.any()) and np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*ways, strict=True)]
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "groups, schedule"])
+#: Their kernels fail without elements.
+NEED_ELEMENTS = ("Adam, offload", "AdamOffload", "Adagrad")
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("groups, schedule", *NEED_ELEMENTS)])
 def test_steps_on_empty_shards(pool: Any, name: str) -> None:
     assert pool.run(4, steps_on_empty_shards, name) == [[True] * 2] * 4
+
+
+def refused_on_empty_shards(name: str) -> str:
+    return error_of(steps_on_empty_shards, name)
+
+
+@pytest.mark.parametrize("name", NEED_ELEMENTS)
+def test_refused_on_empty_shards(pool: Any, name: str) -> None:
+    """On all ranks, not on the one alone that has no elements."""
+    assert all("of which a rank has no elements" in error for error in pool.run(4, refused_on_empty_shards, name))
 
 
 class ScaledDescent(nn.Optimizer):

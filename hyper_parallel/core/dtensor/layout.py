@@ -89,12 +89,13 @@ class Layout:
         """Whether the strides of every rank's part tell those of the whole. They do not where a rank has one row, or
         none, of a dimension that has more: the stride of such a dimension means nothing."""
         if self._tells_strides is None:
-            parts = [(size, self._smallest_part(dim)) for dim, size in enumerate(self.shape)]
+            parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
             wide = sum(size > 1 for size, _ in parts)
             self._tells_strides = all(part > 1 or (part == 1 and (size == 1 or wide == 1)) for size, part in parts)
         return self._tells_strides
 
-    def _smallest_part(self, dim: int) -> int:
+    def smallest_part(self, dim: int) -> int:
+        """The size of tensor dimension ``dim`` on the rank that has the least of it."""
         sizes: tuple[int, ...] = (self.shape[dim],)
         for mesh_dim in self.shard_mesh_dims(dim):
             placement: Any = self.placements[mesh_dim]

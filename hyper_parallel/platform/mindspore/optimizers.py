@@ -53,9 +53,23 @@ def _is_elementwise(optimizer: Any) -> bool:
                 f"{list(p._layout.placements)}: use an optimizer that updates each element by itself, such as "
                 "AdamWeightDecay, or AdaFactor"
             )
+    if isinstance(optimizer, (nn.Adagrad, nn.AdamOffload)) or getattr(optimizer, "use_offload", False):
+        _check_elements(optimizer)
     if "AdaFactor" in names:
         return _sharded_parameter(optimizer) is None
     return inspect.unwrap(type(optimizer).construct).__module__.startswith("mindspore.")
+
+
+def _check_elements(optimizer: Any) -> None:
+    """Raise TypeError, on all ranks, where the optimizer's kernel fails because a rank has no elements."""
+    for p in optimizer.get_parameters():
+        layout = p._layout if isinstance(p, InterceptedTensor) else None
+        if layout is not None and 0 in map(layout.smallest_part, range(layout.ndim)):
+            raise TypeError(
+                f"{type(optimizer).__name__} cannot step on parameters of which a rank has no elements, and "
+                f"{p.name!r}, of shape {tuple(layout.shape)}, is placed {list(layout.placements)}: use another "
+                "optimizer, such as Adam or AdamWeightDecay"
+            )
 
 
 def _check_state(optimizer: Any) -> None:

@@ -133,6 +133,12 @@ def _softmax(x: np.ndarray, dim: int) -> np.ndarray:
     return e / e.sum(axis=dim, keepdims=True)
 
 
+def _log_softmax(x: np.ndarray, dim: int) -> np.ndarray:
+    """Not the logarithm of `_softmax`, which in float16 is soon that of zero."""
+    y = x - x.max(axis=dim, keepdims=True) if x.size else x
+    return y - np.log(np.exp(y).sum(axis=dim, keepdims=True))
+
+
 # ---------------------------------------------------------------------------- element by element
 for _name, _lab, _numpy in [
     ("tanh", lambda lab, xs, a: lab.tanh(xs[0]), lambda xs, a: np.tanh(xs[0])),
@@ -210,7 +216,7 @@ _add(
     1,
     _full_dim,
     lambda lab, xs, a: lab.log_softmax(xs[0], *a),
-    lambda xs, a: np.log(_softmax(xs[0], *a)),
+    lambda xs, a: _log_softmax(xs[0], *a),
 )
 
 
