@@ -6,7 +6,7 @@ Example:
     'cpu'
 """
 
-from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.registry import (
     PlatformError,
     available_platforms,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
-from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.contract import Platform
 
 __all__ = [
     "ENTRY_POINT_GROUP",

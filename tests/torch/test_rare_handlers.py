@@ -17,7 +17,7 @@ from torch import nn
 from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform, manual_seed
 from hyper_parallel.core.dtensor.tensor import DTensor as CoreDTensor
 from hyper_parallel.platform import torch as torch_package
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch import op_table
 from hyper_parallel.platform.torch.handlers.copying import rebuild_dtensor
 from hyper_parallel.platform.torch.handlers.optimizers import local_step

@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.memory_order import UNKNOWN, strides_of
 from hyper_parallel.core.dtensor.rules.labels import axis
 from hyper_parallel.core.dtensor.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
 from hyper_parallel.core.dtensor.views import follow, part, share
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.strategy import Strategy

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.operands import DTENSOR_CLASSES
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 
 __all__ = ["ELEMENTWISE", "call_key", "remembered_call"]
 

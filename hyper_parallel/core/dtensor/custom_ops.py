@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.operands import name_of
 from hyper_parallel.core.dtensor.rules import RULES, Rule
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 
 __all__ = ["find_custom_op", "register_sharding"]
 

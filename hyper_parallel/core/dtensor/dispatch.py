@@ -35,7 +35,7 @@ from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistri
 from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
 from hyper_parallel.core.dtensor.views import after_write, before_write, forget_value
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 
 __all__ = ["CALLS", "dispatch"]
 

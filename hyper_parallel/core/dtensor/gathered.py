@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mi
 from hyper_parallel.core.dtensor.random import run_alike
 from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.core.dtensor.views import after_write, before_write, follow, forget_value, share
-from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.contract import Platform
 
 __all__ = ["run_gathered", "tell_of_failure_in"]
 

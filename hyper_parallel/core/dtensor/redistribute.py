@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
-from hyper_parallel.platform.base import kept_view
+from hyper_parallel.platform.contract import kept_view
 
 __all__ = [
     "linear_input_view",

@@ -35,7 +35,7 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Re
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.platform.base import Platform
+    from hyper_parallel.platform.contract import Platform
 
 __all__ = ["Step", "Transitions", "by_rank", "summation", "take_packed", "transitions_of"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.base import Platform
+    from hyper_parallel.platform.contract import Platform
 
 __all__ = ["CurrentLayout", "Family", "after_write", "before_write", "follow", "forget_value", "part", "share"]
 

@@ -24,7 +24,7 @@ from hyper_parallel.core.dtensor.transitions import Step, transitions_of
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
     from hyper_parallel.core.dtensor.layout import Layout
-    from hyper_parallel.platform.base import Platform
+    from hyper_parallel.platform.contract import Platform
 
 __all__ = ["Classes", "ClassStatistics", "VocabParallel", "vocab_parallel_of"]
 

@@ -16,7 +16,7 @@ from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forwar
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.platform import Platform
-from hyper_parallel.platform.base import ModuleKind
+from hyper_parallel.platform.contract import ModuleKind
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 

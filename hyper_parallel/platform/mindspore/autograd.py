@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
-from hyper_parallel.platform.base import kept_view
+from hyper_parallel.platform.contract import kept_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function

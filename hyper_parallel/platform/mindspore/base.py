@@ -10,7 +10,7 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor
 
-from hyper_parallel.platform.base import Dispatch, NativeOp, Platform
+from hyper_parallel.platform.contract import Dispatch, NativeOp, Platform
 from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
 from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE

@@ -15,7 +15,7 @@ from typing import Any
 from mindspore import ops
 
 from hyper_parallel.core.tensor_parallel.class_parts import refuse_part_of_classes
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import Function, arguments, dims_of, row
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching

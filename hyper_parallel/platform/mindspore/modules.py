@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn, ops
 
-from hyper_parallel.platform.base import ModuleKind
+from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed

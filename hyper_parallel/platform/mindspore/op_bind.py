@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspore import Tensor, mint
 
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.empty import guarded
 
 __all__ = [

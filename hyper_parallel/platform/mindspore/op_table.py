@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore import ops_elementwise, ops_nn, ops_random, ops_reduce, ops_shape
 
 __all__ = ["OPS", "PASS_THROUGH", "RESULTS", "VARIANTS"]

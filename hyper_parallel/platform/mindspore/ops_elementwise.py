@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty import guarded
 from hyper_parallel.platform.mindspore.op_bind import elementwise, row, rows

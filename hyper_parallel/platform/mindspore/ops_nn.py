@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import arguments, row
 

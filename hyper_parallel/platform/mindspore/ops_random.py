@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.empty import guarded
 from hyper_parallel.platform.mindspore.op_bind import arguments, row
 from hyper_parallel.platform.mindspore.seeds import is_of_one_call, layer_stream, undo_draw

@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.mindspore.empty import guarded
 from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, ints, row

@@ -11,7 +11,7 @@ from typing import Any
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
-from hyper_parallel.platform.base import Dispatch
+from hyper_parallel.platform.contract import Dispatch
 from hyper_parallel.platform.mindspore.likes import NEW_METHODS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 from hyper_parallel.platform.unpatched import Unpatched

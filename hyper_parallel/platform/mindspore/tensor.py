@@ -20,7 +20,7 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.ops import Primitive
 
-from hyper_parallel.platform.base import Dispatch
+from hyper_parallel.platform.contract import Dispatch
 from hyper_parallel.platform.mindspore.native_collectives import is_collective, run_collective
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS

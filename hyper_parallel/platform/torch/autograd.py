@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import any_autocast as _any_autocast
 from hyper_parallel.platform.torch.private import bare_apply, current_node, will_execute

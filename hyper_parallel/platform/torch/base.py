@@ -9,7 +9,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.platform.base import Dispatch, NativeOp
+from hyper_parallel.platform.contract import Dispatch, NativeOp
 from hyper_parallel.platform.torch import tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs

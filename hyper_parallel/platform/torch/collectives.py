@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import faults, launch, overlap
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.base import ModuleKind, Platform
+from hyper_parallel.platform.contract import ModuleKind, Platform
 from hyper_parallel.platform.torch import calls
 from hyper_parallel.platform.torch.private import same_implementation
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.base import Dispatch
+from hyper_parallel.platform.contract import Dispatch
 from hyper_parallel.platform.torch.functional import calls_in_place, direct_calls
 from hyper_parallel.platform.torch.leaves import explain_leaf
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels

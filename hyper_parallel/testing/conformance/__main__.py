@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hyper_parallel.platform.base import Platform
+from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE, PlatformError, get_platform
 from hyper_parallel.testing import labs
 from hyper_parallel.testing.conformance.report import Report

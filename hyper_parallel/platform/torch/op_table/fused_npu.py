@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.base import NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, global_shape, signature
 
 __all__ = ["table"]

@@ -1,0 +1,50 @@
+"""The contract between ``hyper_parallel.core`` and a backend: what a `Platform` is, in roles, a file each.
+
+A backend is one subclass of `Platform`. Core calls nothing of a framework but the verbs declared here. What a backend
+must bring:
+
+* `modules` - which modules are linear, embedding or norm layers; walking and changing a tree of modules; hooks;
+* `groups` - starting, groups of ranks, lost ranks;
+* `collectives` - on plain local tensors, outside autograd; what the backend lacks is reported by `supports` and
+  emulated once, in `core.dtensor.collectives`;
+* `autograd` - one way to define a function with a forward and a backward;
+* `tensors` - types and checks, and the few local operations that redistribution and losses need;
+* `interception` - a tensor class whose operations arrive at `Dispatch`, a guard that turns that off, and the table that
+  maps native operations to the canonical ones of `core.dtensor.rules`;
+* `devices` - this rank's device, factories, random numbers.
+
+`fast` is optional: what is there for speed alone. `hyper_parallel.platform.torch.base` and
+`hyper_parallel.platform.mindspore.base` are the two to learn from.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from hyper_parallel.platform.contract.autograd import AutogradRole, kept_view
+from hyper_parallel.platform.contract.collectives import CollectiveRole
+from hyper_parallel.platform.contract.devices import DeviceRole
+from hyper_parallel.platform.contract.fast import FastRole
+from hyper_parallel.platform.contract.groups import GroupRole
+from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
+from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
+from hyper_parallel.platform.contract.tensors import TensorRole
+
+__all__ = ["Dispatch", "ModuleKind", "NativeOp", "Platform", "kept_view"]
+
+
+class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, FastRole):
+    """What core asks of a backend: the sum of the roles. Instances are singletons; get one with
+    `hyper_parallel.platform.get_platform`."""
+
+    #: Name in the registry and in ``HYPER_PARALLEL_PLATFORM``, for example ``"torch-cpu"``.
+    name: ClassVar[str]
+    #: Default communication backend, for example ``"gloo"``.
+    comm_backend: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why this backend cannot run here, as a sentence for a person, or None when it can. Imports as little as
+        is needed to know."""

@@ -1,0 +1,94 @@
+"""Gradients: one way to define a function with its own backward, and tensors that share data but not history."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+__all__ = ["AutogradRole", "kept_view"]
+
+Tensor = Any
+
+
+def kept_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Callable[..., Tensor]:
+    """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``, the same each time under the
+    conditions of `Platform.read_cache`; it is kept there under ``key``. Further arguments of ``view`` are ignored."""
+    requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
+
+    def view(x: Tensor, *_: Any) -> Tensor:
+        if not requires_grad(x):
+            return x
+        found = read(x, key)
+        if found is None:
+            found = make(x)
+            write(x, key, found)
+        return found
+
+    return view
+
+
+class AutogradRole(ABC):
+    """What core needs to send gradients its own way."""
+
+    @abstractmethod
+    def requires_grad(self, x: Tensor) -> bool:
+        """Whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are switched
+        off. A backend that cannot know answers True."""
+
+    @abstractmethod
+    def autograd_function(
+        self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        """Make a differentiable ``apply(x, *static)`` of one differentiable operand.
+
+        ``forward(ctx, x, *static)`` runs outside autograd and returns a tensor that is not ``x`` itself (a view of it
+        is fine; the platform takes care that autograd does not treat it as one). ``backward(ctx, cotangent)`` returns
+        the cotangent of ``x`` and is itself recorded when gradients of gradients are asked for. ``ctx`` takes
+        attributes; a tensor that backward needs goes through ``ctx.save_for_backward(...)`` and comes back as
+        ``ctx.saved_tensors``. Interception is off in both.
+        """
+
+    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> Callable[[Tensor], Tensor]:
+        """``view(x)``: the data of ``x``, not to be written to; its cotangent reaches ``x`` as
+        ``convert(x, cotangent)``. ``x`` itself where it requires no gradient, and the same view each time under the
+        conditions of `read_cache`; it is kept there under ``key``. ``convert`` is recorded when gradients of gradients
+        are asked for. Called with interception off, as the view is used."""
+
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.x = x
+            return self.detach(x)
+
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            return convert(ctx.x, cotangent)
+
+        return kept_view(self, self.autograd_function(forward, backward), key)
+
+    @abstractmethod
+    def detach(self, x: Tensor) -> Tensor:
+        """A plain tensor with the data of ``x`` and no gradient."""
+
+    @abstractmethod
+    def alias(self, x: Tensor) -> Tensor:
+        """A new plain tensor object with the data of ``x``, differentiable with respect to ``x``."""
+
+    @abstractmethod
+    def no_grad(self) -> AbstractContextManager:
+        """Context manager without gradients."""
+
+    @abstractmethod
+    def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
+        """The tensor stored on ``holder`` with `write_cache` under ``key``, if it is still valid: the same gradient
+        recording, and ``holder`` neither changed in place nor given other data since. Otherwise None. Called with
+        interception off."""
+
+    @abstractmethod
+    def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
+        """Keep ``value``, which has the data of ``holder``, for `read_cache`, without keeping either alive for longer
+        than it would be. A backend that cannot do so safely for this ``holder`` stores nothing. Called with
+        interception off."""
+
+    @abstractmethod
+    def clear_cache(self, holder: Tensor) -> None:
+        """Drop all that `write_cache` stored on ``holder``."""

@@ -1,0 +1,42 @@
+"""This rank's device: tensors made there, and its random numbers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+__all__ = ["DeviceRole"]
+
+Tensor = Any
+
+
+class DeviceRole(ABC):
+    """The device, factories, and the default generator."""
+
+    #: Device type that a `DeviceMesh` on this platform has: ``"cpu"``, ``"cuda"``, ``"npu"``.
+    device_type: ClassVar[str]
+    #: Whether every draw of a native operation changes what `get_rng_state` gives, which is a tensor then, so that core
+    #: can see that an operation has drawn.
+    watches_draws: bool = False
+
+    @abstractmethod
+    def to_device(self, x: Tensor) -> Tensor:
+        """``x`` on this rank's device of this platform, or ``x`` itself."""
+
+    @abstractmethod
+    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
+        """A new plain local tensor on this rank's device: ``name`` is ``"zeros"``, ``"ones"``, ``"empty"``,
+        ``"full"`` (with ``fill_value``), ``"rand"`` or ``"randn"``. ``dtype`` None is the framework's default."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the framework's default generator on this rank's device."""
+
+    @abstractmethod
+    def get_rng_state(self) -> Any:
+        """State of the default generator of this rank's device, picklable."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Any) -> None:
+        """Put a state from `get_rng_state` back."""

@@ -1,0 +1,128 @@
+"""What only makes things faster: a backend that brings none of it gives the same results.
+
+Each answer "no" (None or False) is right, and core takes the general way then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["FastRole"]
+
+Tensor = Any
+Module = Any
+Group = Any
+
+
+class FastRole:
+    """Short ways, all optional."""
+
+    #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
+    fuses_linear: bool = False
+
+    def is_plain_linear(self, module: Module) -> bool:
+        """Whether a call of ``module`` is `linear` of its input, its weight and its bias and nothing else: of the
+        framework's own class, not of one derived from it, and without an activation. A backend that answers False has
+        its linear layers dispatched."""
+        return False
+
+    def linear(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias`` on plain local tensors. Differentiable. For `is_plain_linear`."""
+        raise TypeError(f"the platform {self.name!r} has no plain linear layers")
+
+    def is_plain_embedding(self, module: Module) -> bool:
+        """Whether a call of ``module`` is `embedding` of its input and its weight and nothing else: of the framework's
+        own class, and without a row for padding, limits to norms or other treatment of gradients. A backend that
+        answers False has its embeddings dispatched."""
+        return False
+
+    def embedding(self: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        """The rows ``ids`` of ``weight``, on plain local tensors. Differentiable. For `is_plain_embedding`."""
+        raise TypeError(f"the platform {self.name!r} has no plain embeddings")
+
+    def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
+        """``call(module, x, parameters)``: the forward of a norm of the framework's own class with these parameters in
+        place of its own, where that costs less than calling the module. None where it does not."""
+        return None
+
+    def linear_with_collective(
+        self,
+        collective: str,
+        x: Tensor,
+        weight: Tensor,
+        group: Group,
+        size: int,
+        dim: int,
+        announce: Callable[[str, Tensor], None],
+        chunks: int = 1,
+    ) -> Tensor | None:
+        """`linear` without bias and a collective that overlap, or None, having done nothing, where the backend cannot
+        overlap them for these operands. Differentiable in ``x`` and ``weight``. A native operation does both where
+        `fuses_linear` is set; otherwise both are cut into ``chunks``, fewer where that number does not divide, if that
+        is more than one.
+
+        ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all of them.
+        ``"reduce_scatter"``: this rank's part of that sum along dimension ``dim`` of ``x``, not the last.
+        ``"all_gather"``: ``x`` of all ranks, one after the other along ``dim``, times ``weight.T``; backward sums the
+        gradient of ``x`` over the ranks and gives each its part.
+
+        All ranks must get the same answer, so core asks only where their operands have the same shapes. ``announce``
+        is called with the name and the operand of each collective, in backward too, right before it.
+        """
+        return None
+
+    def autograd_step(
+        self: Any, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """`autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
+
+        ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
+        interception off.
+        """
+        return self.autograd_function(forward, lambda ctx, cotangent: backward(cotangent))
+
+    def autograd_pair(
+        self, forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]], backward: Callable[[Any, Any], Tensor]
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """As `autograd_step`, with two results, of an ``x`` that requires a gradient. ``backward(first, second)`` gets
+        None for the cotangent of a result that nothing was computed from. None where a framework cannot tell."""
+        return None
+
+    def linear_view(
+        self,
+        convert: Callable[[Tensor], Tensor],
+        record: Callable[[Tensor], Tensor],
+        key: Any,
+        otherwise: Callable[[Tensor], Tensor],
+    ) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone; its cotangent reaches ``x``
+        as ``convert(cotangent)``, which may overwrite it; where gradients of gradients are asked for as
+        ``record(cotangent)``, which is differentiable. ``x`` itself where it requires no gradient, and the same view
+        each time that ``x`` comes, under the conditions of `read_cache`; it is kept there under ``key``.
+
+        A framework that has something cheaper for this than `autograd_function` brings it. The view has the shape of
+        ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where it would
+        not, ``otherwise(x)`` takes its place. Called with interception off.
+        """
+        return None
+
+    def overwriting(
+        self, write: Callable[[Tensor], Tensor], record: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor] | None:
+        """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the
+        data. The cotangent is left as it is; where gradients of gradients are asked for it is ``record(cotangent)``.
+
+        For a new ``y`` whose operation does not need its value in backward: it stands for what was written, without a
+        node in the graph. None where a framework has no hooks for that. Called with interception off.
+        """
+        return None
+
+    def can_delay_gradient(self, parameter: Tensor) -> bool:
+        """Asked inside backward: whether `add_to_gradient` after it is as good as returning the cotangent, because
+        nothing but the accumulated gradient depends on it. A framework that returns gradients answers False."""
+        return False
+
+    def add_to_gradient(self: Any, parameter: Tensor, cotangent: Tensor) -> None:
+        """Add a plain tensor to the gradient that ``parameter`` has; after `can_delay_gradient` said yes."""
+        raise TypeError(f"the platform {self.name!r} does not accumulate gradients in parameters")

@@ -1,0 +1,90 @@
+"""How ranks find one another: starting, groups of ranks, and what is known of a rank that is lost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["GroupRole"]
+
+Group = Any
+
+
+class GroupRole(ABC):
+    """The world of ranks, and groups of them."""
+
+    @abstractmethod
+    def init_process_group(self, timeout: float | None = None) -> None:
+        """Initialise the default group from the launcher's environment (torchrun's ``RANK``, ``WORLD_SIZE``,
+        ``MASTER_ADDR``, ``MASTER_PORT`` or msrun's ``MS_*``), and select this rank's device. Without a launcher: a
+        world of one rank. Does nothing when there is a default group already.
+
+        ``timeout`` is how many seconds ranks wait for each other, when they meet and in each collective of this and
+        of all other groups, before they raise; None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or
+        where that is not set, the framework's own. See `hyper_parallel.platform.timeout.timeout_seconds`.
+        """
+
+    @abstractmethod
+    def destroy_process_group(self) -> None:
+        """Tear the default group and all others down. For programs; core does not call it."""
+
+    @abstractmethod
+    def world(self) -> Any:
+        """An object that stands for the initialised default process group, a new one after each initialisation;
+        None before. Core holds it weakly and compares by identity."""
+
+    @abstractmethod
+    def rank(self) -> int:
+        """Rank in the default group."""
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """Size of the default group."""
+
+    @abstractmethod
+    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> Group:
+        """Make one group for each list of ranks and return the one that this rank is in, None if in none. Called with
+        the same lists on every rank of the world. A list of all ranks may give the default group."""
+
+    @abstractmethod
+    def native_group(self, group: Group) -> Any:
+        """What the framework's own functions take for ``group``: for users who call them on ``mesh.get_group()``."""
+
+    def is_communication_failure(self, error: Exception) -> bool:
+        """Whether a collective raised ``error`` because a rank did not do its part: it died, hangs or does something
+        else. Such an error reaches the user as a `CollectiveError`. A backend that cannot tell answers False, and its
+        own errors reach the user as they are."""
+        return False
+
+    def roll_call(
+        self, group: Group, ranks: Sequence[int], report: str
+    ) -> tuple[dict[int, str], tuple[int, ...]] | None:
+        """Find out who is missing after a collective on ``group`` failed.
+
+        Make the ranks fail that wait in the group, leave ``report`` for the other ranks of the world, and wait a few
+        seconds for theirs. Returned are reports by rank, and the ranks that did not fail in this group; of those, a
+        report tells where else they failed. The group may be unusable afterwards. Never raises; None where ranks have
+        no way to find out.
+
+        Args:
+            group: of the failed collective.
+            ranks: global ranks of the group.
+            report: what this rank was doing.
+        """
+        return None
+
+    def tell_of_failure(self, groups: Sequence[Group], ranks: Sequence[int], report: str) -> None:
+        """Tell ``ranks`` that this one has failed outside a collective, and does not come to the next one.
+
+        Wait a few seconds for all of them to call this too: then they have failed alike, and nothing is to be done.
+        Otherwise leave ``report`` where `roll_call` finds it, and make the ranks fail that wait in ``groups``, which
+        may be unusable afterwards. Never raises. A backend that cannot do so does nothing: the others wait for the
+        time-out.
+
+        Args:
+            groups: those through which ``ranks`` communicate.
+            ranks: global ranks, the same on all of them.
+            report: what this rank was doing, and what it raised.
+        """
+        return None

@@ -1,0 +1,85 @@
+"""The DTensor class of a framework, and how operations on it reach core."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Dispatch", "InterceptionRole", "NativeOp"]
+
+Tensor = Any
+Layout = Any
+
+
+@dataclass(frozen=True, eq=False)
+class NativeOp:
+    """One row of a backend's op table: how a native operation maps to a canonical one.
+
+    Attributes:
+        name: the canonical operation, a key of `core.dtensor.rules` (``"linear"``, ``"pointwise"``, ...).
+        bind: ``bind(func, args, kwargs) -> (operands, statics)`` brings a native call into canonical form.
+            ``operands`` is the tuple of tensor operands (tensors, Python scalars or ``None``), ``statics`` the tuple
+            of the remaining arguments in the order that the canonical operation documents; it must be hashable.
+            For element-wise operations ``statics`` may be any object: it is handed to `call` and never looked at.
+        call: ``call(func, operands, statics) -> result`` runs the native operation on local tensors. The result is
+            a tensor or a tuple or list of tensors.
+        binds_by_function: whether `bind` may look at ``func``. False where it does not, as it must be where a
+            framework makes a new function object for each call: calls are remembered under the function otherwise.
+        memory: what the result does with the memory of the first operand, where that does not follow from the canonical
+            operation: ``"shared"`` for a view, ``"viewable"`` for a view where strides allow it, else a copy,
+            ``"contiguous"`` for the operand itself if it is contiguous, else a copy, ``"copied"`` for a copy always,
+            of an operation that gives views elsewhere.
+        varies: ``varies()`` is whether a mode of the framework, such as autocast, has a say in what `bind` returns now:
+            then a call is not remembered. None where none ever has.
+    """
+
+    name: str
+    bind: Callable[[Any, tuple, dict], tuple[tuple, Any]]
+    call: Callable[[Any, tuple, Any], Any]
+    binds_by_function: bool = True
+    varies: Callable[[], bool] | None = None
+    memory: str = ""
+
+
+class Dispatch(Protocol):
+    """Core's dispatcher, which runs native operations of which some argument is a DTensor."""
+
+    def __call__(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, None when it has none."""
+
+    def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
+        """The same for one row, as ``run(func, args, kwargs)``."""
+
+
+class InterceptionRole(ABC):
+    """A tensor class whose operations arrive at core, a guard that turns that off, and the table of operations."""
+
+    @abstractmethod
+    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
+        """The DTensor class of this platform: a subclass of ``mixin`` (core's public methods) and of ``Tensor`` with
+        the global shape as its shape. Every native operation on an instance arrives at ``dispatch``. Called once."""
+
+    @abstractmethod
+    def wrap(self, local: Tensor, layout: Layout) -> Any:
+        """Make a DTensor of a plain tensor that nobody else holds. Its ``_layout`` is ``layout``.
+
+        Under `no_dispatch` the DTensor is its local tensor, part of the autograd graph: operations on it compute on the
+        local data, and gradients land on it. So changing the class of ``local`` is the natural way.
+        """
+
+    @abstractmethod
+    def no_dispatch(self) -> AbstractContextManager:
+        """Guard under which operations on DTensors run on their local tensors and are not intercepted."""
+
+    @property
+    @abstractmethod
+    def op_table(self) -> Mapping[Any, NativeOp]:
+        """Native operation (function object or name) -> `NativeOp`."""
+
+    def why_no_rule(self, function: Any) -> str | None:
+        """Why `register_sharding` cannot give a native operation that has no row a rule: the backend serves it before
+        dispatch, or calls another in its place. None where it can."""
+        return None

@@ -1,0 +1,196 @@
+"""What a module is: which layers a plan can shard, and how a tree of modules is walked, read and changed.
+
+A backend brings the classes of its linear layers, embeddings and norms (`ModuleRole.linear_kinds` and the like), walks
+its modules parents first, puts hooks around a forward and other code in place of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+__all__ = ["ModuleKind", "ModuleRole"]
+
+Tensor = Any
+Module = Any
+Layout = Any
+
+
+@dataclass(frozen=True)
+class ModuleKind:
+    """Where the modules of one class keep what the styles shard.
+
+    Attributes:
+        weight: attribute of the weight.
+        bias: attribute of the bias, which may be absent or None on a module; None for a class without one.
+        out_dim: dimension of a linear layer's weight that holds the output features: 0 for (out, in), 1 for (in, out).
+    """
+
+    weight: str = "weight"
+    bias: str | None = "bias"
+    out_dim: int = 0
+
+
+class ModuleRole(ABC):
+    """Modules, and the parameters that they hold."""
+
+    #: The framework's class of modules.
+    Module: Any
+    #: Classes of linear and embedding layers, with where they keep their parameters; subclasses count too.
+    linear_kinds: ClassVar[dict[type, ModuleKind]]
+    embedding_kinds: ClassVar[dict[type, ModuleKind]]
+    #: class -> how many of the last dimensions one of its modules normalises, None where that is not known.
+    norm_kinds: ClassVar[dict[type, Callable[[Module], int | None]]] = {}
+
+    def is_linear_module(self, module: Module) -> bool:
+        """Whether ``module`` computes ``x @ weight.T + bias``, or ``x @ weight + bias`` where its kind says so."""
+        return _kind_of(module, self.linear_kinds) is not None
+
+    def is_embedding_module(self, module: Module) -> bool:
+        """Whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
+        return _kind_of(module, self.embedding_kinds) is not None
+
+    def kind_of(self, module: Module) -> ModuleKind:
+        """Where a linear or embedding module keeps its parameters.
+
+        Raises:
+            TypeError: for another module.
+        """
+        kind = _kind_of(module, self.linear_kinds) or _kind_of(module, self.embedding_kinds)
+        if kind is None:
+            raise TypeError(f"{type(module).__name__} is no linear or embedding module")
+        return kind
+
+    def normalized_dims(self, module: Module) -> int | None:
+        """How many of the last dimensions ``module`` normalises, if it is a norm of an exactly known class: of the
+        framework, or registered. None for any other module."""
+        dims = self.norm_kinds.get(type(module))
+        return None if dims is None else dims(module)
+
+    def register_linear_module(
+        self, cls: type, *, weight: str = "weight", bias: str | None = "bias", out_dim: int = 0
+    ) -> None:
+        """Let `ColwiseParallel` and `RowwiseParallel` treat ``cls`` as a linear layer.
+
+        Its forward must compute ``x @ weight.T + bias`` from the attributes with operations of the framework.
+
+        Args:
+            cls: class of modules, subclasses included.
+            weight: attribute of the weight, of shape (out_features, in_features).
+            bias: attribute of the bias, of shape (out_features,); None for a class without one.
+            out_dim: 1 for a weight of shape (in_features, out_features), as GPT-2's Conv1D has it.
+
+        Raises:
+            TypeError: when ``cls`` is no class. ValueError: for another ``out_dim``.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import get_platform
+            >>> class Projection(torch.nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.kernel = torch.nn.Parameter(torch.ones(4, 6))
+            ...     def forward(self, x):
+            ...         return x @ self.kernel
+            >>> platform = get_platform("torch-cpu")
+            >>> platform.register_linear_module(Projection, weight="kernel", bias=None, out_dim=1)
+            >>> platform.is_linear_module(Projection())
+            True
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"register_linear_module takes a class of modules, got {cls!r}")
+        if out_dim not in (0, 1):
+            raise ValueError(f"out_dim is 0 for a weight of shape (out, in) and 1 for (in, out), got {out_dim!r}")
+        self.linear_kinds[cls] = ModuleKind(weight, bias, out_dim)
+
+    def register_embedding_module(self, cls: type, *, weight: str = "weight") -> None:
+        """Let the styles treat ``cls`` as an embedding, which looks rows up in the attribute ``weight``.
+
+        Raises:
+            TypeError: when ``cls`` is no class.
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"register_embedding_module takes a class of modules, got {cls!r}")
+        self.embedding_kinds[cls] = ModuleKind(weight, None)
+
+    def register_norm_module(self, cls: type, *, dims: int = 1) -> None:
+        """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
+
+        Each position of the dimensions before them must be computed alone, and the parameters be read as attributes of
+        the module. Classes derived from ``cls`` are not meant.
+
+        Raises:
+            TypeError: when ``cls`` is no class. ValueError: for a number of dimensions below 1.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import get_platform
+            >>> class ScaleNorm(torch.nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.scale = torch.nn.Parameter(torch.ones(()))
+            ...     def forward(self, x):
+            ...         return self.scale * x / x.norm(dim=-1, keepdim=True)
+            >>> get_platform("torch-cpu").register_norm_module(ScaleNorm)
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"register_norm_module takes a class of modules, got {cls!r}")
+        if dims < 1:
+            raise ValueError(f"a norm normalises at least 1 dimension, got dims={dims!r}")
+        self.norm_kinds[cls] = lambda module: dims
+
+    @abstractmethod
+    def named_modules(self, root: Module) -> Iterator[tuple[str, Module]]:
+        """Yield (path, module) for ``root`` (path ``""``) and everything below it, parents first, each module once."""
+
+    @abstractmethod
+    def named_parameters(self, module: Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, parameter) for the parameters that ``module`` itself holds, children excluded, ties included."""
+
+    @abstractmethod
+    def named_buffers(self, module: Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, buffer) for the buffers that ``module`` itself holds, children excluded."""
+
+    @abstractmethod
+    def own_parameters(self, module: Module) -> Mapping[str, Tensor | None]:
+        """The parameters that ``module`` itself holds, by name, without looking further: a table that is there
+        already. What something else has taken the place of (a parametrization) is missing."""
+
+    @abstractmethod
+    def set_buffer(self, module: Module, name: str, value: Tensor) -> None:
+        """Replace a buffer."""
+
+    @abstractmethod
+    def set_distributed_parameter(self, module: Module, name: str, local: Tensor, layout: Layout) -> None:
+        """Turn the parameter ``module.<name>`` into a distributed one that holds ``local`` and has ``layout``.
+
+        Name, ``requires_grad`` and, where the framework allows it, the identity of the parameter object stay, so that
+        live optimizers and tied modules keep seeing it. A parameter that already is distributed is replaced too.
+        """
+
+    @abstractmethod
+    def register_forward_pre_hook(
+        self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
+        """Call ``hook(module, args)`` before forward, or with ``with_kwargs`` ``hook(module, args, kwargs)``, which
+        returns None, or the new args, or ``(args, kwargs)``. ``prepend`` puts it before the hooks that are there."""
+
+    @abstractmethod
+    def register_forward_hook(
+        self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
+        """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
+        ``with_kwargs``); what it returns, unless None, replaces the output."""
+
+    @abstractmethod
+    def replace_forward(self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
+        **kwargs)``, the forward of its class. Hooks run around it as before. A copy of the module runs it on itself,
+        and the module stays an instance of its class."""
+
+
+def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:
+    """The kind of the nearest class that ``module`` is an instance of."""
+    return next((kinds[cls] for cls in type(module).__mro__ if cls in kinds), None)

@@ -1,0 +1,144 @@
+"""Plain local tensors: what can be asked of one, and the few operations that redistribution and losses need."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["TensorRole"]
+
+Tensor = Any
+
+
+class TensorRole(ABC):
+    """Tensors that one rank holds."""
+
+    #: The framework's classes of tensors, parameters and shapes. ``Size`` is a tuple or a subclass of it.
+    Tensor: Any
+    Parameter: Any
+    Size: Any
+    #: Whether the framework's largest and smallest element of some with NaN among them is NaN, wherever that stands.
+    extremes_keep_nan: bool = True
+
+    @abstractmethod
+    def is_tensor(self, x: Any) -> bool:
+        """Whether ``x`` is a tensor of the framework (distributed ones included)."""
+
+    def foreign_tensor(self, x: Any) -> str | None:
+        """What ``x`` is, for messages ("a tensor of the class ..., of torch.distributed.tensor"), and what to do about
+        it, if it is a tensor of the framework that cannot be, or meet, the local part of a DTensor: of a class that
+        computes in its own way, or stored in another way than as one dense array. None for all other values."""
+        return None
+
+    @abstractmethod
+    def is_floating_point(self, x: Tensor) -> bool:
+        """Whether ``x`` has a floating point dtype."""
+
+    @abstractmethod
+    def is_meta(self, x: Tensor) -> bool:
+        """Whether ``x`` has a shape and dtype but no data."""
+
+    def has_values(self, x: Tensor) -> bool:
+        """Whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where there
+        are none (`is_meta`), nor in a format other than the usual one. Decided from what all ranks share."""
+        return not self.is_meta(x)
+
+    @abstractmethod
+    def bytes_of(self, x: Tensor) -> bytes:
+        """The values of a plain local tensor on any device, in row-major order."""
+
+    @abstractmethod
+    def write(self, x: Tensor, values: Tensor) -> None:
+        """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
+        the same object, on its device. Called without gradients."""
+
+    def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
+        """``how()``, which says how the native ``operation`` has written to a plain tensor since: ``""`` for not,
+        ``"recorded"`` for a change that gradients pass through, else ``"values"``. Unless a framework counts writes, it
+        is found out by comparing values."""
+        before = self.bytes_of(self.detach(x))
+        return lambda: "" if self.bytes_of(self.detach(x)) == before else "values"
+
+    @abstractmethod
+    def shape_of(self, local: Tensor) -> tuple[int, ...]:
+        """Shape of a tensor as the framework holds it: of a DTensor, the local shape."""
+
+    @abstractmethod
+    def same_memory(self, x: Tensor, y: Tensor) -> bool:
+        """Whether ``y``, which has elements, lies in the storage that ``x`` lies in. Called with interception off."""
+
+    @abstractmethod
+    def strides(self, x: Tensor) -> tuple[int, ...]:
+        """Strides of a local tensor, in elements. Called with interception off."""
+
+    @abstractmethod
+    def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+        """Slice ``x`` along ``dim``; differentiable."""
+
+    @abstractmethod
+    def chunk(self, x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
+        """The ``count`` equal parts of ``x`` along ``dim``, whose size ``count`` divides. Views where possible."""
+
+    @abstractmethod
+    def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
+        """Concatenate along ``dim``; differentiable."""
+
+    @abstractmethod
+    def contiguous(self, x: Tensor) -> Tensor:
+        """``x``, dense and in row-major order; ``x`` itself if it is so already. Differentiable."""
+
+    @abstractmethod
+    def clone(self, x: Tensor) -> Tensor:
+        """A contiguous copy. Differentiable."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Zeros with dtype and device of ``like``."""
+
+    @abstractmethod
+    def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Ones with dtype and device of ``like``."""
+
+    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
+        """`ones` with the given strides, of a dense tensor. For frameworks that draw a tensor's random numbers in the
+        order of its elements in memory; the others draw in row-major order, whatever the strides."""
+        return self.ones(shape, like)
+
+    @abstractmethod
+    def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
+        """``value`` where ``mask`` (broadcast to ``x``), else ``x``. Differentiable."""
+
+    @abstractmethod
+    def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
+        """Add a dimension of size 1. Differentiable."""
+
+    @abstractmethod
+    def to_dtype(self, x: Tensor, dtype: Any) -> Tensor:
+        """``x`` converted to the dtype of the framework, or ``x`` itself. Differentiable."""
+
+    @abstractmethod
+    def amax(self, x: Tensor, dim: int) -> Tensor:
+        """The largest along ``dim``, which has elements and keeps size 1; in float32 where ``x`` is narrower."""
+
+    @abstractmethod
+    def sum_along(self, x: Tensor, dim: int) -> Tensor:
+        """The sum along ``dim``, which keeps size 1. Of no elements: zeros that lead back to ``x``. Differentiable."""
+
+    @abstractmethod
+    def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
+        """``exp(x - shift) / scale``, of the shape of ``x``, in the wider of the dtypes. Called where nothing is
+        recorded, so it may compute in place."""
+
+    @abstractmethod
+    def log(self, x: Tensor) -> Tensor:
+        """Natural logarithm. Differentiable."""
+
+    @abstractmethod
+    def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
+        """Of ``x`` along ``dim`` the elements at ``index``, which has size 1 there and otherwise the shape of ``x``.
+        Differentiable."""
+
+    @abstractmethod
+    def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        """``x``, which may be overwritten, with ``source`` added where `gather` would read. Differentiable."""
