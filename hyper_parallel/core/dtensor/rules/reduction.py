@@ -51,15 +51,11 @@ def _mean(
         return native(operands, statics)
     x = operands[0]
     if local == 0:
-        # The mean of nothing is no number. A row of zeros makes it 0 and keeps the result connected to x, whose
-        # backward may communicate.
-        shape = list(layout.local_shape)
+        # The mean of nothing is no number. The sum is 0, and leads back to x, whose backward may communicate.
         for dim in reduced:
-            if shape[dim] == 0:
-                shape[dim] = 1
-                # In two dimensions at least: frameworks leave an operand of shape (0,) out when they join.
-                row = platform.unsqueeze(platform.zeros(shape, x), 0)
-                x = platform.cat([platform.unsqueeze(x, 0), row], dim + 1).reshape(tuple(shape))
+            x = platform.sum_along(x, dim)
+        kept = [1 if d in reduced else n for d, n in enumerate(layout.local_shape) if statics[1] or d not in reduced]
+        return x.reshape(tuple(kept))
     return native((x,), statics) * (local / everywhere)
 
 
