@@ -19,7 +19,7 @@ from mindspore import Tensor, ops
 from hyper_parallel.platform.indexing import decode_index
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import NoFallbackGuard
+from hyper_parallel.platform.mindspore.private import NoFallbackGuard, no_grad
 
 __all__ = ["connected_zeros", "guarded"]
 
@@ -110,7 +110,15 @@ def _flat(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 def _elementwise_inplace(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return operands[0] if 0 in operands[0].shape else call(func, operands, statics)
+    return _nothing_written(operands[0]) if 0 in operands[0].shape else call(func, operands, statics)
+
+
+def _nothing_written(x: Tensor) -> Tensor:
+    """``x``, which has no elements, after a write. It counts as written to, as on ranks that have elements: a backward
+    that has kept it then fails on all ranks, or on none."""
+    with no_grad():
+        Tensor.copy_(x, x)
+    return x
 
 
 def _broadcast(operands: tuple) -> tuple[int, ...]:
@@ -248,11 +256,10 @@ def _getitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 def _setitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return (
-        operands[0]
-        if any(isinstance(x, Tensor) and 0 in x.shape for x in (operands[0], *operands[2:]))
-        else call(func, operands, statics)
-    )
+    if 0 in operands[0].shape:
+        return _nothing_written(operands[0])
+    nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
+    return operands[0] if nowhere else call(func, operands, statics)
 
 
 _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
