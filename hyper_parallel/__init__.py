@@ -35,7 +35,7 @@ _HOME_OF = {
     "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",
     "Shard": "hyper_parallel.core.dtensor.placement_types",
     "available_platforms": "hyper_parallel.platform",
-    "check_ranks": "hyper_parallel.core.dtensor.agreement",
+    "check_ranks": "hyper_parallel.core.dtensor.rank_check",
     "coalesce_gradients": "hyper_parallel.core.dtensor.coalesce",
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",

@@ -90,20 +90,20 @@ class Ending(Store):
         return super().get(key)
 
 
-def test_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "GRACE", 0.1)
     store = Store()
-    assert faults.roll_call(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
-    assert faults.roll_call(store, 0, "tp", (0, 2), "in tp") == ({0: "in tp", 2: "in tp"}, ())
+    assert faults.find_missing_ranks(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
+    assert faults.find_missing_ranks(store, 0, "tp", (0, 2), "in tp") == ({0: "in tp", 2: "in tp"}, ())
     # Rank 0 did not fail in this group, but in another.
-    assert faults.roll_call(store, 1, "dp", (0, 1), "in dp") == ({1: "in dp", 0: "in tp"}, (0,))
+    assert faults.find_missing_ranks(store, 1, "dp", (0, 1), "in dp") == ({1: "in dp", 0: "in tp"}, (0,))
     # Under msrun there is no store.
-    assert faults.roll_call(None, 1, "tp", (0, 1), "in tp") is None
+    assert faults.find_missing_ranks(None, 1, "tp", (0, 1), "in tp") is None
     # Rank 0 serves the store.
-    assert faults.roll_call(Broken(), 1, "tp", (0, 1), "in tp") == ({1: "in tp"}, (0,))
-    assert faults.roll_call(Broken(), 1, "tp", (1, 2), "in tp") is None
+    assert faults.find_missing_ranks(Broken(), 1, "tp", (0, 1), "in tp") == ({1: "in tp"}, (0,))
+    assert faults.find_missing_ranks(Broken(), 1, "tp", (1, 2), "in tp") is None
     ending = Ending(**store.values)
-    assert faults.roll_call(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
+    assert faults.find_missing_ranks(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
 
 
 @pytest.mark.parametrize(

@@ -263,17 +263,17 @@ def lose_a_rank_of_a_group(world: Any) -> tuple | None:
         store = distributed_c10d._get_default_store()
         group, key = mesh.get_group(), f"hyper_parallel/fault/{mesh.get_group().group_name}/"
         store.set("hyper_parallel/fault/1", "another collective")
-        elsewhere = faults.roll_call(group, (0, 1), "mine")
+        elsewhere = faults.find_missing_ranks(group, (0, 1), "mine")
         store.set(f"{key}1", "theirs")
-        here = faults.roll_call(group, (0, 1), "mine")
+        here = faults.find_missing_ranks(group, (0, 1), "mine")
         patch.setattr(faults, "_fail_waiting_ranks", lambda group: None)
         patch.setattr(faults, "default_store", Broken)
-        dead = [faults.roll_call(group, ranks, "mine") for ranks in ((0, 1), (1, 2))]
+        dead = [faults.find_missing_ranks(group, ranks, "mine") for ranks in ((0, 1), (1, 2))]
         patch.setattr(torch.distributed, "get_rank", lambda: 1)
-        dead.append(faults.roll_call(group, (0, 1), "mine"))
+        dead.append(faults.find_missing_ranks(group, (0, 1), "mine"))
         patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        dead.append(faults.roll_call(group, (0, 1), "mine"))
-        destroyed = faults.roll_call(None, (0, 1), "mine")
+        dead.append(faults.find_missing_ranks(group, (0, 1), "mine"))
+        destroyed = faults.find_missing_ranks(None, (0, 1), "mine")
     assert faults.timeout_of(object(), "cpu") is None
     return errors, elsewhere, here, dead, destroyed
 
@@ -285,7 +285,7 @@ class Broken:
         raise RuntimeError("connection reset")
 
 
-def test_roll_call(pool: Any) -> None:
+def test_missing_ranks(pool: Any) -> None:
     errors, elsewhere, here, dead, destroyed = pool.run(4, lose_a_rank_of_a_group)[0]
     assert errors == [(1,), (1,)]
     assert elsewhere == ({0: "mine", 1: "another collective"}, (1,))

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.agreement import CHECKS, check_collective
 from hyper_parallel.core.dtensor.faults import explain_along
+from hyper_parallel.core.dtensor.rank_check import CHECKS, check_collective
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -23,7 +23,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_extreme",
     "all_to_all",
-    "announce",
+    "record_collective",
     "bind_all_gather",
     "bind_all_reduce",
     "bind_reduce_scatter",
@@ -41,7 +41,7 @@ def _record(collective: str, mesh: DeviceMesh, mesh_dim: int, local: Any) -> Non
         observer(collective, mesh, mesh_dim, local)
 
 
-def announce(collective: str, mesh: DeviceMesh, mesh_dim: int, x: Any) -> None:
+def record_collective(collective: str, mesh: DeviceMesh, mesh_dim: int, x: Any) -> None:
     """Check and count a collective that the backend is about to do itself, as a part of another operation."""
     if CHECKS:
         check_collective(collective, mesh, mesh_dim, x)

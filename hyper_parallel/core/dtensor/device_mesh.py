@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.core.dtensor.lookalikes import import_hint
+from hyper_parallel.core.dtensor.rank_check import CHECKS
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.aliasing import aliasing_of
 from hyper_parallel.core.dtensor.bounded import Bounded, Table
-from hyper_parallel.core.dtensor.call_memory import ELEMENTWISE, call_key, remembered_call
+from hyper_parallel.core.dtensor.call_cache import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.extremes import bind_extreme
 from hyper_parallel.core.dtensor.gathered import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.loss_operands import distribute_labels
+from hyper_parallel.core.dtensor.loss_operands import distribute_targets
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_loss_parallel
 from hyper_parallel.core.dtensor.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operands import (
@@ -31,6 +30,7 @@ from hyper_parallel.core.dtensor.operands import (
     refuse_foreign,
 )
 from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.dtensor.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.rules import RULES
 from hyper_parallel.core.dtensor.strategy import Strategy, solve
@@ -287,7 +287,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
         layout_key: tuple = (op, layouts)
     else:
         if op.name in _LOSSES and is_loss_parallel():
-            operands = distribute_labels(operands)
+            operands = distribute_targets(operands)
             layouts = tuple([operand_key(x) for x in operands])
         layout_key = (op, layouts, statics)
     plan = _PLANS.get(layout_key)

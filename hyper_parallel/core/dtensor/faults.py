@@ -103,7 +103,7 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
         return
     members = tuple(ranks)
     report = f"{what} among {names_of(members)}"
-    found = platform.roll_call(group, members, report)
+    found = platform.find_missing_ranks(group, members, report)
     reports, missing = ({}, None) if found is None else found
     silent = [rank for rank in missing or () if rank not in reports]
     text = f"{report} failed on rank {platform.rank()}"

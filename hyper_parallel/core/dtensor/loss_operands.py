@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operands import all_replicated
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.rules.labels import without
 from hyper_parallel.core.dtensor.rules.loss import class_dim
 
-__all__ = ["distribute_labels"]
+__all__ = ["distribute_targets"]
 
 
-def distribute_labels(operands: tuple) -> tuple:
+def distribute_targets(operands: tuple) -> tuple:
     """The operands of a loss with plain targets and class weights made DTensors.
 
     Before a plan is looked up, so that none depends on the context. Plain logits stay: they must not meet DTensors.

@@ -16,10 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.agreement import CHECKS, check_values
 from hyper_parallel.core.dtensor.collectives import all_gather_object, broadcast
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.rank_check import CHECKS, check_values
 
 __all__ = [
     "check_generators",

@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
-from hyper_parallel.platform.contract import kept_view
+from hyper_parallel.platform.contract import cached_view
 
 __all__ = [
     "linear_input_view",
@@ -147,7 +147,7 @@ def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[
     mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
     if not mesh_dims:
         return lambda x, weight: x
-    copied = kept_view(platform, lambda x: transitions.copy(x, mesh, mesh_dims), (mesh, mesh_dims))
+    copied = cached_view(platform, lambda x: transitions.copy(x, mesh, mesh_dims), (mesh, mesh_dims))
     return transitions.linear_view(mesh, mesh_dims, linear_key(mesh, mesh_dims), copied) or copied
 
 

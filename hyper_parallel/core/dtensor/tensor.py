@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.agreement import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.core.dtensor.views import CurrentLayout

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.agreement import CHECKS
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.faults import tell_of_failure
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.rank_check import CHECKS
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.tensor_parallel.held import name_module, remember_layouts, title, watch

@@ -9,12 +9,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.agreement import CHECKS
-from hyper_parallel.core.dtensor.collectives import announce
+from hyper_parallel.core.dtensor.collectives import record_collective
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.faults import explain_along
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.rank_check import CHECKS
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
@@ -143,7 +143,7 @@ def overlapped_first(
             return platform.wrap(y, get_layout(mesh, (placement,), (*shape[:-1], features)))
 
     def announce_on_mesh(name: str, x: Any) -> None:
-        announce(name, mesh, 0, x)
+        record_collective(name, mesh, 0, x)
 
     def plain(module: Any, x: Any) -> Any:
         if (_OPEN or platform.fuses_linear) and x.ndim:

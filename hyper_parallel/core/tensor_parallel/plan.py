@@ -20,7 +20,7 @@ from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.fused import check_fused
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 
-__all__ = ["Plan", "nearest", "path_matches", "plan_facts", "resolve_plan"]
+__all__ = ["Plan", "did_you_mean", "path_matches", "plan_facts", "resolve_plan"]
 
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
 
@@ -106,14 +106,14 @@ def path_matches(path: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
-def nearest(pattern: str, paths: Iterable[str]) -> str:
+def did_you_mean(pattern: str, paths: Iterable[str]) -> str:
     """The end of a message about a pattern that matches nothing: the paths that look like it."""
     near = difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.4)
     return f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
 
 
 def _report_no_match(pattern: str, modules: dict[str, Any]) -> None:
-    message = f"the plan's {pattern!r} matches no module{nearest(pattern, modules)}"
+    message = f"the plan's {pattern!r} matches no module{did_you_mean(pattern, modules)}"
     if is_strict():
         raise ValueError(message)
     warnings.warn(message, stacklevel=5)

@@ -10,7 +10,7 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.names import style_by_name
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
-from hyper_parallel.core.tensor_parallel.plan import nearest, path_matches
+from hyper_parallel.core.tensor_parallel.plan import did_you_mean, path_matches
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
 from hyper_parallel.integrations.huggingface.experts import ExpertsParallel
 from hyper_parallel.platform import Platform
@@ -90,7 +90,7 @@ def resolve_styles(
     for key in changes:
         if not any(path_matches(name, key) for name in names):
             raise ValueError(
-                f"plan has the key {key!r}, and the model no such module or parameter{nearest(key, names)}"
+                f"plan has the key {key!r}, and the model no such module or parameter{did_you_mean(key, names)}"
             )
     styles: dict[str, ParallelStyle] = {}
     parameters: dict[str, dict[str, str]] = {}

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
-from hyper_parallel.platform.contract.autograd import AutogradRole, kept_view
+from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.devices import DeviceRole
 from hyper_parallel.platform.contract.fast import FastRole
@@ -31,7 +31,7 @@ from hyper_parallel.platform.contract.interception import Dispatch, Interception
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
-__all__ = ["Dispatch", "ModuleKind", "NativeOp", "Platform", "kept_view"]
+__all__ = ["Dispatch", "ModuleKind", "NativeOp", "Platform", "cached_view"]
 
 
 class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, FastRole):

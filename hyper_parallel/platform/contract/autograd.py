@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["AutogradRole", "kept_view"]
+__all__ = ["AutogradRole", "cached_view"]
 
 Tensor = Any
 
 
-def kept_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Callable[..., Tensor]:
+def cached_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Callable[..., Tensor]:
     """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``, the same each time under the
     conditions of `Platform.read_cache`; it is kept there under ``key``. Further arguments of ``view`` are ignored."""
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
@@ -63,7 +63,7 @@ class AutogradRole(ABC):
         def backward(ctx: Any, cotangent: Tensor) -> Tensor:
             return convert(ctx.x, cotangent)
 
-        return kept_view(self, self.autograd_function(forward, backward), key)
+        return cached_view(self, self.autograd_function(forward, backward), key)
 
     @abstractmethod
     def detach(self, x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class FastRole:
         group: Group,
         size: int,
         dim: int,
-        announce: Callable[[str, Tensor], None],
+        record: Callable[[str, Tensor], None],
         chunks: int = 1,
     ) -> Tensor | None:
         """`linear` without bias and a collective that overlap, or None, having done nothing, where the backend cannot
@@ -67,7 +67,7 @@ class FastRole:
         ``"all_gather"``: ``x`` of all ranks, one after the other along ``dim``, times ``weight.T``; backward sums the
         gradient of ``x`` over the ranks and gives each its part.
 
-        All ranks must get the same answer, so core asks only where their operands have the same shapes. ``announce``
+        All ranks must get the same answer, so core asks only where their operands have the same shapes. ``record``
         is called with the name and the operand of each collective, in backward too, right before it.
         """
         return None

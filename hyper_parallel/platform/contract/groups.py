@@ -57,7 +57,7 @@ class GroupRole(ABC):
         own errors reach the user as they are."""
         return False
 
-    def roll_call(
+    def find_missing_ranks(
         self, group: Group, ranks: Sequence[int], report: str
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         """Find out who is missing after a collective on ``group`` failed.
@@ -78,9 +78,9 @@ class GroupRole(ABC):
         """Tell ``ranks`` that this one has failed outside a collective, and does not come to the next one.
 
         Wait a few seconds for all of them to call this too: then they have failed alike, and nothing is to be done.
-        Otherwise leave ``report`` where `roll_call` finds it, and make the ranks fail that wait in ``groups``, which
-        may be unusable afterwards. Never raises. A backend that cannot do so does nothing: the others wait for the
-        time-out.
+        Otherwise leave ``report`` where `find_missing_ranks` finds it, and make the ranks fail that wait in
+        ``groups``, which may be unusable afterwards. Never raises. A backend that cannot do so does nothing: the others
+        wait for the time-out.
 
         Args:
             groups: those through which ``ranks`` communicate.

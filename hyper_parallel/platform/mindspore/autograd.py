@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
-from hyper_parallel.platform.contract import kept_view
+from hyper_parallel.platform.contract import cached_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
@@ -252,7 +252,7 @@ class AutogradVerbs:
         def backward(ctx: Any, cotangent: Any) -> Any:
             return (record if self.requires_grad(cotangent) else convert)(cotangent)
 
-        return kept_view(self, self.autograd_function(lambda ctx, x: self.detach(x), backward), key)
+        return cached_view(self, self.autograd_function(lambda ctx, x: self.detach(x), backward), key)
 
     def can_delay_gradient(self, parameter: Any) -> bool:
         return DelayedGradients.take(parameter)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["GRACE", "is_communication_failure", "roll_call"]
+__all__ = ["GRACE", "is_communication_failure", "find_missing_ranks"]
 
 #: Seconds that a rank whose collective has failed waits for the reports of the others. On CPU all have waited for
 #: half a minute by then, each since it came to the collective.
@@ -23,10 +23,10 @@ def is_communication_failure(error: Exception) -> bool:
     return _FAILURES.search(str(error)) is not None
 
 
-def roll_call(
+def find_missing_ranks(
     store: Any, me: int, group: str, ranks: Sequence[int], report: str
 ) -> tuple[dict[int, str], tuple[int, ...]] | None:
-    """See `Platform.roll_call`.
+    """See `Platform.find_missing_ranks`.
 
     Args:
         store: the ``TCPStore`` at which the ranks have met, served by rank 0; None under msrun, which has none.

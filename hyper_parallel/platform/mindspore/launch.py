@@ -143,9 +143,11 @@ class GroupVerbs:
     def is_communication_failure(self, error: Exception) -> bool:
         return faults.is_communication_failure(error)
 
-    def roll_call(self, group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
+    def find_missing_ranks(
+        self, group: Any, ranks: Sequence[int], report: str
+    ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         world = self.world()
-        return None if world is None else faults.roll_call(world.store, world.rank, group, ranks, report)
+        return None if world is None else faults.find_missing_ranks(world.store, world.rank, group, ranks, report)
 
     def _need_world(self) -> World:
         world = self.world()

@@ -223,7 +223,7 @@ class CommunicationVerbs(Platform):
         group: Any,
         size: int,
         dim: int,
-        announce: Callable[[str, torch.Tensor], None],
+        record: Callable[[str, torch.Tensor], None],
         chunks: int = 1,
     ) -> torch.Tensor | None:
         """See `Platform.linear_with_collective`: in chunks."""
@@ -234,16 +234,18 @@ class CommunicationVerbs(Platform):
             chunks = overlap.chunks_of(collective, x, weight, size, dim, chunks)
             if chunks < 2:
                 return None
-            return overlap.run(collective, x, weight, _resolve(group), size, dim, chunks, announce)
+            return overlap.run(collective, x, weight, _resolve(group), size, dim, chunks, record)
 
     # ------------------------------------------------------------------------------------------------ faults
     def is_communication_failure(self, error: Exception) -> bool:
         """See `Platform.is_communication_failure`."""
         return faults.is_communication_failure(error)
 
-    def roll_call(self, group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
-        """See `Platform.roll_call`."""
-        return faults.roll_call(group(), ranks, report)
+    def find_missing_ranks(
+        self, group: Any, ranks: Sequence[int], report: str
+    ) -> tuple[dict[int, str], tuple[int, ...]] | None:
+        """See `Platform.find_missing_ranks`."""
+        return faults.find_missing_ranks(group(), ranks, report)
 
     def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
         """See `Platform.tell_of_failure`."""

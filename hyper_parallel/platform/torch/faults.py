@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.torch.private import default_store
 
-__all__ = ["ALIKE", "GRACE", "is_communication_failure", "roll_call", "tell_of_failure", "timeout_of"]
+__all__ = ["ALIKE", "GRACE", "is_communication_failure", "find_missing_ranks", "tell_of_failure", "timeout_of"]
 
 #: Seconds that a rank whose collective has failed waits for the reports of the others.
 GRACE = 3.0
@@ -37,8 +37,8 @@ def is_communication_failure(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO)
 
 
-def roll_call(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
-    """See `Platform.roll_call`. The reports lie in the store at which the ranks have met.
+def find_missing_ranks(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
+    """See `Platform.find_missing_ranks`. The reports lie in the store at which the ranks have met.
 
     Args:
         group: a ``ProcessGroup``; None when it was destroyed.

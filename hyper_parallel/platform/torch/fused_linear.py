@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 __all__ = ["applies", "run"]
 
-Announce = Callable[[str, torch.Tensor], None]
+Record = Callable[[str, torch.Tensor], None]
 
 _OPERATORS = {
     "all_reduce": "npu_mm_all_reduce_base",
@@ -68,12 +68,18 @@ def _exists(collective: str) -> bool:
 
 
 def run(
-    collective: str, x: torch.Tensor, weight: torch.Tensor, group: Any, size: int, dim: int, announce: Announce
+    collective: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: Any,
+    size: int,
+    dim: int,
+    record: Record,
 ) -> torch.Tensor:
     """See `Platform.linear_with_collective`."""
     function: Any = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}[collective]
     rows = x.reshape(-1, x.shape[-1])
-    y = function.apply(rows, weight, group, size, announce)
+    y = function.apply(rows, weight, group, size, record)
     return y.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 : -1], y.shape[-1])
 
 
@@ -88,20 +94,20 @@ def communicator(group: Any) -> str:
 
 
 def _all_gather_product(
-    rows: torch.Tensor, other: torch.Tensor, group: Any, size: int, announce: Announce
+    rows: torch.Tensor, other: torch.Tensor, group: Any, size: int, record: Record
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gathered rows @ other, gathered rows)."""
     rows = rows.contiguous()
-    announce("all_gather", rows)
+    record("all_gather", rows)
     return torch.ops.npu.npu_all_gather_base_mm(rows, other, communicator(group), size)
 
 
 def _reduce_scatter_product(
-    rows: torch.Tensor, other: torch.Tensor, group: Any, size: int, announce: Announce
+    rows: torch.Tensor, other: torch.Tensor, group: Any, size: int, record: Record
 ) -> torch.Tensor:
     """This rank's rows of the sum of rows @ other."""
     rows = rows.contiguous()
-    announce("reduce_scatter", rows)
+    record("reduce_scatter", rows)
     return torch.ops.npu.npu_mm_reduce_scatter_base(rows, other, communicator(group), size)
 
 
@@ -109,11 +115,11 @@ class _AllReduce(torch.autograd.Function):
     """(rows, in / ranks) -> (rows, out), summed over the ranks. The gradient of the sum is that of each summand."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, announce: Announce) -> Any:
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, record: Record) -> Any:
         with no_dispatch():
             ctx.save_for_backward(rows, weight)
             rows = rows.contiguous()
-            announce("all_reduce", rows)
+            record("all_reduce", rows)
             return torch.ops.npu.npu_mm_all_reduce_base(rows, weight.t(), communicator(group))
 
     @staticmethod
@@ -130,10 +136,10 @@ class _ReduceScatter(torch.autograd.Function):
     """(rows, in / ranks) -> (rows / ranks, out); in backward the gradient's rows are gathered, once for both."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, announce: Announce) -> Any:
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, record: Record) -> Any:
         with no_dispatch():
             ctx.save_for_backward(rows, weight)
-            ctx.how = (group, size, announce)
+            ctx.how = (group, size, record)
             return _reduce_scatter_product(rows, weight.t(), *ctx.how)
 
     @staticmethod
@@ -150,9 +156,9 @@ class _AllGather(torch.autograd.Function):
     """(rows / ranks, in) -> (rows, out / ranks); the gathered rows are kept for the gradient of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, announce: Announce) -> Any:
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, record: Record) -> Any:
         with no_dispatch():
-            ctx.how = (group, size, announce)
+            ctx.how = (group, size, record)
             y, gathered = _all_gather_product(rows, weight.t(), *ctx.how)
             ctx.save_for_backward(gathered, weight)
             return y

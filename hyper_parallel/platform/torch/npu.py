@@ -92,7 +92,7 @@ class TorchNpuPlatform(TorchPlatform):
         group: Any,
         size: int,
         dim: int,
-        announce: Callable[[str, torch.Tensor], None],
+        record: Callable[[str, torch.Tensor], None],
         chunks: int = 1,
     ) -> torch.Tensor | None:
         """See `Platform.linear_with_collective`."""
@@ -100,8 +100,8 @@ class TorchNpuPlatform(TorchPlatform):
             if self.fuses_linear and fused_linear.applies(
                 collective, x, weight, size, dim, self._npu().get_soc_version()
             ):
-                return fused_linear.run(collective, x, weight, self.native_group(group), size, dim, announce)
-        return super().linear_with_collective(collective, x, weight, group, size, dim, announce, chunks)
+                return fused_linear.run(collective, x, weight, self.native_group(group), size, dim, record)
+        return super().linear_with_collective(collective, x, weight, group, size, dim, record, chunks)
 
     def is_communication_failure(self, error: Exception) -> bool:
         """See `Platform.is_communication_failure`. Of what runs in the background only a watchdog hears."""

@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch.private import any_autocast
 
 __all__ = ["chunks_of", "run"]
 
-Announce = Callable[[str, torch.Tensor], None]
+Record = Callable[[str, torch.Tensor], None]
 
 
 def chunks_of(collective: str, x: torch.Tensor, weight: torch.Tensor, size: int, dim: int, wanted: int) -> int:
@@ -54,11 +54,11 @@ def run(
     size: int,
     dim: int,
     chunks: int,
-    announce: Announce,
+    record: Record,
 ) -> torch.Tensor:
     """See `Platform.linear_with_collective`; ``group`` is a ``ProcessGroup``."""
     function: Any = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}[collective]
-    return function.apply(x, weight, _Chunked(group, size, dim, chunks, announce))
+    return function.apply(x, weight, _Chunked(group, size, dim, chunks, record))
 
 
 class _Chunked:
@@ -67,8 +67,14 @@ class _Chunked:
     ``x`` below has the dimension ``dim`` with a part for each rank, or one rank's part of it.
     """
 
-    def __init__(self, group: Any, size: int, dim: int, chunks: int, announce: Announce) -> None:
-        self.group, self.size, self.dim, self.chunks, self.announce = group, size, dim, chunks, announce
+    def __init__(self, group: Any, size: int, dim: int, chunks: int, record: Record) -> None:
+        self.group, self.size, self.dim, self.chunks, self.record = (
+            group,
+            size,
+            dim,
+            chunks,
+            record,
+        )
 
     def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """For each chunk the pieces of all ranks' parts, one after the other along dimension 0."""
@@ -86,14 +92,14 @@ class _Chunked:
 
     def start_gather(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """What will be there, and what to wait for."""
-        self.announce("all_gather", x)
+        self.record("all_gather", x)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         return out, self.group._allgather_base(out, x)
 
     def start_scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """As `start_gather`."""
         x = x.contiguous()
-        self.announce("reduce_scatter", x)
+        self.record("reduce_scatter", x)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         return out, (self.group._reduce_scatter_base(out, x), x)
 
@@ -120,7 +126,7 @@ class _AllReduce(torch.autograd.Function):
             works = []
             for part, out in zip(rows.chunk(chunked.chunks), y.chunk(chunked.chunks), strict=True):
                 torch.mm(part, weight.t(), out=out)
-                chunked.announce("all_reduce", out)
+                chunked.record("all_reduce", out)
                 works.append(chunked.group.allreduce([out]))
             for work in works:
                 work.wait()

@@ -51,7 +51,7 @@ def failing(mesh: Any) -> dict[str, Any]:
             assert type(other.value) is RuntimeError
         patch.setattr(platform, "is_communication_failure", lambda error: "connection" in str(error))
         for name, call in calls(mesh).items():
-            patch.setattr(platform, "roll_call", lambda group, ranks, report: ({0: report}, (1,)))
+            patch.setattr(platform, "find_missing_ranks", lambda group, ranks, report: ({0: report}, (1,)))
             with pytest.raises(CollectiveError) as lost:
                 call()
             error = lost.value
@@ -67,7 +67,7 @@ def failing(mesh: Any) -> dict[str, Any]:
             "nobody": ({}, ()),
             "elsewhere": ({1: "all_gather of something"}, (1,)),
         }.items():
-            patch.setattr(platform, "roll_call", lambda group, ranks, report, answer=answer: answer)
+            patch.setattr(platform, "find_missing_ranks", lambda group, ranks, report, answer=answer: answer)
             with pytest.raises(CollectiveError) as lost:
                 calls(mesh)["all_reduce"]()
             found[case] = str(lost.value)

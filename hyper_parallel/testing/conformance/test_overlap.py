@@ -40,10 +40,10 @@ def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
     platform, asked = mesh.platform, []
 
     def verb(
-        collective: str, x: Any, weight: Any, group: Any, size: int, dim: int, announce: Any, chunks: int = 1
+        collective: str, x: Any, weight: Any, group: Any, size: int, dim: int, record: Any, chunks: int = 1
     ) -> Any:
         asked.append((collective, dim, chunks))
-        return answer(collective, x, weight, dim, announce)
+        return answer(collective, x, weight, dim, record)
 
     platform.linear_with_collective = verb
     try:
@@ -56,8 +56,8 @@ def by_steps(mesh: Any) -> Callable[..., Any]:
     """The verb, made of core's steps."""
     platform, transitions = mesh.platform, transitions_of(mesh.platform)
 
-    def answer(collective: str, x: Any, weight: Any, dim: int, announce: Any) -> Any:
-        announce(collective, x)
+    def answer(collective: str, x: Any, weight: Any, dim: int, record: Any) -> Any:
+        record(collective, x)
         shape = list(x.shape)
         if collective == "all_gather":
             shape[dim] *= mesh.size()

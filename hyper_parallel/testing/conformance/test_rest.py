@@ -27,8 +27,8 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor import random, rest
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.conformance.test_agreement import error_of
 from hyper_parallel.testing.conformance.test_distribute import parameters
+from hyper_parallel.testing.conformance.test_rank_check import error_of
 from hyper_parallel.testing.conformance.test_styles import compare, floats
 from hyper_parallel.testing.labs import get_lab
 

@@ -60,12 +60,12 @@ def test_all_answer(server: tuple[Any, int]) -> None:
 
     def late() -> None:
         time.sleep(0.2)
-        answers[11] = on_rank(11, store_at(port)).roll_call("group", (10, 11), "all_gather in 'up'")
+        answers[11] = on_rank(11, store_at(port)).find_missing_ranks("group", (10, 11), "all_gather in 'up'")
 
     other = threading.Thread(target=late)
     started = time.monotonic()
     other.start()
-    answers[10] = on_rank(10, store).roll_call("group", (10, 11), "all_reduce in 'down'")
+    answers[10] = on_rank(10, store).find_missing_ranks("group", (10, 11), "all_reduce in 'down'")
     other.join()
     reports = {10: "all_reduce in 'down'", 11: "all_gather in 'up'"}
     assert answers == {10: (reports, ()), 11: (reports, ())}
@@ -75,16 +75,16 @@ def test_all_answer(server: tuple[Any, int]) -> None:
 def test_some_are_missing(server: tuple[Any, int], short_grace: None) -> None:
     """One has failed in this group, one in another, one is silent."""
     store, port = server
-    assert on_rank(21, store_at(port)).roll_call("group", (21,), "all_reduce") == ({21: "all_reduce"}, ())
-    assert on_rank(22, store_at(port)).roll_call("other", (22,), "all_gather") == ({22: "all_gather"}, ())
-    reports, missing = on_rank(20, store).roll_call("group", (20, 21, 22, 23), "broadcast") or ({}, ())
+    assert on_rank(21, store_at(port)).find_missing_ranks("group", (21,), "all_reduce") == ({21: "all_reduce"}, ())
+    assert on_rank(22, store_at(port)).find_missing_ranks("other", (22,), "all_gather") == ({22: "all_gather"}, ())
+    reports, missing = on_rank(20, store).find_missing_ranks("group", (20, 21, 22, 23), "broadcast") or ({}, ())
     assert reports == {20: "broadcast", 21: "all_reduce", 22: "all_gather"} and missing == (22, 23)
 
 
 def test_no_way_to_find_out() -> None:
     """Under msrun there is no store; before initialisation there is no world."""
-    assert on_rank(0, None).roll_call("group", (0, 1), "all_reduce") is None
-    assert GroupVerbs().roll_call("group", (0, 1), "all_reduce") is None
+    assert on_rank(0, None).find_missing_ranks("group", (0, 1), "all_reduce") is None
+    assert GroupVerbs().find_missing_ranks("group", (0, 1), "all_reduce") is None
 
 
 def test_groups_know_errors_of_the_library() -> None:

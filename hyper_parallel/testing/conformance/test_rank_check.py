@@ -26,7 +26,7 @@ from hyper_parallel import (
     manual_seed,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor import agreement
+from hyper_parallel.core.dtensor import rank_check
 from hyper_parallel.testing.labs import get_lab
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 
@@ -195,7 +195,7 @@ def whole_step(mesh: Any) -> list:
             parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
             y = model(x)
         results.append((comm.get_comm_counts(), y.shape))
-        assert not agreement.CHECKS
+        assert not rank_check.CHECKS
     return results
 
 
