@@ -12,7 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "CollectiveError": "hyper_parallel.core.dtensor.faults",
+    "CollectiveError": "hyper_parallel.core.dtensor.errors",
     "CommDebugMode": "hyper_parallel.debug",
     "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
@@ -29,7 +29,7 @@ _HOME_OF = {
     "PrepareModuleInput": "hyper_parallel.core.tensor_parallel.style",
     "PrepareModuleInputOutput": "hyper_parallel.core.tensor_parallel.style",
     "PrepareModuleOutput": "hyper_parallel.core.tensor_parallel.style",
-    "RankMismatchError": "hyper_parallel.core.dtensor.faults",
+    "RankMismatchError": "hyper_parallel.core.dtensor.errors",
     "Replicate": "hyper_parallel.core.dtensor.placement_types",
     "RowwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.platform.mindspore import faults
+from hyper_parallel.platform.mindspore import lost_ranks
 from tests.mindspore.test_launch import environment, free_port
 
 PROGRAM = """
@@ -91,19 +91,19 @@ class Ending(Store):
 
 
 def test_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "GRACE", 0.1)
+    monkeypatch.setattr(lost_ranks, "GRACE", 0.1)
     store = Store()
-    assert faults.find_missing_ranks(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
-    assert faults.find_missing_ranks(store, 0, "tp", (0, 2), "in tp") == ({0: "in tp", 2: "in tp"}, ())
+    assert lost_ranks.find_missing_ranks(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
+    assert lost_ranks.find_missing_ranks(store, 0, "tp", (0, 2), "in tp") == ({0: "in tp", 2: "in tp"}, ())
     # Rank 0 did not fail in this group, but in another.
-    assert faults.find_missing_ranks(store, 1, "dp", (0, 1), "in dp") == ({1: "in dp", 0: "in tp"}, (0,))
+    assert lost_ranks.find_missing_ranks(store, 1, "dp", (0, 1), "in dp") == ({1: "in dp", 0: "in tp"}, (0,))
     # Under msrun there is no store.
-    assert faults.find_missing_ranks(None, 1, "tp", (0, 1), "in tp") is None
+    assert lost_ranks.find_missing_ranks(None, 1, "tp", (0, 1), "in tp") is None
     # Rank 0 serves the store.
-    assert faults.find_missing_ranks(Broken(), 1, "tp", (0, 1), "in tp") == ({1: "in tp"}, (0,))
-    assert faults.find_missing_ranks(Broken(), 1, "tp", (1, 2), "in tp") is None
+    assert lost_ranks.find_missing_ranks(Broken(), 1, "tp", (0, 1), "in tp") == ({1: "in tp"}, (0,))
+    assert lost_ranks.find_missing_ranks(Broken(), 1, "tp", (1, 2), "in tp") is None
     ending = Ending(**store.values)
-    assert faults.find_missing_ranks(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
+    assert lost_ranks.find_missing_ranks(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_errors_that_mean_a_lost_rank(text: str, lost: bool) -> None:
-    assert faults.is_communication_failure(RuntimeError(text)) is lost
+    assert lost_ranks.is_communication_failure(RuntimeError(text)) is lost

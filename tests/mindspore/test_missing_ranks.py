@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import faults
+from hyper_parallel.platform.mindspore import lost_ranks
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
 
 #: All that a test has made, until the process ends: MindSpore crashes now and then when it destroys a client.
@@ -30,7 +30,7 @@ def server() -> Iterator[tuple[Any, int]]:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "GRACE", 0.8)
+    monkeypatch.setattr(lost_ranks, "GRACE", 0.8)
 
 
 def store_at(port: int, is_master: bool = False) -> Any:
@@ -69,7 +69,7 @@ def test_all_answer(server: tuple[Any, int]) -> None:
     other.join()
     reports = {10: "all_reduce in 'down'", 11: "all_gather in 'up'"}
     assert answers == {10: (reports, ()), 11: (reports, ())}
-    assert time.monotonic() - started < faults.GRACE
+    assert time.monotonic() - started < lost_ranks.GRACE
 
 
 def test_some_are_missing(server: tuple[Any, int], short_grace: None) -> None:

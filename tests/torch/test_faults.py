@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from hyper_parallel import CollectiveError, DeviceMesh
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.platform.timeout import timeout_seconds
-from hyper_parallel.platform.torch import faults
+from hyper_parallel.platform.torch import lost_ranks
 from hyper_parallel.testing.spmd import on_mesh
 
 TIMEOUT = 4
@@ -115,9 +115,9 @@ FAILURE = """
 import os, sys, time
 import torch
 import hyper_parallel as hp
-from hyper_parallel.platform.torch import faults
+from hyper_parallel.platform.torch import lost_ranks
 
-faults.ALIKE = 1.0
+lost_ranks.ALIKE = 1.0
 platform = hp.get_platform()
 platform.init_process_group(timeout=600)
 rank, how = platform.rank(), sys.argv[1]
@@ -250,8 +250,8 @@ def lose_a_rank_of_a_group(world: Any) -> tuple | None:
     """Rank 1 does not come to a collective of a group of its own with rank 0."""
     rank = world.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "timeout_of", lambda group, device_type: timedelta(seconds=1))
-        patch.setattr(faults, "GRACE", 0.2)
+        patch.setattr(lost_ranks, "timeout_of", lambda group, device_type: timedelta(seconds=1))
+        patch.setattr(lost_ranks, "GRACE", 0.2)
         mesh = DeviceMesh(None, [0, 1], mesh_dim_names=("absent",))
         if rank:
             return None
@@ -263,18 +263,18 @@ def lose_a_rank_of_a_group(world: Any) -> tuple | None:
         store = distributed_c10d._get_default_store()
         group, key = mesh.get_group(), f"hyper_parallel/fault/{mesh.get_group().group_name}/"
         store.set("hyper_parallel/fault/1", "another collective")
-        elsewhere = faults.find_missing_ranks(group, (0, 1), "mine")
+        elsewhere = lost_ranks.find_missing_ranks(group, (0, 1), "mine")
         store.set(f"{key}1", "theirs")
-        here = faults.find_missing_ranks(group, (0, 1), "mine")
-        patch.setattr(faults, "_fail_waiting_ranks", lambda group: None)
-        patch.setattr(faults, "default_store", Broken)
-        dead = [faults.find_missing_ranks(group, ranks, "mine") for ranks in ((0, 1), (1, 2))]
+        here = lost_ranks.find_missing_ranks(group, (0, 1), "mine")
+        patch.setattr(lost_ranks, "_fail_waiting_ranks", lambda group: None)
+        patch.setattr(lost_ranks, "default_store", Broken)
+        dead = [lost_ranks.find_missing_ranks(group, ranks, "mine") for ranks in ((0, 1), (1, 2))]
         patch.setattr(torch.distributed, "get_rank", lambda: 1)
-        dead.append(faults.find_missing_ranks(group, (0, 1), "mine"))
+        dead.append(lost_ranks.find_missing_ranks(group, (0, 1), "mine"))
         patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        dead.append(faults.find_missing_ranks(group, (0, 1), "mine"))
-        destroyed = faults.find_missing_ranks(None, (0, 1), "mine")
-    assert faults.timeout_of(object(), "cpu") is None
+        dead.append(lost_ranks.find_missing_ranks(group, (0, 1), "mine"))
+        destroyed = lost_ranks.find_missing_ranks(None, (0, 1), "mine")
+    assert lost_ranks.timeout_of(object(), "cpu") is None
     return errors, elsewhere, here, dead, destroyed
 
 

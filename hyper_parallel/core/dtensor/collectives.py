@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.faults import explain_along
+from hyper_parallel.core.dtensor.errors import explain_along
 from hyper_parallel.core.dtensor.rank_check import CHECKS, check_collective
 
 if TYPE_CHECKING:

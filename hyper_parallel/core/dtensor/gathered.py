@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hyper_parallel.core.dtensor.aliasing import is_moved
-from hyper_parallel.core.dtensor.faults import tell_of_failure
+from hyper_parallel.core.dtensor.errors import tell_of_failure
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operands import all_replicated, common_mesh, mixed_error, name_of, refuse_foreign

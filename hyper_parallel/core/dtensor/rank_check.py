@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hyper_parallel.core.dtensor.faults import CollectiveError, RankMismatchError, describe_dim, explain, names_of
+from hyper_parallel.core.dtensor.errors import CollectiveError, RankMismatchError, describe_dim, explain, names_of
 from hyper_parallel.platform import Platform, get_platform
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.faults import tell_of_failure
+from hyper_parallel.core.dtensor.errors import tell_of_failure
 from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement

@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.bounded import Bounded
 from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
-from hyper_parallel.core.dtensor.faults import RankMismatchError
+from hyper_parallel.core.dtensor.errors import RankMismatchError
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard

@@ -11,7 +11,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.collectives import record_collective
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.faults import explain_along
+from hyper_parallel.core.dtensor.errors import explain_along
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.rank_check import CHECKS

@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import communication, ops
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import faults
+from hyper_parallel.platform.mindspore import lost_ranks
 from hyper_parallel.platform.mindspore.private import GlobalComm
 from hyper_parallel.platform.timeout import timeout_seconds
 
@@ -141,13 +141,13 @@ class GroupVerbs:
         return group
 
     def is_communication_failure(self, error: Exception) -> bool:
-        return faults.is_communication_failure(error)
+        return lost_ranks.is_communication_failure(error)
 
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         world = self.world()
-        return None if world is None else faults.find_missing_ranks(world.store, world.rank, group, ranks, report)
+        return None if world is None else lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report)
 
     def _need_world(self) -> World:
         world = self.world()

@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
-from hyper_parallel.platform.torch import faults, launch, overlap
+from hyper_parallel.platform.torch import launch, lost_ranks, overlap
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
 
@@ -121,7 +121,7 @@ class CommunicationVerbs(Platform):
                 group = dist.group.WORLD
             else:
                 # Left to itself, torch gives each group 30 minutes, whatever the default group has.
-                group = dist.new_group(list(ranks), timeout=faults.timeout_of(dist.group.WORLD, self.device_type))
+                group = dist.new_group(list(ranks), timeout=lost_ranks.timeout_of(dist.group.WORLD, self.device_type))
             if dist.get_rank() in ranks:
                 mine = _Group(group, self.device_type)
         return mine
@@ -239,17 +239,17 @@ class CommunicationVerbs(Platform):
     # ------------------------------------------------------------------------------------------------ faults
     def is_communication_failure(self, error: Exception) -> bool:
         """See `Platform.is_communication_failure`."""
-        return faults.is_communication_failure(error)
+        return lost_ranks.is_communication_failure(error)
 
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         """See `Platform.find_missing_ranks`."""
-        return faults.find_missing_ranks(group(), ranks, report)
+        return lost_ranks.find_missing_ranks(group(), ranks, report)
 
     def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
         """See `Platform.tell_of_failure`."""
-        faults.tell_of_failure([group() for group in groups], ranks, report)
+        lost_ranks.tell_of_failure([group() for group in groups], ranks, report)
 
     def _movable(self, x: torch.Tensor) -> torch.Tensor:
         """The same memory as a dtype that the backend can move."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import CollectiveError, check_ranks
-from hyper_parallel.core.dtensor import collectives, faults
+from hyper_parallel.core.dtensor import collectives, errors
 from hyper_parallel.testing.labs import get_lab
 from hyper_parallel.testing.spmd import on_mesh
 
@@ -96,4 +96,4 @@ def test_lost_ranks_are_named(pool: Any) -> None:
 
 
 def test_names_of_ranks() -> None:
-    assert faults.names_of([3]) == "rank 3" and faults.names_of([1, 3]) == "ranks 1, 3"
+    assert errors.names_of([3]) == "rank 3" and errors.names_of([1, 3]) == "ranks 1, 3"
