@@ -15,7 +15,7 @@ from hyper_parallel.core.dtensor.call_cache import ELEMENTWISE, call_key, rememb
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
 from hyper_parallel.core.dtensor.extremes import bind_extreme
-from hyper_parallel.core.dtensor.gathered import run_gathered, tell_of_failure_in
+from hyper_parallel.core.dtensor.fallback import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.loss_operands import distribute_targets
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_loss_parallel
