@@ -22,7 +22,7 @@ from hyper_parallel import (
     register_sharding,
     strict,
 )
-from hyper_parallel.core.dtensor import custom_ops, gathered
+from hyper_parallel.core.dtensor import custom_ops, fallback
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
 from hyper_parallel.testing import spmd
@@ -84,7 +84,7 @@ def check(mesh: Any, operation: Callable[[Any], Any], whole: np.ndarray, placeme
 def without_a_rule(mesh: Any) -> None:
     lab, many = get_lab(), mesh.size() > 1
     whole = floats(5, 5) * 0.3 + 2 * np.eye(5, dtype=np.float32)
-    gathered._WARNED.clear()
+    fallback._WARNED.clear()
     with warnings_logged() as messages:
         assert check(mesh, lab.unruled, whole, R, R) == {}
         assert messages == []  # nothing was gathered
