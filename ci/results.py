@@ -23,8 +23,8 @@ COLUMNS = ["backend", "passed", "failed", "skipped", *AREAS, "at_least", "second
 
 
 def is_own(path: str) -> bool:
-    """Whether an area is of the backend itself."""
-    return path.startswith(OWN) and "*" not in path
+    """Whether an area is of the backend itself, not of what all backends share."""
+    return path.startswith(OWN) and "*" not in path and path != OWN + "/contract"
 
 
 @dataclass

@@ -52,6 +52,12 @@ unit                  5       0        0      -                -           -    
 mindspore (CPU)      12       0        1  99.9%             100%       97.2%  95% / 100% / 95%       61  FAIL: slow"""
 
 
+def test_what_is_a_backends_own(results: Any) -> None:
+    assert results.is_own("hyper_parallel/platform/torch")
+    for shared in ("hyper_parallel/platform/contract", "hyper_parallel/platform/*.py", "hyper_parallel/core"):
+        assert not results.is_own(shared)
+
+
 def test_terminal(results: Any) -> None:
     rows = [row(results), results.Row("unit", passed=5), row(results, "mindspore", problem="slow")]
     assert results.terminal(rows) == TERMINAL
