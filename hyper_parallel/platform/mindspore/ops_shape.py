@@ -230,8 +230,10 @@ def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
 
 def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:
     x, index = operands[0], decode_index(statics[0], operands[2:])
-    if index == (...,) and x.ndim:
-        # MindSpore gives x new memory for dots alone, which a tensor that x is a view of does not see.
+    # MindSpore gives x new memory for dots or None alone, which a tensor that x is a view of does not see.
+    if index == (None,):
+        index = (None, ...)
+    elif index == (...,) and x.ndim:
         index = (slice(None),) * x.ndim
     if 0 in x.shape or any(isinstance(i, slice) and not range(n)[i] for i, n in zip(index, x.shape, strict=False)):
         return x  # MindSpore fails where there is nothing to write

@@ -51,6 +51,13 @@ FOUND: dict[str, Program] = {
         (Step("chunk", (0,), (3, 1)), Step("square", (1,), ())),
         (2, 3),
     ),
+    "a write to all of a view, indexed by None": Program(
+        7,
+        (2,),
+        (_leaf((4, 2), (Shard(1),), requires_grad=False),),
+        (Step("transpose", (0,), (1, 0)), Step("set", (1,), ((None,), 2))),
+        (0, 1),
+    ),
     "memory read in another order": Program(
         4,
         (4,),

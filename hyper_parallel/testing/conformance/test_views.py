@@ -206,6 +206,33 @@ def test_copies_stay_copies(pool: Any, world_size: int, shape: tuple[int, ...]) 
     pool.run(world_size, write_to_copies, shape)
 
 
+@spmd.on_mesh()
+def write_to_contiguous_slices(mesh: Any) -> None:
+    """``contiguous`` of a contiguous slice is the slice itself or a copy, as it is on a single device."""
+    indices = (slice(0, 2), slice(2, 4), slice(2, None), 0, 3, (slice(1, 4), None), (3, slice(1, 2)), (..., 0, 2))
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for index in indices:
+            plain = get_lab().tensor(numbers(4, 3))
+            x = distribute_tensor(plain, mesh, [placement])
+            for tensor in (plain, x):
+                tensor[index].contiguous()[...] = 7.0
+            assert np.array_equal(whole(x), get_lab().numpy(plain)), f"{index} of {placement}"
+            view = x[index]
+            y, before = view.contiguous(), whole(view)
+            view[...] = 5.0
+            own = get_lab().numpy(plain[index].contiguous())
+            assert np.array_equal(before, own), f"{index} of {placement}"
+            plain_view = plain[index]
+            plain_y = plain_view.contiguous()
+            plain_view[...] = 5.0
+            assert np.array_equal(whole(y), get_lab().numpy(plain_y)), f"{index} of {placement}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_contiguous_slices(pool: Any, world_size: int) -> None:
+    pool.run(world_size, write_to_contiguous_slices)
+
+
 def refusal(x: Any) -> ValueError | None:
     """The error of a write to ``x``, without the frames that hold ``x``."""
     try:

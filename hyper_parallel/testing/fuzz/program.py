@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import PackedShard, Partial, Replicate, Shard
-from hyper_parallel.testing.fuzz.words import WORDS, apply
+from hyper_parallel.testing.fuzz.words import WORDS, apply, has_step
 
 __all__ = ["Leaf", "Limits", "Program", "Step", "generate", "values_of", "written_leaves"]
 
@@ -110,6 +110,8 @@ class Limits:
         without: words that the framework does not have.
         shortest: of the dimensions that a softmax runs over, and of sequences.
         gradients_of_nothing: whether the framework's own gradients are right where a tensor has no elements.
+        gradients_of_steps: whether slices with a step have gradients.
+        copies_offsets: whether `contiguous` copies a contiguous view that begins behind the first element of its base.
     """
 
     writes_with_gradients: bool = True
@@ -119,6 +121,8 @@ class Limits:
     without: frozenset[str] = frozenset()
     shortest: int = 1
     gradients_of_nothing: bool = True
+    copies_offsets: bool = False
+    gradients_of_steps: bool = True
 
 
 def generate(seed: int, limits: Limits) -> Program:
@@ -226,6 +230,10 @@ def _step(
                 continue  # torch refuses to write to a leaf that requires grad
             args = word.choose(rng, *arrays)
             if args is None or ("softmax" in word.name and arrays[0].shape[args[0]] < limits.shortest):
+                continue
+            if word.name == "contiguous":
+                args = (limits.copies_offsets,)
+            if word.name == "index" and not (writes or limits.gradients_of_steps) and has_step(*args):
                 continue
             try:
                 values += apply(word.name, arrays, args)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["WORDS", "Word", "apply"]
+__all__ = ["WORDS", "Word", "apply", "has_step"]
 
 Arrays = list[np.ndarray]
 #: Elements that an intermediate result may have at most.
@@ -86,6 +86,16 @@ def _index(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 def _decode(index: tuple) -> tuple:
     return tuple(slice(*item) if isinstance(item, tuple) else item for item in index)
+
+
+def has_step(index: tuple) -> bool:
+    """Whether an encoded index has a slice with a step."""
+    return any(isinstance(item, tuple) and item[2] is not None for item in index)
+
+
+def _indexed(x: np.ndarray, index: tuple) -> np.ndarray:
+    # With dots, an element is a view as well.
+    return x[_decode(index if Ellipsis in index else (*index, ...))]
 
 
 def _always(rng: np.random.Generator, *arrays: np.ndarray) -> tuple:
@@ -263,7 +273,7 @@ def _split(x: np.ndarray, size: int, dim: int) -> list[np.ndarray]:
 _add("reshape", 1, _shape, lambda lab, xs, a: lab.reshape(xs[0], *a), lambda xs, a: xs[0].reshape(*a), weight=2)
 _add("transpose", 1, _two_dims, lambda lab, xs, a: lab.transpose(xs[0], *a), lambda xs, a: xs[0].swapaxes(*a), weight=2)
 _add("permute", 1, _order, lambda lab, xs, a: lab.permute(xs[0], *a), lambda xs, a: xs[0].transpose(*a))
-_add("index", 1, _index, lambda lab, xs, a: xs[0][_decode(a[0])], lambda xs, a: xs[0][_decode(a[0])], weight=4)
+_add("index", 1, _index, lambda lab, xs, a: xs[0][_decode(a[0])], lambda xs, a: _indexed(xs[0], *a), weight=4)
 _add(
     "unsqueeze",
     1,
@@ -280,12 +290,19 @@ _add(
     lambda lab, xs, a: lab.chunk(xs[0], *a),
     lambda xs, a: _split(xs[0], -(-xs[0].shape[a[1]] // a[0]), a[1]),
 )
-_add("contiguous", 1, _always, lambda lab, xs, a: xs[0].contiguous(), lambda xs, a: _contiguous(xs[0]))
+_add("contiguous", 1, _always, lambda lab, xs, a: xs[0].contiguous(), lambda xs, a: _contiguous(xs[0], *a))
 _add("detach", 1, _of_floats, lambda lab, xs, a: lab.detach(xs[0]), lambda xs, a: xs[0], weight=0.5)
 
 
-def _contiguous(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(x.shape)
+def _contiguous(x: np.ndarray, copies_offsets: bool = False) -> np.ndarray:
+    return x.copy() if copies_offsets and _has_offset(x) else np.ascontiguousarray(x).reshape(x.shape)
+
+
+def _has_offset(x: np.ndarray) -> bool:
+    whole = x
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    return x.__array_interface__["data"][0] != whole.__array_interface__["data"][0]
 
 
 def _joined(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:

@@ -557,6 +557,8 @@ FUZZ_LIMITS: dict[str, Any] = {
     # A softmax over one element, as the first of a process, spoils the gradients of all that follow.
     "shortest": 2,
     "gradients_of_nothing": False,
+    "copies_offsets": True,
+    "gradients_of_steps": False,
 }
 
 
