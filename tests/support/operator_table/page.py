@@ -10,12 +10,15 @@ from typing import Any
 
 from tests.support.operator_table.table import ORDER, worst
 
-__all__ = ["PAGE", "section", "write"]
+__all__ = ["PAGE", "read", "section", "write"]
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operators.md"
 WIDTH = 120
 FORMS = ("forward", "backward", "in place", "sum in place", "out=")
 _NO_KERNEL = re.compile(r"unregistered|[Nn]ot found op|supports? Ascend|Create kernelmod|Not implement exception|: -+$")
+
+_PARAGRAPH = re.compile(r"^\*\*(Forward .+?)\*\* \(\d+\):(.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+_VERDICT = re.compile(rf"(?:^|, )({'|'.join(FORMS)}) ({'|'.join(ORDER)})")
 
 
 def write(platform: str, found: dict[str, Any], samples: int, title: str) -> None:
@@ -25,6 +28,16 @@ def write(platform: str, found: dict[str, Any], samples: int, title: str) -> Non
     before, _, rest = page.partition(begin)
     after = rest.partition(end)[2]
     PAGE.write_text(before + begin + section(platform, found, samples, title) + end + after, encoding="utf-8")
+
+
+def read(platform: str) -> dict[str, dict[str, str]]:
+    """What the page says: operator -> form -> verdict."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"<!-- begin {platform} -->")[2]
+    said = {}
+    for heading, names in _PARAGRAPH.findall(text.partition(f"<!-- end {platform} -->")[0]):
+        verdicts = dict(_VERDICT.findall(" ".join(heading.lower().split())))
+        said.update(dict.fromkeys(re.findall(r"`([^`]+)`", names), verdicts))
+    return said
 
 
 def section(platform: str, found: dict[str, Any], samples: int, title: str) -> str:
