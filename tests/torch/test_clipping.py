@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard
+from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, init_device_mesh
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -80,6 +80,28 @@ def one_mesh(mesh: Any) -> None:
             parameter(shard(torch.zeros_like(g), mesh, Replicate()), shard(g, mesh, Replicate())) for g in grads
         ]
         check(replicated, grads, 0, f"{dtype}, replicated")
+
+
+def calls_of_clipping(count: int) -> int:
+    """How many functions of the package are called to clip so many gradients."""
+    mesh = init_device_mesh(None, (1,))
+    mine = [parameter(shard(randn(3), mesh, Shard(0)), shard(randn(3), mesh, Shard(0))) for _ in range(count)]
+    nn.utils.clip_grad_norm_(mine, 1.0)
+    calls = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and "hyper_parallel" in frame.f_code.co_filename
+
+    sys.setprofile(see)
+    nn.utils.clip_grad_norm_(mine, 1.0)
+    sys.setprofile(None)
+    return calls
+
+
+def test_no_gradient_is_looked_at_by_interception() -> None:
+    """Which would cost more than clipping it: one call for each is left, that says which dtype counts."""
+    assert 0 < calls_of_clipping(40) <= calls_of_clipping(20) + 20
 
 
 @on_mesh(2, 2, names=("dp", "tp"))

@@ -143,6 +143,10 @@ def with_hooks(mesh: Any) -> None:
     other = through_file(model)
     close(step(other)[0], step(model)[0])
     assert list(other.mlp[0]._forward_hooks.values()) == [doubled]
+    model.mlp[0].register_forward_hook(tripled, with_kwargs=True)
+    other = through_file(model)
+    close(step(other)[0], step(model)[0])
+    assert len(other.mlp[0]._forward_hooks_with_kwargs) == 1
     distribute_module(model.mlp[1], mesh, input_fn=lambda module, args, mesh: args)
     parallelize_module(
         model.mlp[1], mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
@@ -153,6 +157,11 @@ def with_hooks(mesh: Any) -> None:
 
 def doubled(module: Any, args: tuple, y: Any) -> Any:
     return 2 * y
+
+
+def tripled(module: Any, args: tuple, kwargs: dict, y: Any) -> Any:
+    assert kwargs == {}
+    return 3 * y
 
 
 @on_mesh(2)

@@ -136,6 +136,9 @@ def read_memory(mesh: Any) -> None:
                 with pytest.raises(ValueError, match="memory"):
                     call(x)
 
+    with pytest.raises(ValueError, match="as_strided_scatter got a plain tensor"):
+        torch.as_strided_scatter(values, distribute_tensor(values[0], mesh, [Shard(0)]), (6,), (1,))
+
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_places_in_memory(pool: Any, world_size: int) -> None:

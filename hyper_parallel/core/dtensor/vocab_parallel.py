@@ -344,7 +344,7 @@ class VocabParallel:
     def _with_a_class(self, x: Any, classes: Classes, dim: int | None = None, value: float = -math.inf) -> Any:
         """``x``; on a rank without classes one with ``value``, so that the rank takes part in every collective."""
         dim = classes.dim if dim is None else dim
-        return x if classes.size or self.platform.shape_of(x)[dim] else self._add_class(x, dim, value)
+        return x if self.platform.shape_of(x)[dim] else self._add_class(x, dim, value)
 
     # ------------------------------------------------------------ forward and backward of each
     def _full_sum(self, x: Any, classes: Classes) -> Any:

@@ -160,6 +160,14 @@ def outside_gradient(mesh: Any, rows: int) -> None:
     same(grad, total, "to_local(grad_placements=[Partial()])")
     assert (forward, backward) == ({}, if_many(mesh, {"all_reduce": 1}))
 
+    def summands_then_differ(x: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [P]).to_local(grad_placements=[P])
+        return lab.weighted_sum(y, lab.tensor(mine)), y
+
+    _, (grad,), forward, backward = split_counts(summands_then_differ, [whole])
+    same(grad, total, "to_local(grad_placements=[Partial()]) of summands")
+    assert (forward, backward) == ({}, if_many(mesh, {"all_reduce": 1}))
+
     def gathered_then_differ(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
         y = y.to_local(grad_placements=[P])

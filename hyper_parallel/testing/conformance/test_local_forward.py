@@ -17,12 +17,14 @@ from hyper_parallel import (
     RowwiseParallel,
     SequenceParallel,
     Shard,
+    distribute_tensor,
     get_platform,
     parallelize_module,
 )
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_dtensor import split_counts
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
 from hyper_parallel.testing.labs import get_lab
 
@@ -109,6 +111,35 @@ def mixed_calls(mesh: Any) -> None:
 def test_plain_and_distributed_inputs(pool: Any, world_size: int) -> None:
     """One module takes both."""
     pool.run(world_size, mixed_calls)
+
+
+@spmd.on_mesh()
+def styled_and_not(mesh: Any) -> None:
+    """A styled layer and an operation of the user's read one tensor: backward has one all-reduce for both."""
+    lab = get_lab()
+    single, sharded = both(mesh)
+    weight = floats(8, 6)
+
+    def loss(model: Any, wrap: Callable[[Any], Any], w: Any) -> Callable[[Any], Any]:
+        def function(x: Any) -> tuple[Any, Any]:
+            y = lab.call(model.up, x)
+            z = lab.square(lab.linear(wrap(x), w))
+            total = lab.sum(lab.square(y)) + (lab.sum(z).full_tensor() if isinstance(z, DTensor) else lab.sum(z))
+            return total, y
+
+        return function
+
+    _, (wanted,) = lab.value_and_grads(loss(single, lambda x: x, lab.tensor(weight)), [floats(3, 6)])
+    w = distribute_tensor(lab.tensor(weight), mesh, [Shard(0)])
+    whole = loss(sharded, lambda x: DTensor.from_local(x, mesh, [Replicate()]), w)
+    _, (found,), _, backward = split_counts(whole, [floats(3, 6)])
+    same(found, wanted, "gradient of the input")
+    assert backward == ({"all_reduce": 1} if mesh.size() > 1 else {})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_styled_and_not(pool: Any, world_size: int) -> None:
+    pool.run(world_size, styled_and_not)
 
 
 @spmd.on_mesh()

@@ -5,6 +5,7 @@ The backend's verb is replaced with one that is made of core's own steps, so tha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -215,6 +216,11 @@ def parameters_elsewhere(mesh: Any) -> None:
 
 def test_parameters_elsewhere(pool: Any) -> None:
     pool.run(2, parameters_elsewhere)
+
+
+def test_what_is_large_enough() -> None:
+    """4 Mi elements, as the documentation says."""
+    assert inspect.signature(overlap_collectives).parameters["least"].default == 4_194_304
 
 
 @pytest.mark.parametrize("wrong", [{"chunks": 1}, {"least": -1}])

@@ -101,6 +101,7 @@ def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
             assert tuple(made.to_local().shape) == tuple(layout.local_shape)
             if numbers is not None:
                 same(lab.numpy(made), numbers, f"factory on {placements}", 0.0)
+        assert tuple(hyper_parallel.zeros(0, 6, **options).full_tensor().shape) == (0, 6)
     with mesh:
         whole = hyper_parallel.ones(3)
     assert whole.device_mesh is mesh

@@ -10,6 +10,7 @@ import pytest
 
 from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.redistribute import redistribution_cost
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import local_parts, same
 from hyper_parallel.testing.labs import get_lab
@@ -113,6 +114,29 @@ TWO_DIMENSIONAL = [
 @pytest.mark.parametrize("chunk", range(4))
 def test_two_dimensional_mesh(pool: Any, shape: tuple[int, ...], chunk: int) -> None:
     pool.run(4, run_transitions, (2, 2), shape, TWO_DIMENSIONAL[chunk::4])
+
+
+@spmd.on_mesh()
+def prices(mesh: Any) -> None:
+    """What a step moves, in elements a rank, and one for the collective itself: what strategies are compared by."""
+    n = mesh.size()
+    shards = get_layout(mesh, (S0,), (12, 8))
+    summands = get_layout(mesh, (P,), (12, 8))
+    local = 96 / n
+    for source, target, price in (
+        (shards, R, 1 + local * (n - 1)),
+        (shards, S1, 1 + local * (n - 1) / n),
+        (shards.with_placements([R]), S0, 0.25 * 96 * (n - 1) / n),  # free now, an all-gather in backward
+        (summands, R, 1 + 2 * 96 * (n - 1) / n),
+        (summands, S0, 1 + 96 * (n - 1) / n),
+    ):
+        got = redistribution_cost(source, source.with_placements([target]))
+        assert got == pytest.approx(price, abs=0.1), f"{source.placements} to {target}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_prices(pool: Any, world_size: int) -> None:
+    pool.run(world_size, prices)
 
 
 def run_transitions(mesh_shape: tuple[int, ...], shape: tuple[int, ...], pairs: list) -> None:

@@ -154,6 +154,28 @@ def test_views_out_of_date(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_parts)
 
 
+@spmd.on_mesh(2, 2)
+def use_views_of_views(mesh: Any) -> None:
+    """A write makes views of views out of date too: one made of a reshaped tensor, and one made of a moved view."""
+    array = numbers(4, 4, 2)
+    x = distribute_tensor(get_lab().tensor(array), mesh, [S0, S1])
+    flat = x.reshape((4, 4, 2, 1))
+    row, moved = flat[1], x[1]
+    inner = moved[1]
+    assert np.array_equal(whole(inner), array[1, 1])
+    x[...] = 5.0
+    for view in (row, moved, inner):
+        with pytest.raises(ValueError, match="take the view again"):
+            whole(view)
+    assert np.array_equal(whole(flat), np.full((4, 4, 2, 1), 5.0))
+    flat[...] = 6.0
+    assert np.array_equal(whole(x[1][1]), np.full(2, 6.0))
+
+
+def test_views_of_views_out_of_date(pool: Any) -> None:
+    pool.run(4, use_views_of_views)
+
+
 @spmd.on_mesh()
 def write_to_partial(mesh: Any) -> None:
     """What a maximum over ranks is a view of cannot be written."""
