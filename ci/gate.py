@@ -2,8 +2,9 @@
 
     python ci/gate.py torch-cpu mindspore torch-cuda torch-npu=.venv/torch-npu/bin/python
 
-The unit tests run once. Each backend gets a pytest process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the
-conformance suite and its own tests; its coverage is what these and the unit tests reach together, lines and branches.
+The unit tests run once, the conformance suite on torch-cpu also without `Platform.fast`. Each backend gets a pytest
+process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the conformance suite and its own tests; its coverage is
+what these and the unit tests reach together, lines and branches.
 Several of these parts run at a time, because ranks spend a third of their time waiting for one another; what a part
 prints appears when it has ended, and stays in ``build/gate/logs``.
 ``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports for
@@ -50,6 +51,8 @@ FAKES = {
 }
 #: backend -> what the table calls its device: the real one, and what stands in for it
 DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NPU")}
+#: The backend on which the conformance suite runs a second time, without `Platform.fast`.
+TWICE = "torch-cpu"
 PART_TIMEOUT = 40 * 60
 BUILD = Path("build") / "gate"
 
@@ -212,6 +215,14 @@ def unit_row(root: Path, log: TextIO) -> Row:
     return row
 
 
+def without_fast_row(root: Path, name: str, python: str, log: TextIO) -> Row:
+    """The row of the conformance suite on a platform that has no short ways."""
+    row = Row(name, "CPU")
+    environment = {"HYPER_PARALLEL_PLATFORM": TWICE, "HYPER_PARALLEL_FAST": "0"}
+    run_tests(root, row, ["tests/conformance"], environment, [python], log)
+    return row
+
+
 def run_parts(root: Path, backends: dict[str, str], at_once: int) -> list[Row]:
     """The rows of the unit tests and of all backends, ``at_once`` at a time."""
     logs = root / BUILD / "logs"
@@ -233,6 +244,11 @@ def run_parts(root: Path, backends: dict[str, str], at_once: int) -> list[Row]:
             pool.submit(logged, name, lambda log, name=name, python=python: gate(root, name, python, unit.result, log))
             for name, python in backends.items()
         ]
+        if TWICE in backends:
+            plain = pool.submit(
+                logged, f"{TWICE}-without-fast", lambda log: without_fast_row(root, backends[TWICE], log)
+            )
+            rows.append(plain)
     return [future.result() for future in (unit, *rows)]
 
 

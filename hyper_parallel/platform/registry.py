@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_PLATFORM"
+#: ``0`` lets every platform do without `Platform.fast`: to find out whether that is to blame for something.
+FAST_VARIABLE = "HYPER_PARALLEL_FAST"
 ENTRY_POINT_GROUP = "hyper_parallel.platforms"
 
 _log = logging.getLogger("hyper_parallel")
@@ -210,6 +212,8 @@ def _resolve(name: str, asked: str) -> Platform:
         reason = backend.unavailable_reason()
         if reason is None:
             backend.instance = backend.load()()
+            if os.environ.get(FAST_VARIABLE, "").strip() == "0":
+                backend.instance.fast = None
             return backend.instance
         reasons.append(reason)
     # With several candidates the last one is the most modest: why it cannot run is why none can.

@@ -24,13 +24,13 @@ def fused(mesh: Any, collective: str, x: Any, weight: Any, dim: int = 0) -> tupl
     """What the verb gives, and the list of collectives that it announces."""
     said: list[str] = []
     platform = get_platform()
-    platform.fuses_linear = True  # type: ignore[attr-defined]
+    platform.fast.fuses_linear = True  # type: ignore[attr-defined]
     try:
-        y = platform.linear_with_collective(
+        y = platform.fast.linear_with_collective(
             collective, x, weight, mesh.platform_group(0), mesh.size(), dim, lambda name, local: said.append(name)
         )
     finally:
-        platform.fuses_linear = False  # type: ignore[attr-defined]
+        platform.fast.fuses_linear = False  # type: ignore[attr-defined]
     return y, said
 
 
@@ -113,8 +113,8 @@ def test_products(pool: Any, dtype: str) -> None:
 def not_asked_for(mesh: Any) -> None:
     platform = get_platform()
     x, weight = made(torch.float16, TOKENS, IN, seed=1), made(torch.float16, OUT, IN, seed=2)
-    assert platform.fuses_linear is False  # type: ignore[attr-defined]
-    assert platform.linear_with_collective("all_reduce", x, weight, mesh.platform_group(0), 2, 0, print) is None
+    assert platform.fast.fuses_linear is False  # type: ignore[attr-defined]
+    assert platform.fast.linear_with_collective("all_reduce", x, weight, mesh.platform_group(0), 2, 0, print) is None
     assert fused(mesh, "all_reduce", x.float(), weight.float())[0] is None
 
 
@@ -163,7 +163,7 @@ def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv("HYPER_PARALLEL_FUSED_LINEAR", raising=False)
         else:
             monkeypatch.setenv("HYPER_PARALLEL_FUSED_LINEAR", value)
-        assert type(get_platform())().fuses_linear is wanted  # type: ignore[attr-defined]
+        assert type(get_platform())().fast.fuses_linear is wanted  # type: ignore[attr-defined]
 
 
 @on_mesh(2)
@@ -235,7 +235,7 @@ def styles(mesh: Any, name: str, bias: bool, local: bool, dtype_name: str) -> No
         return answer
 
     fused_linear.applies = counted
-    platform.fuses_linear = True
+    platform.fast.fuses_linear = True
     try:
         plan = {
             "0": ColwiseParallel(use_local_output=local, **first),
@@ -263,7 +263,7 @@ def styles(mesh: Any, name: str, bias: bool, local: bool, dtype_name: str) -> No
         for (key, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
             close(p.grad.full_tensor().float(), q.grad, key, tolerance)
     finally:
-        fused_linear.applies, platform.fuses_linear = applies, False
+        fused_linear.applies, platform.fast.fuses_linear = applies, False
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -283,7 +283,7 @@ def left_alone(mesh: Any) -> None:
         raise AssertionError("asked for an operator")
 
     fused_linear.applies = never
-    platform.fuses_linear = True
+    platform.fast.fuses_linear = True
     try:
         for style, features in (
             (RowwiseParallel(input_layouts=R), (5, 5)),
@@ -298,7 +298,7 @@ def left_alone(mesh: Any) -> None:
             y = model(made(torch.float16, 2, TOKENS, features[0], seed=1))
             assert y.dtype is torch.float16, style
     finally:
-        fused_linear.applies, platform.fuses_linear = applies, False
+        fused_linear.applies, platform.fast.fuses_linear = applies, False
 
 
 def test_left_alone(pool: Any) -> None:

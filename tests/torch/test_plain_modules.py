@@ -19,14 +19,14 @@ class OwnEmbedding(nn.Embedding):
 
 
 def test_plain_linear() -> None:
-    assert get_platform().is_plain_linear(nn.Linear(2, 3))
-    assert not get_platform().is_plain_linear(OwnLinear(2, 3))
+    assert get_platform().fast.is_plain_linear(nn.Linear(2, 3))
+    assert not get_platform().fast.is_plain_linear(OwnLinear(2, 3))
 
 
 @pytest.mark.parametrize(
     "options", [{"padding_idx": 1}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
 )
 def test_plain_embedding(options: dict[str, Any]) -> None:
-    assert get_platform().is_plain_embedding(nn.Embedding(4, 2))
-    assert not get_platform().is_plain_embedding(nn.Embedding(4, 2, **options))
-    assert not get_platform().is_plain_embedding(OwnEmbedding(4, 2))
+    assert get_platform().fast.is_plain_embedding(nn.Embedding(4, 2))
+    assert not get_platform().fast.is_plain_embedding(nn.Embedding(4, 2, **options))
+    assert not get_platform().fast.is_plain_embedding(OwnEmbedding(4, 2))

@@ -21,7 +21,7 @@ from torch.nn.modules import module as nn_module
 
 import hyper_parallel
 from hyper_parallel.platform import versions
-from hyper_parallel.platform.torch import autograd, calls, collectives, operators, private
+from hyper_parallel.platform.torch import autograd, calls, collectives, fast, operators, private
 from tests.torch.decoder import Sizes, decoder, plan
 from tests.torch.test_against_torch import meshes
 from tests.torch.test_optimizer_matrix import compare, train
@@ -176,10 +176,8 @@ def without_privates() -> Iterator[None]:
                 missing.delattr(*owner_of(path))
             loaded = load()
         assert len(loaded.REPLACED) == len(OTHER_WAYS)
-        patch.setattr(autograd, "_any_autocast", loaded.any_autocast)
-        patch.setattr(autograd, "_saved_tensor_hooks", loaded.saved_tensor_hooks)
-        patch.setattr(autograd, "current_node", loaded.current_node)
-        patch.setattr(autograd, "will_execute", loaded.will_execute)
+        for name in ("any_autocast", "saved_tensor_hooks", "current_node", "will_execute"):
+            patch.setattr(fast, name, getattr(loaded, name))
         patch.setattr(autograd, "bare_apply", loaded.bare_apply)
         patch.setattr(collectives, "_watchers", loaded.dispatch_modes)
         patch.setattr(operators, "modes_open", loaded.function_modes)

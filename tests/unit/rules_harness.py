@@ -94,6 +94,8 @@ class _World:
 class _Platform:
     """The verbs of `Platform` that rules use, on NumPy arrays, for one rank."""
 
+    fast = None
+
     Size = tuple
     device_type = "cpu"
 
@@ -184,9 +186,6 @@ class _Platform:
 
     def all_gather_object(self, value: Any, group: tuple[int, ...], size: int) -> list:
         return [value] * size
-
-    def autograd_pair(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        """Nothing: these arrays have no gradients."""
 
     def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         return lambda x, *static: forward(SimpleNamespace(save_for_backward=lambda *tensors: None), x, *static)

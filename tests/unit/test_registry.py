@@ -20,6 +20,7 @@ from hyper_parallel.platform import (
     register_platform,
     registry,
 )
+from hyper_parallel.platform.contract import NOTHING_FASTER, Fast
 
 
 class _Backend:
@@ -216,3 +217,30 @@ def test_platform_of_another_framework_is_not_offered(monkeypatch: pytest.Monkey
 def test_the_contract_has_no_instances() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Platform()  # type: ignore[abstract]
+
+
+def test_platforms_without_what_makes_them_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, there in (("torch-cpu", "0", False), ("mindspore", "1", True)):
+        monkeypatch.setattr(registry._BUILT_IN[2 if name == "torch-cpu" else 3][1], "fast", Fast(), raising=False)
+        monkeypatch.setenv(registry.FAST_VARIABLE, value)
+        assert (get_platform(name).fast is not None) is there
+
+
+def test_nothing_is_faster_unless_a_backend_says_so() -> None:
+    module, x = object(), object()
+    for answer in (
+        NOTHING_FASTER.is_plain_linear(module),
+        NOTHING_FASTER.is_plain_embedding(module),
+        NOTHING_FASTER.norm_call(module),
+        NOTHING_FASTER.linear_with_collective("all_reduce", x, x, None, 2, 0, print),
+        NOTHING_FASTER.autograd_step(print, print),
+        NOTHING_FASTER.autograd_pair(print, print),
+        NOTHING_FASTER.linear_view(print, print, "key", print),
+        NOTHING_FASTER.overwriting(print, print),
+        NOTHING_FASTER.can_delay_gradient(x),
+        NOTHING_FASTER.fuses_linear,
+    ):
+        assert not answer
+    for call in (NOTHING_FASTER.linear, NOTHING_FASTER.embedding, NOTHING_FASTER.add_to_gradient):
+        with pytest.raises(TypeError, match="Fast"):
+            call(*(x,) * (3 if call == NOTHING_FASTER.linear else 2))

@@ -12,6 +12,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
+from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["bind_gather", "bind_scatter"]
 
@@ -27,7 +28,11 @@ def bind_scatter(step: Step) -> Callable[[Any], Any]:
     def backward(g: Any) -> Any:
         return transitions.gather_cotangent_of_sum(g, step) if requires_grad(g) else gather(g)
 
-    return platform.autograd_step(lambda ctx, y: scatter(y), backward)
+    def forward(ctx: Any, y: Any) -> Any:
+        return scatter(y)
+
+    step_of = (platform.fast or NOTHING_FASTER).autograd_step(forward, backward)
+    return step_of or platform.autograd_function(forward, lambda ctx, g: backward(g))
 
 
 def bind_gather(step: Step) -> Callable[[Any], tuple[Any, Any, Any]]:
@@ -61,7 +66,7 @@ def bind_gather(step: Step) -> Callable[[Any], tuple[Any, Any, Any]]:
         scattered = transitions.scatter_cotangent(partial, step) if requires_grad(partial) else scatter(partial)
         return scattered if full is None else scattered + transitions.run(full, back)
 
-    both = platform.autograd_pair(forward, backward)
+    both = (platform.fast or NOTHING_FASTER).autograd_pair(forward, backward)
     if both is None:
         return alone
 

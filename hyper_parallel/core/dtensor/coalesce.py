@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.platform.contract import NOTHING_FASTER
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -44,7 +45,7 @@ class coalesce_gradients:
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
         """Whether the block will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient of ``parameter``."""
-        if not mesh.platform.can_delay_gradient(parameter):
+        if not (mesh.platform.fast or NOTHING_FASTER).can_delay_gradient(parameter):
             return False
         self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), []).append((parameter, cotangent))
         return True
@@ -60,6 +61,7 @@ class coalesce_gradients:
             return
         for (mesh, mesh_dims, _), entries in waiting.items():
             platform = mesh.platform
+            fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch():
                 flat = [cotangent.reshape((-1,)) for _, cotangent in entries]
                 summed = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
@@ -69,5 +71,5 @@ class coalesce_gradients:
                 for parameter, cotangent in entries:
                     shape = platform.shape_of(cotangent)
                     part = platform.narrow(summed, 0, start, math.prod(shape))
-                    platform.add_to_gradient(parameter, part.reshape(shape))
+                    fast.add_to_gradient(parameter, part.reshape(shape))
                     start += math.prod(shape)

@@ -142,7 +142,7 @@ def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
 
 def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:
     """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of ``mesh``,
-    for linear layers; they share its collectives. It may be 2-D, see `Platform.linear_view`."""
+    for linear layers; they share its collectives. It may be 2-D, see `Fast.linear_view`."""
     platform, transitions = mesh.platform, transitions_of(mesh.platform)
     mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
     if not mesh_dims:

@@ -32,6 +32,7 @@ from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.extremes import differs
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
+from hyper_parallel.platform.contract import NOTHING_FASTER
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -185,7 +186,7 @@ class Transitions:
     def linear_view(
         self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], key: Any, otherwise: Callable[[Any], Any]
     ) -> Callable[[Any, Any], Any] | None:
-        """`Platform.linear_view` with the backward of `copy`, whose all-reduce overwrites the cotangent."""
+        """`Fast.linear_view` with the backward of `copy`, whose all-reduce overwrites the cotangent."""
         contiguous, reducers = self.platform.contiguous, [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
         def reduce(g: Any) -> Any:
@@ -198,7 +199,7 @@ class Transitions:
                 g = self._all_reduce(g, summation(mesh, d))
             return g
 
-        return self.platform.linear_view(reduce, record, key, otherwise)
+        return (self.platform.fast or NOTHING_FASTER).linear_view(reduce, record, key, otherwise)
 
     def parameter_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
         """`copy` as ``view(x)`` of a parameter, which `coalesce_gradients` may take part in; see
@@ -231,7 +232,7 @@ class Transitions:
         operation does not need its value in backward: it is overwritten, and where the platform has hooks there is no
         node in the graph."""
         step, write = summation(mesh, mesh_dim), collectives.bind_all_reduce(mesh, mesh_dim)
-        overwritten = self.platform.overwriting(write, lambda g: self._for_summands(g, step))
+        overwritten = (self.platform.fast or NOTHING_FASTER).overwriting(write, lambda g: self._for_summands(g, step))
         return overwritten or (lambda y: self._overwrite(y, step, write))
 
     def convert_cotangent(self, x: Any, convert: Any) -> Any:

@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.rules.embedding import look_up
 from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["embedding_forward"]
 
@@ -36,13 +37,14 @@ def embedding_forward(
         use_local_output: give a plain tensor.
     """
     platform, transitions = mesh.platform, transitions_of(mesh.platform)
+    fast = platform.fast or NOTHING_FASTER
     own_parameters, no_dispatch = platform.own_parameters, platform.no_dispatch
     all_reduce, run, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
     by_features = weight.placements[0] is Shard(1)
     layouts = (None, weight)
 
     def native(operands: tuple, statics: tuple) -> Any:
-        return platform.embedding(*operands)
+        return fast.embedding(*operands)
 
     def forward(module: Any, ids: Any) -> Any:
         matrix = own_parameters(module).get(name)
@@ -61,7 +63,7 @@ def embedding_forward(
                 HANDED_OUT[output]
         with no_dispatch():
             if by_features:
-                y = platform.embedding(ids, matrix)
+                y = fast.embedding(ids, matrix)
             else:
                 y = look_up(platform, native, (ids, matrix), (None,), layouts, (output,))
                 y = all_reduce(y) if desired is Replicate() else run(y, plan_redistribution(summands, output)[0])

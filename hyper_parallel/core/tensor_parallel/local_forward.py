@@ -29,6 +29,7 @@ from hyper_parallel.core.dtensor.redistribute import (
 from hyper_parallel.core.dtensor.transitions import summation, transitions_of
 from hyper_parallel.core.tensor_parallel.held import layouts_held
 from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
+from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
 
@@ -67,7 +68,8 @@ def column_forward(
         use_local_output: give a plain tensor.
     """
     platform = mesh.platform
-    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
+    linear, no_dispatch = (platform.fast or NOTHING_FASTER).linear, platform.no_dispatch
+    own_parameters = platform.own_parameters
     wrap, view = platform.wrap, linear_input_view(mesh, _FIRST)
     read_cache, key = platform.read_cache, linear_key(mesh, _FIRST)
     (shard,), features = of_weight.placements, of_weight.shape[0]
@@ -136,7 +138,8 @@ def row_forward(
         use_local_output: give a plain tensor.
     """
     platform, transitions = mesh.platform, transitions_of(mesh.platform)
-    linear, no_dispatch, own_parameters = platform.linear, platform.no_dispatch, platform.own_parameters
+    linear, no_dispatch = (platform.fast or NOTHING_FASTER).linear, platform.no_dispatch
+    own_parameters = platform.own_parameters
     whole = desired is Replicate()
     all_reduce, take_step, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
     of_one_rank = summation(mesh, 0).reversed
@@ -204,7 +207,7 @@ def norm_forward(
     """
     platform = mesh.platform
     no_dispatch, own_parameters, wrap = platform.no_dispatch, platform.own_parameters, platform.wrap
-    view, call = parameter_view(mesh, 0), platform.norm_call(norm)
+    view, call = parameter_view(mesh, 0), (platform.fast or NOTHING_FASTER).norm_call(norm)
     planned = tuple(layouts_held(own_parameters(norm)).items())
 
     def shard_of(ndim: int) -> Placement | None:

@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.rank_check import CHECKS
 from hyper_parallel.core.dtensor.redistribute import partial_grad_view
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["overlap_collectives", "overlapped_first"]
 
@@ -85,7 +86,7 @@ def overlapped_first(
     output_layout: Placement,
     use_local_output: bool,
 ) -> LocalForward:
-    """``local``, preceded by `Platform.linear_with_collective` where that is asked for, for the inputs that it takes.
+    """``local``, preceded by `Fast.linear_with_collective` where that is asked for, for the inputs that it takes.
 
     A row-parallel layer multiplies and sums, by an all-reduce or a reduce-scatter; a column-parallel layer whose plain
     input is a shard of another dimension than the features gathers and multiplies.
@@ -98,6 +99,7 @@ def overlapped_first(
         use_local_output: give a plain tensor.
     """
     platform, (shard,), size = mesh.platform, of_weight.placements, mesh.size()
+    fast = platform.fast or NOTHING_FASTER
     # All ranks must go one way, and where sizes do not divide they have tensors of different shapes.
     if size == 1 or type(shard) is not Shard or of_weight.shape[shard.dim] % size:
         return local
@@ -127,7 +129,7 @@ def overlapped_first(
             return NotImplemented
         with platform.no_dispatch():
             try:
-                y = platform.linear_with_collective(collective, x, matrix, group, size, dim, announce_on_mesh, chunks)
+                y = fast.linear_with_collective(collective, x, matrix, group, size, dim, announce_on_mesh, chunks)
             except RuntimeError as error:
                 explain_along(error, collective, x, mesh, 0)
                 raise
@@ -146,7 +148,7 @@ def overlapped_first(
         record_collective(name, mesh, 0, x)
 
     def plain(module: Any, x: Any) -> Any:
-        if (_OPEN or platform.fuses_linear) and x.ndim:
+        if (_OPEN or fast.fuses_linear) and x.ndim:
             shape = tuple(x.shape)
             if collective == "all_gather" and -x.ndim <= moved.dim < x.ndim:
                 dim = moved.dim % x.ndim
@@ -157,7 +159,7 @@ def overlapped_first(
         return NotImplemented if run_plain is None else run_plain(module, x)
 
     def distributed(module: Any, x: Any) -> Any:
-        if _OPEN or platform.fuses_linear:
+        if _OPEN or fast.fuses_linear:
             layout: Layout = x._layout
             ndim = layout.ndim
             if ndim and layout.mesh is mesh and layout.placements[0] is Shard(ndim - 1 if rows else moved.dim % ndim):

@@ -16,7 +16,7 @@ from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forwar
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.platform import Platform
-from hyper_parallel.platform.contract import ModuleKind
+from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
@@ -129,8 +129,9 @@ class _WeightParallel(ModuleStyle):
 
     def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         platform = mesh.platform
-        linear = platform.is_plain_linear(module)
-        if not (linear or platform.is_plain_embedding(module)) or self.keeps_whole(mesh):
+        fast = platform.fast or NOTHING_FASTER
+        linear = fast.is_plain_linear(module)
+        if not (linear or fast.is_plain_embedding(module)) or self.keeps_whole(mesh):
             return None
         name, held = platform.kind_of(module).weight, planned_layouts(module)
         weight: Any = held[name]

@@ -25,16 +25,16 @@ from typing import ClassVar
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.devices import DeviceRole
-from hyper_parallel.platform.contract.fast import FastRole
+from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast
 from hyper_parallel.platform.contract.groups import GroupRole
 from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
-__all__ = ["Dispatch", "ModuleKind", "NativeOp", "Platform", "cached_view"]
+__all__ = ["NOTHING_FASTER", "Dispatch", "Fast", "ModuleKind", "NativeOp", "Platform", "cached_view"]
 
 
-class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, FastRole):
+class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole):
     """What core asks of a backend: the sum of the roles. Instances are singletons; get one with
     `hyper_parallel.platform.get_platform`."""
 
@@ -42,6 +42,8 @@ class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, 
     name: ClassVar[str]
     #: Default communication backend, for example ``"gloo"``.
     comm_backend: ClassVar[str]
+    #: What is there for speed alone.
+    fast: Fast | None = None
 
     @classmethod
     @abstractmethod

@@ -1,6 +1,7 @@
-"""What only makes things faster: a backend that brings none of it gives the same results.
+"""What only makes things faster: `Platform.fast`, one object that a backend may have. Without it, results are the same.
 
-Each answer "no" (None or False) is right, and core takes the general way then.
+Every method may answer "no" (None or False), which is what those of `Fast` itself do; core takes the general way then.
+With the environment variable ``HYPER_PARALLEL_FAST=0`` every platform is without.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["FastRole"]
+__all__ = ["NOTHING_FASTER", "Fast"]
 
 Tensor = Any
 Module = Any
 Group = Any
 
 
-class FastRole:
-    """Short ways, all optional."""
+class Fast:
+    """Short ways, all optional: a backend overrides those that it has."""
 
     #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
     fuses_linear: bool = False
@@ -27,9 +28,10 @@ class FastRole:
         its linear layers dispatched."""
         return False
 
-    def linear(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ weight.T + bias`` on plain local tensors. Differentiable. For `is_plain_linear`."""
-        raise TypeError(f"the platform {self.name!r} has no plain linear layers")
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias`` on plain local tensors. Differentiable. Asked for after `is_plain_linear` said
+        yes."""
+        raise TypeError(f"{type(self).__name__} has no plain linear layers")
 
     def is_plain_embedding(self, module: Module) -> bool:
         """Whether a call of ``module`` is `embedding` of its input and its weight and nothing else: of the framework's
@@ -37,9 +39,10 @@ class FastRole:
         answers False has its embeddings dispatched."""
         return False
 
-    def embedding(self: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        """The rows ``ids`` of ``weight``, on plain local tensors. Differentiable. For `is_plain_embedding`."""
-        raise TypeError(f"the platform {self.name!r} has no plain embeddings")
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """The rows ``ids`` of ``weight``, on plain local tensors. Differentiable. Asked for after
+        `is_plain_embedding` said yes."""
+        raise TypeError(f"{type(self).__name__} has no plain embeddings")
 
     def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
         """``call(module, x, parameters)``: the forward of a norm of the framework's own class with these parameters in
@@ -73,14 +76,14 @@ class FastRole:
         return None
 
     def autograd_step(
-        self: Any, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
-        """`autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
+        self, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor] | None:
+        """`Platform.autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
 
         ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
         interception off.
         """
-        return self.autograd_function(forward, lambda ctx, cotangent: backward(cotangent))
+        return None
 
     def autograd_pair(
         self, forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]], backward: Callable[[Any, Any], Tensor]
@@ -101,9 +104,9 @@ class FastRole:
         ``record(cotangent)``, which is differentiable. ``x`` itself where it requires no gradient, and the same view
         each time that ``x`` comes, under the conditions of `read_cache`; it is kept there under ``key``.
 
-        A framework that has something cheaper for this than `autograd_function` brings it. The view has the shape of
-        ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where it would
-        not, ``otherwise(x)`` takes its place. Called with interception off.
+        A framework that has something cheaper for this than `Platform.autograd_function` brings it. The view has the
+        shape of ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where
+        it would not, ``otherwise(x)`` takes its place. Called with interception off.
         """
         return None
 
@@ -123,6 +126,10 @@ class FastRole:
         nothing but the accumulated gradient depends on it. A framework that returns gradients answers False."""
         return False
 
-    def add_to_gradient(self: Any, parameter: Tensor, cotangent: Tensor) -> None:
+    def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
         """Add a plain tensor to the gradient that ``parameter`` has; after `can_delay_gradient` said yes."""
-        raise TypeError(f"the platform {self.name!r} does not accumulate gradients in parameters")
+        raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
+
+
+#: For a platform without.
+NOTHING_FASTER = Fast()

@@ -12,7 +12,6 @@ from mindspore import Tensor, nn
 from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
-from hyper_parallel.platform.contract import cached_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
@@ -244,21 +243,6 @@ class AutogradVerbs:
         )
         # `_Function.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
-
-    def linear_view(
-        self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
-    ) -> Callable[[Any, Any], Any]:
-        # For linear layers alone, because nobody else holds the cotangents that they return.
-        def backward(ctx: Any, cotangent: Any) -> Any:
-            return (record if self.requires_grad(cotangent) else convert)(cotangent)
-
-        return cached_view(self, self.autograd_function(lambda ctx, x: self.detach(x), backward), key)
-
-    def can_delay_gradient(self, parameter: Any) -> bool:
-        return DelayedGradients.take(parameter)
-
-    def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
-        DelayedGradients.add(parameter, cotangent)
 
     def detach(self, x: Any) -> Any:
         return _data(x)

@@ -14,6 +14,7 @@ from hyper_parallel.platform.contract import Dispatch, NativeOp, Platform
 from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
 from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
+from hyper_parallel.platform.mindspore.fast import MindSporeFast
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_ops import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
@@ -35,6 +36,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)
+        self.fast = MindSporeFast(self)
         if device_target() == "Ascend":
             self.device_type = "npu"  # type: ignore[misc]
             self.comm_backend = "hccl"  # type: ignore[misc]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
-from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn, ops
+from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense
@@ -79,24 +79,6 @@ class ModuleVerbs:
     def own_parameters(self, module: Any) -> Mapping[str, Any]:
         return module._params
 
-    def norm_call(self, module: Any) -> Callable[[Any, Any, Any], Any] | None:
-        return _layer_norm if type(module) is nn.LayerNorm else None
-
-    def is_plain_linear(self, module: Any) -> bool:
-        return type(module) is mint.nn.Linear or (type(module) is nn.Dense and not module.activation_flag)
-
-    def is_plain_embedding(self, module: Any) -> bool:
-        if type(module) is nn.Embedding:
-            return not module.use_one_hot
-        known = type(module) is mint.nn.Embedding and module.padding_idx is None
-        return known and module.max_norm is None and not module.scale_grad_by_freq
-
-    def embedding(self, ids: Any, weight: Any) -> Any:
-        return ops.gather(weight, ids, 0)
-
-    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        return mint.nn.functional.linear(x, weight, bias)
-
     def replace_forward(self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         cls: Any = type(module)
         object.__setattr__(module, "_replaced_forward", make(cls.construct))
@@ -111,10 +93,6 @@ class ModuleVerbs:
         self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
-
-def _layer_norm(module: Any, x: Any, own: Mapping[str, Any]) -> Any:
-    return module.layer_norm(x, own["gamma"].astype(x.dtype), own["beta"].astype(x.dtype))[0]
 
 
 @cache

@@ -13,6 +13,7 @@ from hyper_parallel.platform.contract import Dispatch, NativeOp
 from hyper_parallel.platform.torch import tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
+from hyper_parallel.platform.torch.fast import TorchFast
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
@@ -40,6 +41,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def __init__(self) -> None:
         warn_of_untested("torch", torch.__version__)
+        self.fast = TorchFast(self)
 
     def device(self) -> torch.device:
         """This rank's device."""

@@ -9,16 +9,15 @@ replaces some of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
-from hyper_parallel.platform.torch import launch, lost_ranks, overlap
+from hyper_parallel.platform.torch import launch, lost_ranks
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
 
@@ -214,27 +213,6 @@ class CommunicationVerbs(Platform):
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=_resolve(group))
         return values
-
-    def linear_with_collective(
-        self,
-        collective: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: Any,
-        size: int,
-        dim: int,
-        record: Callable[[str, torch.Tensor], None],
-        chunks: int = 1,
-    ) -> torch.Tensor | None:
-        """See `Platform.linear_with_collective`: in chunks."""
-        with no_dispatch():
-            reduced = ("all_reduce",) if collective == "all_reduce" else ("reduce_scatter",)
-            if chunks < 2 or x.dtype not in self.moved_dtypes or not all(self.supports(c, "sum", x) for c in reduced):
-                return None
-            chunks = overlap.chunks_of(collective, x, weight, size, dim, chunks)
-            if chunks < 2:
-                return None
-            return overlap.run(collective, x, weight, _resolve(group), size, dim, chunks, record)
 
     # ------------------------------------------------------------------------------------------------ faults
     def is_communication_failure(self, error: Exception) -> bool:

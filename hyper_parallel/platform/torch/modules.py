@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
@@ -28,18 +27,6 @@ class ModuleVerbs(Platform):
         nn.LayerNorm: lambda module: len(module.normalized_shape),
         nn.RMSNorm: lambda module: len(module.normalized_shape),
     }
-
-    #: See `Platform.norm_call`: the function below that of `torch.nn.functional`.
-    norm_calls: ClassVar[dict[type, Callable[[Any, Any, Any], Any]]] = {
-        nn.LayerNorm: lambda module, x, own: torch.layer_norm(
-            x, module.normalized_shape, own["weight"], own["bias"], module.eps
-        ),
-        nn.RMSNorm: lambda module, x, own: torch.rms_norm(x, module.normalized_shape, own["weight"], module.eps),
-    }
-
-    def norm_call(self, module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
-        """See `Platform.norm_call`."""
-        return self.norm_calls.get(type(module))
 
     def named_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """See `Platform.named_modules`."""
@@ -83,27 +70,6 @@ class ModuleVerbs(Platform):
 
     #: See `Platform.own_parameters`.
     own_parameters: Any = staticmethod(attrgetter("_parameters"))
-
-    def is_plain_linear(self, module: Any) -> bool:
-        """See `Platform.is_plain_linear`."""
-        return type(module) is nn.Linear
-
-    def is_plain_embedding(self, module: Any) -> bool:
-        """See `Platform.is_plain_embedding`."""
-        return (
-            type(module) is nn.Embedding
-            and module.padding_idx is None
-            and module.max_norm is None
-            and not module.scale_grad_by_freq
-            and not module.sparse
-        )
-
-    def embedding(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Platform.embedding`."""
-        return F.embedding(ids, weight)
-
-    #: See `Platform.linear`.
-    linear: Any = staticmethod(F.linear)
 
     def replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """See `Platform.replace_forward`."""

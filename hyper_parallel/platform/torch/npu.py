@@ -18,6 +18,7 @@ import torch
 
 from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.platform.torch.base import TorchPlatform
+from hyper_parallel.platform.torch.fast import TorchFast
 from hyper_parallel.platform.torch.op_table import OP_TABLE, fused_npu
 from hyper_parallel.platform.versions import warn_of_untested
 
@@ -52,9 +53,7 @@ class TorchNpuPlatform(TorchPlatform):
     def __init__(self) -> None:
         super().__init__()
         warn_of_untested("torch_npu", version("torch-npu"))
-        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and what they save is up
-        # to the shapes.
-        self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
+        self.fast = _NpuFast(self)
         # Their functions are there now that `unavailable_reason` has loaded torch_npu; the DTensor class comes later.
         OP_TABLE.update(fused_npu.table())
 
@@ -78,30 +77,10 @@ class TorchNpuPlatform(TorchPlatform):
 
     def device(self) -> torch.device:
         """This rank's NPU: the current one."""
-        return torch.device("npu", self._npu().current_device())
+        return torch.device("npu", self.npu().current_device())
 
     def _select_device(self, local_rank: int) -> None:
-        self._npu().set_device(local_rank % self._npu().device_count())
-
-    # ------------------------------------------------------------------------------------------ linear with collective
-    def linear_with_collective(
-        self,
-        collective: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: Any,
-        size: int,
-        dim: int,
-        record: Callable[[str, torch.Tensor], None],
-        chunks: int = 1,
-    ) -> torch.Tensor | None:
-        """See `Platform.linear_with_collective`."""
-        with self.no_dispatch():
-            if self.fuses_linear and fused_linear.applies(
-                collective, x, weight, size, dim, self._npu().get_soc_version()
-            ):
-                return fused_linear.run(collective, x, weight, self.native_group(group), size, dim, record)
-        return super().linear_with_collective(collective, x, weight, group, size, dim, record, chunks)
+        self.npu().set_device(local_rank % self.npu().device_count())
 
     def is_communication_failure(self, error: Exception) -> bool:
         """See `Platform.is_communication_failure`. Of what runs in the background only a watchdog hears."""
@@ -137,25 +116,56 @@ class TorchNpuPlatform(TorchPlatform):
         or, as conversions do, go on in silence. All NPUs of a job are of one kind, so all ranks raise."""
         if not self._has_bfloat16:
             raise TypeError(
-                f"{what}, and its dtype is torch.bfloat16, which this NPU ({self._npu().get_device_name()}) does not "
+                f"{what}, and its dtype is torch.bfloat16, which this NPU ({self.npu().get_device_name()}) does not "
                 "have: use torch.float16, with loss scaling (torch.amp.GradScaler), or torch.float32"
             )
 
     @cached_property
     def _has_bfloat16(self) -> bool:
         # torch_npu knows the chip once its device is initialised, which asking does.
-        return bool(self._npu().is_bf16_supported())
+        return bool(self.npu().is_bf16_supported())
 
     def get_rng_state(self) -> Any:
         """See `Platform.get_rng_state`."""
-        return self._npu().get_rng_state()
+        return self.npu().get_rng_state()
 
     def set_rng_state(self, state: Any) -> None:
         """See `Platform.set_rng_state`."""
-        self._npu().set_rng_state(state)
+        self.npu().set_rng_state(state)
 
     @staticmethod
-    def _npu() -> Any:
+    def npu() -> Any:
+        """The module ``torch_npu.npu``."""
         import torch_npu
 
         return torch_npu.npu
+
+
+class _NpuFast(TorchFast):
+    """With torch_npu's operators that multiply and communicate, where they are asked for."""
+
+    def __init__(self, platform: TorchNpuPlatform) -> None:
+        super().__init__(platform)
+        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and what they save is up
+        # to the shapes.
+        self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
+
+    def linear_with_collective(
+        self,
+        collective: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: Any,
+        size: int,
+        dim: int,
+        record: Callable[[str, torch.Tensor], None],
+        chunks: int = 1,
+    ) -> torch.Tensor | None:
+        """See `Fast.linear_with_collective`."""
+        platform = self.platform
+        with platform.no_dispatch():
+            if self.fuses_linear and fused_linear.applies(
+                collective, x, weight, size, dim, platform.npu().get_soc_version()
+            ):
+                return fused_linear.run(collective, x, weight, platform.native_group(group), size, dim, record)
+        return super().linear_with_collective(collective, x, weight, group, size, dim, record, chunks)

@@ -1,0 +1,59 @@
+"""What makes MindSpore faster than the contract asks for: see `hyper_parallel.platform.contract.fast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mindspore import mint, nn, ops
+
+from hyper_parallel.platform.contract import Fast, cached_view
+from hyper_parallel.platform.mindspore.autograd import DelayedGradients
+
+__all__ = ["MindSporeFast"]
+
+
+class MindSporeFast(Fast):
+    """`Platform.fast` of MindSpore; ``platform`` is the one that it belongs to."""
+
+    def __init__(self, platform: Any) -> None:
+        self.platform = platform
+
+    def norm_call(self, module: Any) -> Callable[[Any, Any, Any], Any] | None:
+        return _layer_norm if type(module) is nn.LayerNorm else None
+
+    def is_plain_linear(self, module: Any) -> bool:
+        return type(module) is mint.nn.Linear or (type(module) is nn.Dense and not module.activation_flag)
+
+    def is_plain_embedding(self, module: Any) -> bool:
+        if type(module) is nn.Embedding:
+            return not module.use_one_hot
+        known = type(module) is mint.nn.Embedding and module.padding_idx is None
+        return known and module.max_norm is None and not module.scale_grad_by_freq
+
+    def embedding(self, ids: Any, weight: Any) -> Any:
+        return ops.gather(weight, ids, 0)
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        return mint.nn.functional.linear(x, weight, bias)
+
+    def linear_view(
+        self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
+    ) -> Callable[[Any, Any], Any]:
+        platform = self.platform
+
+        # For linear layers alone, because nobody else holds the cotangents that they return.
+        def backward(ctx: Any, cotangent: Any) -> Any:
+            return (record if platform.requires_grad(cotangent) else convert)(cotangent)
+
+        return cached_view(platform, platform.autograd_function(lambda ctx, x: platform.detach(x), backward), key)
+
+    def can_delay_gradient(self, parameter: Any) -> bool:
+        return DelayedGradients.take(parameter)
+
+    def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
+        DelayedGradients.add(parameter, cotangent)
+
+
+def _layer_norm(module: Any, x: Any, own: Mapping[str, Any]) -> Any:
+    return module.layer_norm(x, own["gamma"].astype(x.dtype), own["beta"].astype(x.dtype))[0]

@@ -1,0 +1,223 @@
+"""What makes torch faster than the contract asks for: see `hyper_parallel.platform.contract.fast`."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.contract import Fast
+from hyper_parallel.platform.torch import overlap
+from hyper_parallel.platform.torch.autograd import as_plain, hook_of, make_apply
+from hyper_parallel.platform.torch.cache import NOTHING, SAME_AS_VIEW, Cache, address_of, shape_of, stride_of
+from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
+from hyper_parallel.platform.torch.private import any_autocast, current_node, saved_tensor_hooks, will_execute
+
+__all__ = ["TorchFast"]
+
+_detach, is_grad_enabled = torch.Tensor.detach, torch.is_grad_enabled
+_PLAIN = frozenset({torch.Tensor, type(None)})
+
+
+class TorchFast(Fast):
+    """`Platform.fast` of the torch backends; ``platform`` is the one that it belongs to."""
+
+    def __init__(self, platform: Any) -> None:
+        self.platform = platform
+
+    # ------------------------------------------------------------------------------------------------ modules
+    #: See `Fast.norm_call`: the function below that of `torch.nn.functional`.
+    norm_calls: ClassVar[dict[type, Callable[[Any, Any, Any], Any]]] = {
+        nn.LayerNorm: lambda module, x, own: torch.layer_norm(
+            x, module.normalized_shape, own["weight"], own["bias"], module.eps
+        ),
+        nn.RMSNorm: lambda module, x, own: torch.rms_norm(x, module.normalized_shape, own["weight"], module.eps),
+    }
+
+    def norm_call(self, module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
+        """See `Fast.norm_call`."""
+        return self.norm_calls.get(type(module))
+
+    def is_plain_linear(self, module: Any) -> bool:
+        """See `Fast.is_plain_linear`."""
+        return type(module) is nn.Linear
+
+    def is_plain_embedding(self, module: Any) -> bool:
+        """See `Fast.is_plain_embedding`."""
+        return (
+            type(module) is nn.Embedding
+            and module.padding_idx is None
+            and module.max_norm is None
+            and not module.scale_grad_by_freq
+            and not module.sparse
+        )
+
+    def embedding(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Fast.embedding`."""
+        return F.embedding(ids, weight)
+
+    #: See `Fast.linear`.
+    linear: Any = staticmethod(F.linear)
+
+    # ------------------------------------------------------------------------------------------------ autograd
+    def autograd_step(
+        self, forward: Callable[[Any, torch.Tensor], torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Fast.autograd_step`."""
+        apply = make_apply("Step", forward, _without_context(backward))
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if SEEN:
+                refuse_levels(x)
+            return apply(x) if is_grad_enabled() and x.requires_grad else forward(None, x)
+
+        return run
+
+    def autograd_pair(
+        self,
+        forward: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        backward: Callable[[Any, Any], torch.Tensor],
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """See `Fast.autograd_pair`."""
+
+        def run_forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ctx.set_materialize_grads(False)
+            return forward(ctx, x)
+
+        return make_apply("Pair", run_forward, _without_context(backward))
+
+    def can_delay_gradient(self, parameter: torch.Tensor) -> bool:
+        """See `Fast.can_delay_gradient`."""
+        # What runs now is the view's own backward, with the node that accumulates next to it if this is a leaf.
+        node = current_node()
+        accumulation: Any = node.next_functions[0][0] if node is not None else None
+        with no_dispatch():
+            if parameter._post_accumulate_grad_hooks or getattr(accumulation, "variable", None) is not parameter:
+                return False
+        try:
+            return will_execute(accumulation)
+        except RuntimeError:
+            return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
+
+    def add_to_gradient(self, parameter: torch.Tensor, cotangent: torch.Tensor) -> None:
+        """See `Fast.add_to_gradient`."""
+        with no_dispatch():
+            gradient: Any = parameter.grad
+            gradient.add_(cotangent)
+
+    def linear_view(
+        self,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+        record: Callable[[torch.Tensor], torch.Tensor],
+        key: Any,
+        otherwise: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """See `Fast.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
+        hooks = OrderedDict({0: hook_of(convert, record)})
+
+        def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if SEEN:
+                refuse_levels(x)
+            if not (is_grad_enabled() and x.requires_grad):
+                return x
+            cache = x.__dict__.get("_cached")
+            if cache:
+                # As `Platform.read_cache`, of the weak references that are written below.
+                entry = cache.get(key)
+                if entry is not None and entry[1] == x._version and (found := entry[0]()) is not None:
+                    data = entry[2]
+                    if (
+                        found.is_set_to(x)
+                        if data is SAME_AS_VIEW
+                        else data is NOTHING or data == (address_of(x), shape_of(x), stride_of(x))
+                    ):
+                        return found
+            dims = x.dim()
+            if dims < 2 or not weight.requires_grad or any_autocast() or saved_tensor_hooks(True) is not None:
+                # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
+                # tensors (checkpointing, offloading) make of it.
+                return otherwise(x)
+            # Of a view with more dimensions it would keep a 2-D view, and not that one.
+            y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
+            y._backward_hooks = hooks
+            y.grad_fn._register_hook_dict(y)
+            if cache is None:
+                cache = x.__dict__["_cached"] = Cache()
+            # Weak, see `Platform.write_cache`: the operation keeps it.
+            if type(x) is not torch.Tensor:
+                compared: Any = NOTHING
+            else:
+                compared = SAME_AS_VIEW if dims == 2 else (address_of(x), shape_of(x), stride_of(x))
+            cache[key] = (weakref.ref(y), x._version, compared)
+            return y
+
+        return view
+
+    def overwriting(
+        self,
+        write: Callable[[torch.Tensor], torch.Tensor],
+        record: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Fast.overwriting`."""
+        hooks = OrderedDict({0: hook_of(None, record)})
+
+        def apply(y: Any) -> torch.Tensor:
+            if not (is_grad_enabled() and y.requires_grad):
+                return write(y)
+            data = _detach(y)
+            written = write(data)
+            if written is not data:
+                data.copy_(written)
+            y._backward_hooks = hooks
+            y.grad_fn._register_hook_dict(y)
+            # The graph has the table now. The tensor must not: a hook of its user would go into it.
+            y._backward_hooks = None
+            return y
+
+        return apply
+
+    # ------------------------------------------------------------------------------------------------ overlap
+    def linear_with_collective(
+        self,
+        collective: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: Any,
+        size: int,
+        dim: int,
+        record: Callable[[str, torch.Tensor], None],
+        chunks: int = 1,
+    ) -> torch.Tensor | None:
+        """See `Fast.linear_with_collective`: in chunks."""
+        platform = self.platform
+        with no_dispatch():
+            reduced = ("all_reduce",) if collective == "all_reduce" else ("reduce_scatter",)
+            if (
+                chunks < 2
+                or x.dtype not in platform.moved_dtypes
+                or not all(platform.supports(c, "sum", x) for c in reduced)
+            ):
+                return None
+            chunks = overlap.chunks_of(collective, x, weight, size, dim, chunks)
+            if chunks < 2:
+                return None
+            return overlap.run(collective, x, weight, platform.native_group(group), size, dim, chunks, record)
+
+
+def _without_context(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` of plain cotangents as a method of an autograd function."""
+
+    def run(ctx: Any, *cotangents: Any) -> Any:
+        for cotangent in cotangents:
+            if type(cotangent) not in _PLAIN:
+                with no_dispatch():
+                    return backward(*map(as_plain, cotangents))
+        return backward(*cotangents)
+
+    return run
