@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.rules import RULES
+from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.platform.mindspore.collectives import dense
 from hyper_parallel.platform.mindspore.op_table import OPS, VARIANTS
 
@@ -21,7 +22,7 @@ FLOATS = np.arange(6, dtype=np.float32).reshape(2, 3)
 @pytest.fixture(scope="module")
 def platform() -> Any:
     mesh = init_device_mesh("cpu", (1,))
-    return mesh.platform
+    return bind_platform(mesh.platform)  # with what the class of DTensors patches
 
 
 def test_facts(platform: Any) -> None:
@@ -189,9 +190,15 @@ def test_contiguous_is_dense(platform: Any) -> None:
 
 
 def test_factories(platform: Any) -> None:
-    for name, value in (("zeros", 0), ("ones", 1), ("full", 7)):
-        t = platform.factory(name, (2, 3), 7, ms.float16)
-        assert t.dtype == ms.float16 and (t.asnumpy() == value).all()
+    for dtype in (ms.float16, ms.bfloat16, ms.int8, ms.bool_):
+        for value in (0.0, 1.0, 7):
+            t = platform.factory("full", (2, 3), value, dtype)
+            wanted = bool(value) if dtype == ms.bool_ else value
+            assert t.dtype == dtype and (t.astype(ms.float32).asnumpy() == wanted).all()
+            like = platform.full((0, 3), value, t)
+            assert like.dtype == dtype and like.shape == (0, 3)
+    ones = platform.ones((2, 3), Tensor(FLOATS.astype(np.int64)))
+    assert ones.dtype == ms.int64 and (ones.asnumpy() == 1).all()
     assert platform.factory("full", (2,), 1, None).dtype == ms.int64
     assert platform.factory("empty", (0, 3), None, None).shape == (0, 3)
     assert platform.factory("rand", (0, 3), None, None).shape == (0, 3)

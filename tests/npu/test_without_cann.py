@@ -42,7 +42,7 @@ def test_torch_on_cpu_works() -> None:
     done = run_without_cann(
         "from hyper_parallel import get_platform\n"
         "platform = get_platform('torch')\n"
-        "print(platform.name, platform.zeros((2,), platform.factory('ones', (1,), 0, None)).tolist())"
+        "print(platform.name, platform.zeros((2,), platform.factory('full', (1,), 0.0, None)).tolist())"
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "torch-cpu [0.0, 0.0]"

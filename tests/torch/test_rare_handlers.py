@@ -155,8 +155,6 @@ def verbs(mesh: Any) -> None:
     platform, module = get_platform(), nn.Linear(3, 5)
     with pytest.raises(AttributeError, match="Linear has no buffer 'running_mean'"):
         platform.set_buffer(module, "running_mean", randn(3))
-    with pytest.raises(ValueError, match="no factory 'twos'"):
-        platform.factory("twos", (2,), None, torch.float32)
     module.counts = nn.Parameter(torch.arange(6), requires_grad=False)
     before, part = module.counts, shard(torch.arange(6).to(device()), mesh, Shard(0))
     platform.set_distributed_parameter(module, "counts", part.to_local(), part._layout)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hyper_parallel.platform.torch.cpu import TorchCpuPlatform
 
@@ -19,21 +18,14 @@ __all__ = ["TorchGatherOnlyPlatform"]
 
 
 class TorchGatherOnlyPlatform(TorchCpuPlatform):
-    """`torch-gather-only`. Core must have `all_gather` and `broadcast` of every backend; the other verbs may be
-    missing, and are: a call of one of them would be a defect of core."""
+    """`torch-gather-only`. Core must have `all_gather` of every backend; the other collectives may be missing,
+    and are: a call of one of them would be a defect of core."""
 
     name = "torch-gather-only"
 
     def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
         """See `Platform.supports`."""
         return collective == "all_gather"
-
-    def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
-        """See `Platform.broadcast`: gather what all ranks hold, and keep what rank ``src`` had."""
-        process_group = self.native_group(group)
-        size = dist.get_world_size(process_group)
-        gathered = self.all_gather(local.reshape(1, -1), group, size)
-        return gathered[dist.get_group_rank(process_group, src)].reshape(local.shape).clone()
 
     def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
         """See `Platform.all_reduce`; denied by `supports`."""
@@ -46,6 +38,10 @@ class TorchGatherOnlyPlatform(TorchCpuPlatform):
     def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_to_all`; denied by `supports`."""
         raise _denied("all_to_all")
+
+    def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
+        """See `Platform.broadcast`; denied by `supports`."""
+        raise _denied("broadcast")
 
     def scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, group: Any) -> torch.Tensor:
         """See `Platform.scatter`; denied by `supports`."""

@@ -306,6 +306,8 @@ def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
     if OBSERVERS:
         _record("broadcast", mesh, mesh_dim, x)
     try:
+        if not platform.supports("broadcast", "", x):
+            return platform.clone(_gather_parts(x, mesh, mesh_dim)[src])
         return platform.broadcast(x, mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim))
     except RuntimeError as error:
         explain_along(error, "broadcast", x, mesh, mesh_dim)

@@ -35,12 +35,12 @@ def zeros(*size: Any, **options: Any) -> Any:
 
     Source: ``torch.distributed.tensor.zeros``.
     """
-    return _make("zeros", size, None, **options)
+    return _make("zeros", size, 0.0, **options)
 
 
 def ones(*size: Any, **options: Any) -> Any:
     """A DTensor of ones; arguments as for `zeros`."""
-    return _make("ones", size, None, **options)
+    return _make("ones", size, 1.0, **options)
 
 
 def empty(*size: Any, **options: Any) -> Any:
@@ -88,7 +88,8 @@ def _make(
             synchronize(mesh)
             local = take_part(platform.factory(name, shape, fill_value, dtype), layout)
         else:
-            local = platform.factory(name, layout.local_shape, fill_value, dtype)
+            kind = "full" if fill_value is not None else name
+            local = platform.factory(kind, layout.local_shape, fill_value, dtype)
     x = platform.wrap(local, layout)
     if requires_grad:
         x.requires_grad_(True)

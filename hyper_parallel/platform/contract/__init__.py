@@ -19,7 +19,6 @@ must bring:
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import ClassVar
 
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
@@ -46,7 +45,7 @@ class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, 
     fast: Fast | None = None
 
     @classmethod
-    @abstractmethod
     def unavailable_reason(cls) -> str | None:
         """Why this backend cannot run here, as a sentence for a person, or None when it can. Imports as little as
         is needed to know."""
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 __all__ = ["AutogradRole", "cached_view"]
@@ -32,10 +32,10 @@ def cached_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Ca
 class AutogradRole(ABC):
     """What core needs to send gradients its own way."""
 
-    @abstractmethod
     def requires_grad(self, x: Tensor) -> bool:
         """Whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are switched
         off. A backend that cannot know answers True."""
+        return True
 
     @abstractmethod
     def autograd_function(
@@ -69,26 +69,26 @@ class AutogradRole(ABC):
     def detach(self, x: Tensor) -> Tensor:
         """A plain tensor with the data of ``x`` and no gradient."""
 
-    @abstractmethod
     def alias(self, x: Tensor) -> Tensor:
         """A new plain tensor object with the data of ``x``, differentiable with respect to ``x``."""
+        return self.autograd_function(lambda ctx, x: self.detach(x), lambda ctx, cotangent: cotangent)(x)
 
-    @abstractmethod
     def no_grad(self) -> AbstractContextManager:
-        """Context manager without gradients."""
+        """Context manager without gradients, for a framework that records unless it is told not to."""
+        return nullcontext()
 
-    @abstractmethod
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
         """The tensor stored on ``holder`` with `write_cache` under ``key``, if it is still valid: the same gradient
         recording, and ``holder`` neither changed in place nor given other data since. Otherwise None. Called with
-        interception off."""
+        interception off. A backend that keeps nothing has more collectives in backward."""
+        return None
 
-    @abstractmethod
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
         """Keep ``value``, which has the data of ``holder``, for `read_cache`, without keeping either alive for longer
         than it would be. A backend that cannot do so safely for this ``holder`` stores nothing. Called with
         interception off."""
+        return  # nothing is kept
 
-    @abstractmethod
     def clear_cache(self, holder: Tensor) -> None:
         """Drop all that `write_cache` stored on ``holder``."""
+        return  # nothing was kept

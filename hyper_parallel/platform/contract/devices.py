@@ -20,14 +20,14 @@ class DeviceRole(ABC):
     #: can see that an operation has drawn.
     watches_draws: bool = False
 
-    @abstractmethod
     def to_device(self, x: Tensor) -> Tensor:
         """``x`` on this rank's device of this platform, or ``x`` itself."""
+        return x
 
     @abstractmethod
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
-        """A new plain local tensor on this rank's device: ``name`` is ``"zeros"``, ``"ones"``, ``"empty"``,
-        ``"full"`` (with ``fill_value``), ``"rand"`` or ``"randn"``. ``dtype`` None is the framework's default."""
+        """A new plain local tensor on this rank's device: ``name`` is ``"full"`` (with ``fill_value``), ``"empty"``,
+        ``"rand"`` or ``"randn"``. ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:

@@ -26,10 +26,6 @@ class GroupRole(ABC):
         """
 
     @abstractmethod
-    def destroy_process_group(self) -> None:
-        """Tear the default group and all others down. For programs; core does not call it."""
-
-    @abstractmethod
     def world(self) -> Any:
         """An object that stands for the initialised default process group, a new one after each initialisation;
         None before. Core holds it weakly and compares by identity."""
@@ -47,9 +43,9 @@ class GroupRole(ABC):
         """Make one group for each list of ranks and return the one that this rank is in, None if in none. Called with
         the same lists on every rank of the world. A list of all ranks may give the default group."""
 
-    @abstractmethod
     def native_group(self, group: Group) -> Any:
         """What the framework's own functions take for ``group``: for users who call them on ``mesh.get_group()``."""
+        return group
 
     def is_communication_failure(self, error: Exception) -> bool:
         """Whether a collective raised ``error`` because a rank did not do its part: it died, hangs or does something

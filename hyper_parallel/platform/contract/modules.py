@@ -145,9 +145,9 @@ class ModuleRole(ABC):
     def named_modules(self, root: Module) -> Iterator[tuple[str, Module]]:
         """Yield (path, module) for ``root`` (path ``""``) and everything below it, parents first, each module once."""
 
-    @abstractmethod
     def named_parameters(self, module: Module) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) for the parameters that ``module`` itself holds, children excluded, ties included."""
+        return iter([(name, p) for name, p in self.own_parameters(module).items() if p is not None])
 
     @abstractmethod
     def named_buffers(self, module: Module) -> Iterator[tuple[str, Tensor]]:

@@ -21,9 +21,9 @@ class TensorRole(ABC):
     #: Whether the framework's largest and smallest element of some with NaN among them is NaN, wherever that stands.
     extremes_keep_nan: bool = True
 
-    @abstractmethod
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
+        return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
         """What ``x`` is, for messages ("a tensor of the class ..., of torch.distributed.tensor"), and what to do about
@@ -35,9 +35,9 @@ class TensorRole(ABC):
     def is_floating_point(self, x: Tensor) -> bool:
         """Whether ``x`` has a floating point dtype."""
 
-    @abstractmethod
     def is_meta(self, x: Tensor) -> bool:
         """Whether ``x`` has a shape and dtype but no data."""
+        return False
 
     def has_values(self, x: Tensor) -> bool:
         """Whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where there
@@ -76,29 +76,34 @@ class TensorRole(ABC):
     def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
         """Slice ``x`` along ``dim``; differentiable."""
 
-    @abstractmethod
     def chunk(self, x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
         """The ``count`` equal parts of ``x`` along ``dim``, whose size ``count`` divides. Views where possible."""
+        length = self.shape_of(x)[dim] // count
+        return [self.narrow(x, dim, i * length, length) for i in range(count)]
 
     @abstractmethod
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
         """Concatenate along ``dim``; differentiable."""
 
-    @abstractmethod
     def contiguous(self, x: Tensor) -> Tensor:
-        """``x``, dense and in row-major order; ``x`` itself if it is so already. Differentiable."""
+        """``x``, dense and in row-major order; ``x`` itself, or a copy, if it is so already. Differentiable."""
+        return self.clone(x)
 
     @abstractmethod
     def clone(self, x: Tensor) -> Tensor:
         """A contiguous copy. Differentiable."""
 
     @abstractmethod
+    def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
+        """A tensor of ``value`` everywhere, with dtype and device of ``like``."""
+
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Zeros with dtype and device of ``like``."""
+        return self.full(shape, 0, like)
 
-    @abstractmethod
     def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Ones with dtype and device of ``like``."""
+        return self.full(shape, 1, like)
 
     def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
         """`ones` with the given strides, of a dense tensor. For frameworks that draw a tensor's random numbers in the
@@ -109,9 +114,11 @@ class TensorRole(ABC):
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
         """``value`` where ``mask`` (broadcast to ``x``), else ``x``. Differentiable."""
 
-    @abstractmethod
     def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
         """Add a dimension of size 1. Differentiable."""
+        shape = [*self.shape_of(x)]
+        shape.insert(dim if dim >= 0 else dim + len(shape) + 1, 1)
+        return x.reshape(tuple(shape))
 
     @abstractmethod
     def to_dtype(self, x: Tensor, dtype: Any) -> Tensor:

@@ -57,7 +57,8 @@ class CollectiveVerbs:
             if collective == "all_reduce":
                 ops_of = _CPU_FLOAT32_OPS if local.dtype == ms.float32 else _CPU_OPS
                 return op in ops_of and local.dtype in _CPU_REDUCE
-            return collective in ("all_gather", "broadcast") and (local.dtype in _CPU_MOVE or local.dtype in _UNKNOWN)
+            movable = collective == "all_gather" and (local.dtype in _CPU_MOVE or local.dtype in _UNKNOWN)
+            return movable or collective == "broadcast"
         if reduces:
             return op in _HCCL_OPS and local.dtype in _HCCL_REDUCE
         return collective in ("all_gather", "broadcast") or (collective == "all_to_all" and local.dtype != ms.bool_)

@@ -37,17 +37,11 @@ class LocalVerbs:
     def clone(self, x: Tensor) -> Tensor:
         return copied(x)
 
-    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return ops.zeros(tuple(shape), like.dtype)
-
-    def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return ops.ones(tuple(shape), like.dtype)
+    def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
+        return _filled(tuple(shape), value, like.dtype)
 
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
         return ops.masked_fill(x, mask, Tensor(value, x.dtype))
-
-    def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
-        return ops.expand_dims(x, dim)
 
     def to_dtype(self, x: Tensor, dtype: Any) -> Tensor:
         return x if x.dtype == dtype else x.astype(dtype)
@@ -75,18 +69,13 @@ class LocalVerbs:
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         return ops.tensor_scatter_elements(x, index, source, dim, "add")
 
-    def to_device(self, x: Tensor) -> Tensor:
-        return x  # tensors move to the device of the context when an operation reads them
-
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         shape = tuple(shape)
         if name == "full":
             if dtype is None:
                 dtype = {bool: ms.bool_, int: ms.int64}.get(type(fill_value), ms.float32)
-            return ops.full(shape, fill_value, dtype=dtype)
+            return _filled(shape, fill_value, dtype)
         dtype = ms.float32 if dtype is None else dtype
-        if name == "ones":
-            return ops.ones(shape, dtype)
         if name in ("rand", "randn"):
             draw = ops.rand if name == "rand" else ops.randn
             return ops.zeros(shape, dtype) if 0 in shape else draw(*shape, dtype=dtype)
@@ -113,3 +102,11 @@ class LocalVerbs:
         COUNTERS.update(counters)
         ms.set_rng_state(Tensor(generator))
         np.random.set_state(host)
+
+
+def _filled(shape: tuple[int, ...], value: Any, dtype: Any) -> Tensor:
+    if value in (0, 1):
+        return (ops.ones if value else ops.zeros)(shape, dtype)
+    if dtype == ms.bfloat16:  # which the kernel of `full` does not take on CPU
+        return ops.full(shape, value, dtype=ms.float32).astype(dtype)
+    return ops.full(shape, value, dtype=dtype)

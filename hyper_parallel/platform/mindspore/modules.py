@@ -34,9 +34,6 @@ class ModuleVerbs:
         nn.LayerNorm: lambda module: -module.begin_norm_axis if module.begin_norm_axis < 0 else None,
     }
 
-    def is_tensor(self, x: Any) -> bool:
-        return isinstance(x, Tensor)
-
     def foreign_tensor(self, x: Any) -> str | None:
         if isinstance(x, _SPARSE):
             return f"a {type(x).__name__}, which is no dense tensor: give x.to_dense()"
@@ -63,9 +60,6 @@ class ModuleVerbs:
 
     def named_modules(self, root: Any) -> Iterator[tuple[str, Any]]:
         return root.cells_and_names()
-
-    def named_parameters(self, module: Any) -> Iterator[tuple[str, Any]]:
-        return iter([(name, p) for name, p in module._params.items() if p is not None])
 
     def named_buffers(self, module: Any) -> Iterator[tuple[str, Any]]:
         return iter([(name, b) for name, b in module._buffers.items() if b is not None])

@@ -48,10 +48,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         return torch.device(self.device_type)
 
     # ------------------------------------------------------------------------------------------------ types
-    def is_tensor(self, x: Any) -> bool:
-        """See `Platform.is_tensor`."""
-        return isinstance(x, torch.Tensor)
-
     def foreign_tensor(self, x: Any) -> str | None:
         """See `Platform.foreign_tensor`."""
         if not isinstance(x, T) or tensor.is_dtensor(x):
@@ -174,13 +170,11 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """See `Platform.zeros`."""
-        if type(like) is torch.Tensor:
-            return like.new_zeros(shape)
-        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+        return like.new_zeros(shape) if type(like) is torch.Tensor else self.full(shape, 0, like)
 
-    def ones(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """See `Platform.ones`."""
-        return torch.ones(tuple(shape), dtype=like.dtype, device=like.device)
+    def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.full`."""
+        return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
     def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """See `Platform.ones_in_memory`."""
@@ -193,10 +187,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def masked_fill(self, x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
         """See `Platform.masked_fill`."""
         return x.masked_fill(mask, value)
-
-    def unsqueeze(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """See `Platform.unsqueeze`."""
-        return x.unsqueeze(dim)
 
     def to_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `Platform.to_dtype`."""
@@ -239,8 +229,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         """See `Platform.factory`."""
         if name == "full":
             return torch.full(tuple(shape), fill_value, dtype=dtype, device=self.device())
-        if name not in ("zeros", "ones", "empty", "rand", "randn"):
-            raise ValueError(f"no factory {name!r}")
         return getattr(torch, name)(tuple(shape), dtype=dtype, device=self.device())
 
     def manual_seed(self, seed: int) -> None:

@@ -100,7 +100,7 @@ class CommunicationVerbs(Platform):
             launch.init_process_group(launch.chosen_backend(self.comm_backend), self._select_device, seconds)
 
     def destroy_process_group(self) -> None:
-        """See `Platform.destroy_process_group`."""
+        """Tear the default group and all others down. For programs."""
         if dist.is_initialized():
             launch.destroy_process_group()
 
@@ -203,7 +203,7 @@ class CommunicationVerbs(Platform):
         return out
 
     def barrier(self, group: Any) -> None:
-        """See `Platform.barrier`."""
+        """Wait for all ranks of the group. For programs."""
         dist.barrier(group=_resolve(group))
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:

@@ -32,10 +32,6 @@ class ModuleVerbs(Platform):
         """See `Platform.named_modules`."""
         return root.named_modules()
 
-    def named_parameters(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Platform.named_parameters`."""
-        return ((name, p) for name, p in module._parameters.items() if p is not None)
-
     def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Platform.named_buffers`."""
         return ((name, b) for name, b in module._buffers.items() if b is not None)

@@ -93,12 +93,6 @@ class TorchNpuPlatform(TorchPlatform):
             self._check_bfloat16(f"{collective} of a tensor of shape {tuple(self.shape_of(local))}")
         return super().supports(collective, op, local)
 
-    def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
-        """See `Platform.broadcast`, before which core does not ask `supports`."""
-        if local.dtype is torch.bfloat16:
-            self._check_bfloat16(f"broadcast of a tensor of shape {tuple(self.shape_of(local))}")
-        return super().broadcast(local, src, group)
-
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.to_device`; every tensor that is distributed comes through here first."""
         if x.dtype is torch.bfloat16:
