@@ -72,7 +72,8 @@ _SHAPES = """
     ops.stack([x, y]); ops.stack((x, y), -1); ops.hstack([x, y]); ops.vstack([x, y]); mint.split(x, 2, 1)
     mint.split(x, [2, 4], 1); x.split(2); x.split(2, dim=1); x.split([2, 4], 1); ops.split(x, 2, 1)
     ops.split(x, [2, 4], 1); mint.chunk(x, 2, 1); ops.chunk(x, 2, 1); x.chunk(2, 1); x.chunk(2, dim=-1); ops.unbind(x)
-    mint.unbind(x); x.unbind(0); mint.narrow(x, 1, 0, 2); ops.narrow(x, 1, 0, 2); x.narrow(1, 0, 2)
+    mint.unbind(x); x.unbind(0); mint.unbind(x3); mint.unbind(x3, 1)
+    mint.narrow(x, 1, 0, 2); ops.narrow(x, 1, 0, 2); x.narrow(1, 0, 2)
     mint.select(x, 0, 1); x.select(0, 1); x.select(-1, -1); x[0]; x[:, :2]; x[..., None]; x[:, 1]; x[i]; x[i, i]
     x[:, i]; x[1:3, 0]; x[-1]; x3[:, 0, ::2]; x[None]; list(x); ops.strided_slice(x, (0, 0), (2, 2), (1, 1))
     ops.slice(x, (0, 0), (2, 2)); ops.gather(x, i, 0); ops.gather(x, i, 1); ops.Gather()(x, i, 0)
