@@ -40,7 +40,8 @@ MASKS = [
 ]
 #: Plain tensors have no gradient on CPU; MindSpore gives none of class weights, and one of another shape than a table.
 _OWN_GRADIENTS = """
-    F.softplus(x); mint.unbind(x); mint.unbind(x3); mint.unbind(x3, 1); mint.select(x, 0, 1); x.select(0, 1); x.select(-1, -1)
+    F.softplus(x); mint.unbind(x); mint.unbind(x3); mint.unbind(x3, 1)
+    mint.select(x, 0, 1); x.select(0, 1); x.select(-1, -1)
     ops.NLLLoss()(x, i, v)[0]; ops.NLLLoss('sum')(x, i, v)[0]; ops.NLLLoss('none')(x, i, v)[0]
     ops.EmbeddingLookup()(w, ids, 0)
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.bounded import Table
+from hyper_parallel.core.dtensor.caches import Table
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.memory_order import UNKNOWN, strides_of
 from hyper_parallel.core.dtensor.rules.labels import axis
@@ -255,4 +255,4 @@ def _order(key: tuple[tuple[int, ...], Any]) -> Any:
 
 
 #: (shape, `DTensor._strides` of an operand of that shape) -> those of a new tensor in the same order.
-_ORDERS: Table = Table(_order, 1 << 12)
+_ORDERS: Table = Table(_order, 1 << 12, "orders in memory")

@@ -9,23 +9,22 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.caches import clear_caches
 from hyper_parallel.core.dtensor.lookalikes import import_hint
 from hyper_parallel.core.dtensor.rank_check import CHECKS
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-__all__ = ["CACHES", "DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
 
 _MESHES: dict[tuple, DeviceMesh] = {}
 #: The keys of those that were made as such, which takes all ranks; the others are dimensions of other meshes.
 _MADE: set[tuple] = set()
-#: What else keeps meshes alive, as functions that empty it: called when a platform's world is a new one.
-CACHES: list[Callable[[], None]] = []
 _WORLDS: dict[Platform, weakref.ref[Any]] = {}
 _ACTIVE = threading.local()
 
@@ -322,8 +321,7 @@ def _forget(platform: Platform) -> None:
     for key in [key for key in _MESHES if key[0] is platform]:
         del _MESHES[key]
     _MADE.difference_update([key for key in _MADE if key[0] is platform])
-    for clear in CACHES:
-        clear()
+    clear_caches()  # which keep meshes alive
 
 
 def _new_groups(platform: Platform, ranks: np.ndarray) -> tuple[Any, ...]:

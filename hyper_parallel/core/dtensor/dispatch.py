@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.aliasing import aliasing_of
-from hyper_parallel.core.dtensor.bounded import Bounded, Table
+from hyper_parallel.core.dtensor.caches import Cache, Table
 from hyper_parallel.core.dtensor.call_cache import ELEMENTWISE, call_key, remembered_call
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
-from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.extremes import bind_extreme
 from hyper_parallel.core.dtensor.fallback import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.layout import Layout, get_layout
@@ -41,8 +41,7 @@ __all__ = ["CALLS", "dispatch"]
 
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
-_PLANS: dict[tuple, _Plan] = Bounded(_MAX_PLANS)
-CACHES.append(_PLANS.clear)
+_PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
 
 
 class _Plan:
@@ -236,8 +235,7 @@ class _Dispatch:
 def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
     if op is None:
         return _run_without_row
-    calls = CALLS[op] = Bounded(_MAX_CALLS)
-    CACHES.append(calls.clear)
+    calls = CALLS[op] = Cache(_MAX_CALLS, "calls of operations")
     find, by_function, varies, classes = calls.get, op.binds_by_function, op.varies, DTENSOR_CLASSES
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:

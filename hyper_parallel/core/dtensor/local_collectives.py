@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.bounded import Bounded
-from hyper_parallel.core.dtensor.device_mesh import CACHES
+from hyper_parallel.core.dtensor.caches import Cache
 from hyper_parallel.core.dtensor.placement_types import Partial, Shard
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_local_collective", "check_rows", "dims_within"]
 
-_DIMS: dict[tuple, tuple[int, ...]] = Bounded(1 << 12)
-CACHES.append(_DIMS.clear)
+_DIMS: dict[tuple, tuple[int, ...]] = Cache(1 << 12, "dimensions of groups")
 
 
 def dims_within(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.bound_steps import bind_gather
-from hyper_parallel.core.dtensor.bounded import Table
-from hyper_parallel.core.dtensor.device_mesh import CACHES
+from hyper_parallel.core.dtensor.caches import Table
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.transitions import Step, transitions_of
@@ -66,8 +65,7 @@ def _bind_step(step: Step) -> Callable[[Any], Any]:
 
 
 #: step -> `_bind_step` of it.
-_STEPS: Table = Table(_bind_step, 1 << 14)
-CACHES.append(_STEPS.clear)
+_STEPS: Table = Table(_bind_step, 1 << 14, "bound steps")
 
 
 def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
@@ -172,9 +170,8 @@ def _plan(key: tuple[Layout, Layout]) -> tuple[Step, ...]:
 
 
 #: (source, target) -> steps, and what they cost.
-_PLANS: Table = Table(_plan, 1 << 14)
-_COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14)
-CACHES += [_PLANS.clear, _COSTS.clear]
+_PLANS: Table = Table(_plan, 1 << 14, "plans of redistribution")
+_COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14, "costs of redistribution")
 
 
 def _changed(before: Layout, after: Layout) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.bounded import Bounded
-from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.caches import Cache
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.dispatch import dispatch
 from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.operands import DTENSOR_CLASSES
@@ -22,10 +22,11 @@ __all__ = ["DTensor", "bind_platform", "dtensor_class"]
 
 _BOUND: dict[Platform, type] = {}
 #: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
-_TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Bounded(1 << 14)
+_TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Cache(1 << 14, "targets of redistribute")
 #: (mesh, placements, local shape) -> layout, of what `DTensor.from_local` was given where shards are equal.
-_EVEN_LAYOUTS: dict[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]], Layout] = Bounded(1 << 14)
-CACHES += [_TARGETS.clear, _EVEN_LAYOUTS.clear]
+_EVEN_LAYOUTS: dict[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]], Layout] = Cache(
+    1 << 14, "layouts of equal shards"
+)
 
 
 class DTensor:

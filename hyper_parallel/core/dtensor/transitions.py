@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.caches import Cache
 from hyper_parallel.core.dtensor.chunking import packed_ranges, shard_sizes
 from hyper_parallel.core.dtensor.coalesce import BLOCKS
-from hyper_parallel.core.dtensor.device_mesh import CACHES
 from hyper_parallel.core.dtensor.extremes import differs
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
@@ -116,8 +116,9 @@ class Transitions:
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
-        self._parameter_views: dict[tuple[DeviceMesh, tuple[int, ...]], Callable[[Any], Any]] = {}
-        CACHES.append(self._parameter_views.clear)
+        self._parameter_views: dict[tuple[DeviceMesh, tuple[int, ...]], Callable[[Any], Any]] = Cache(
+            1 << 12, "views of parameters"
+        )
         make = platform.autograd_function
         self._share_full = make(self._share_forward, self._slice_cotangent)
         self._share_partial = make(self._share_forward, self._scatter_cotangent)
@@ -429,9 +430,8 @@ def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
     return platform.cat([piece for piece in pieces if platform.shape_of(piece)[placement.dim]], placement.dim)
 
 
-_SUMMATIONS: dict[tuple[DeviceMesh, int], Step] = {}
+_SUMMATIONS: dict[tuple[DeviceMesh, int], Step] = Cache(1 << 12, "steps that sum")
 _TRANSITIONS: dict[Any, Transitions] = {}
-CACHES.append(_SUMMATIONS.clear)
 
 
 def summation(mesh: DeviceMesh, mesh_dim: int) -> Step:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.bounded import Bounded
+from hyper_parallel.core.dtensor.caches import Cache
 from hyper_parallel.core.dtensor.chunking import shard_sizes
-from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.errors import RankMismatchError
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.lookalikes import import_hint
@@ -36,8 +36,7 @@ _WHOLE = (Replicate(),)
 #: MindSpore's limit. Torch has none that is as low, and no layer that a style is for comes near it.
 _MOST_DIMS = 8
 #: (layout, placement wanted) -> layout, of what was redistributed before.
-_TARGETS: dict[tuple[Layout, Placement | None], Layout] = Bounded(1 << 14)
-CACHES.append(_TARGETS.clear)
+_TARGETS: dict[tuple[Layout, Placement | None], Layout] = Cache(1 << 14, "targets of styles")
 
 
 def place(

@@ -11,9 +11,9 @@ import weakref
 from typing import Any
 
 from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.bounded import Table
+from hyper_parallel.core.dtensor.caches import Table
 from hyper_parallel.core.dtensor.chunking import shard_sizes
-from hyper_parallel.core.dtensor.device_mesh import CACHES, DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
@@ -40,8 +40,7 @@ def _hand_out(layout: Layout) -> None:
 
 
 #: ``HANDED_OUT[layout]`` is to be read when a local tensor of that layout, on a 1-D mesh, is handed out.
-HANDED_OUT = Table(_hand_out, 1 << 14)
-CACHES.append(HANDED_OUT.clear)
+HANDED_OUT = Table(_hand_out, 1 << 14, "layouts handed out")
 
 
 def uneven_on(mesh: DeviceMesh) -> list[bool]:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from hyper_parallel.core.dtensor.bound_steps import bind_scatter
-from hyper_parallel.core.dtensor.bounded import Table
+from hyper_parallel.core.dtensor.caches import Table
 from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, get_layout

@@ -21,8 +21,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
-from hyper_parallel.core.dtensor.bounded import Table
-from hyper_parallel.core.dtensor.device_mesh import CACHES
+from hyper_parallel.core.dtensor.caches import Table
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
 from hyper_parallel.platform.torch.tensor import layout_of, made_class, replicated
@@ -252,8 +251,7 @@ def _shares(layouts: Sequence[Any]) -> list[_Share]:
 
 
 #: layouts of all tensors -> `_shares` of them.
-_SHARES = Table(_shares, 1 << 8)
-CACHES.append(_SHARES.clear)
+_SHARES = Table(_shares, 1 << 8, "shares of norms")
 
 
 def _sharding(layout: Any) -> set[int]:

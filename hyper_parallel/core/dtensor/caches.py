@@ -1,0 +1,70 @@
+"""Caches: dictionaries that keep what was worked out for a shape or a layout, and do not grow without end.
+
+Those that a module owns have a name and are known here: all are emptied together when process groups are gone, and
+`cache_sizes` counts them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Cache", "Table", "cache_sizes", "clear_caches"]
+
+_NAMED: list[tuple[str, Cache]] = []
+
+
+class Cache(dict):
+    """A dict that is emptied before it takes more than ``most`` entries.
+
+    Args:
+        most: how many entries.
+        name: what `cache_sizes` calls it, of one that lives as long as the program; several may share a name.
+    """
+
+    def __init__(self, most: int, name: str = "") -> None:
+        self._most = most
+        if name:
+            _NAMED.append((name, self))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+class Table(Cache):
+    """What ``make(key)`` gives, made when it is first asked for. It belongs to no object: copies of what holds it share
+    it."""
+
+    def __init__(self, make: Callable[[Any], Any], most: int = 1 << 10, name: str = "") -> None:
+        super().__init__(most, name)
+        self._make = make
+
+    def __missing__(self, key: Any) -> Any:
+        value = self[key] = self._make(key)
+        return value
+
+    def __deepcopy__(self, memo: dict) -> Table:
+        return self
+
+
+def clear_caches() -> None:
+    """Empty every cache that has a name. What is kept there can be worked out anew."""
+    for _, cache in _NAMED:
+        cache.clear()
+
+
+def cache_sizes() -> dict[str, int]:
+    """How many entries the caches have, by name: to see whether something grows that should not.
+
+    Example:
+        >>> from hyper_parallel.debug import cache_sizes
+        >>> "plans of operations" in cache_sizes()
+        True
+    """
+    sizes: Counter[str] = Counter()
+    for name, cache in _NAMED:
+        sizes[name] += len(cache)
+    return dict(sizes)
