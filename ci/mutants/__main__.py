@@ -13,6 +13,7 @@ import argparse
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -37,10 +38,14 @@ TRIES = {
 
 
 class Trials:
-    """The trials of one backend. ``sound`` are the tests that have passed in a place, with whatever mutation."""
+    """The trials of one backend. ``sound`` are the tests that have passed in a place, with whatever mutation.
 
-    def __init__(self, root: Path, backend: str, reach: Reach, results: report.Results) -> None:
-        self.root, self.backend, self.reach, self.results = root, backend, reach, results
+    ``tests`` are those to be run; with none they are chosen for each mutation."""
+
+    def __init__(
+        self, root: Path, backend: str, reach: Reach, results: report.Results, tests: Sequence[str] = ()
+    ) -> None:
+        self.root, self.backend, self.reach, self.results, self.tests = root, backend, reach, results, tests
         self.sound: set[str] = set()
         self.unsound: set[str] = set()
         self.lock = threading.Lock()
@@ -94,7 +99,7 @@ class Trials:
     def attempt(self, place: Place, mutation: Mutation) -> tuple[str, str, int]:
         """(verdict, the test that noticed, how many tests ran) for one mutation."""
         source = (self.root / mutation.path).read_text(encoding="utf-8")
-        tests = [test for near in self.reach.rounds(mutation, source) for test in near]
+        tests = [*self.tests] or [test for near in self.reach.rounds(mutation, source) for test in near]
         unrecorded = [test for test in self.reach.seconds if test.startswith(UNRECORDED) and test not in tests]
         ran = 0
         place.mutate(mutation)
@@ -118,9 +123,9 @@ class Trials:
         """The first tests that take so long together; those aside that alone take longer."""
         chosen, left = [], seconds
         for test in tests:
-            if self.reach.seconds[test] > seconds:
+            if (takes := self.reach.seconds.get(test, 0.0)) > seconds:
                 continue
-            if (left := left - self.reach.seconds[test]) < 0:
+            if (left := left - takes) < 0:
                 break
             chosen.append(test)
         return chosen
@@ -155,6 +160,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=sorted(TRIES), action="append", help="try with this one only")
     parser.add_argument("--at-once", type=int, default=2, help="how many at a time")
     parser.add_argument("--only", default="", help="those in files whose path contains this")
+    parser.add_argument("--tests", nargs="+", default=(), help="run these, as pytest takes them, and not those near")
     parser.add_argument("--again", action="store_true", help="try those again that survived")
     parser.add_argument("--old-map", action="store_true", help="do not make the map anew when sources changed")
     parser.add_argument("--report", action="store_true", help="try nothing, sum up what came out so far")
@@ -170,7 +176,7 @@ def main() -> int:
         # What one backend noticed needs no other one; those that only this backend can notice come first.
         todo.sort(key=lambda m: "/core/" in m.path)
         print(f"{backend}: {len(todo)} mutants", flush=True)
-        Trials(root, backend, reach, results).run(todo, arguments.at_once)
+        Trials(root, backend, reach, results, arguments.tests).run(todo, arguments.at_once)
     summary = report.summary(results, mutations, arguments.seed)
     report.write(root, summary)
     print(report.text(summary))
