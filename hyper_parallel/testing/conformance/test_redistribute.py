@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.layout import get_layout
 from hyper_parallel.core.dtensor.redistribute import redistribution_cost
 from hyper_parallel.testing import spmd
@@ -137,6 +138,31 @@ def prices(mesh: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_prices(pool: Any, world_size: int) -> None:
     pool.run(world_size, prices)
+
+
+@spmd.on_mesh()
+def broadcasts(mesh: Any) -> None:
+    """By the backend's own broadcast, or, where it says that it has none, by gathering."""
+    lab, platform, called = get_lab(), mesh.platform, []
+    supports, native = platform.supports, platform.broadcast
+    mine = np.full((2, 3), mesh.get_local_rank(), np.float32)
+    for supported in {supports("broadcast", "", lab.tensor(mine)), False}:
+        called.clear()
+        platform.supports = lambda verb, op, x, own=supported: supports(verb, op, x) if verb != "broadcast" else own
+        platform.broadcast = lambda *args: called.append(1) or native(*args)
+        try:
+            with CommDebugMode() as comm:
+                got = collectives.broadcast(lab.tensor(mine), mesh, 0, mesh.size() - 1)
+        finally:
+            del platform.supports, platform.broadcast
+        same(lab.numpy(got), np.full((2, 3), mesh.size() - 1, np.float32), f"supported: {supported}", 0.0)
+        assert len(called) == (supported and mesh.size() > 1)
+        assert comm.get_comm_counts() == ({"broadcast": 1} if mesh.size() > 1 else {})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_broadcast(pool: Any, world_size: int) -> None:
+    pool.run(world_size, broadcasts)
 
 
 def run_transitions(mesh_shape: tuple[int, ...], shape: tuple[int, ...], pairs: list) -> None:
