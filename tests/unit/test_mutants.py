@@ -301,7 +301,6 @@ def test_last_run() -> None:
     last = json.loads((ROOT / report.LAST).read_text(encoding="utf-8"))
     survivors = last["survivors"]
     assert all(survivor["why"] for survivor in survivors), [s["key"] for s in survivors if not s["why"]]
-    tried = last["mutants"] - last["verdicts"]["not tried"]
-    assert tried > 0
+    assert last["mutants"] >= 200 and not last["verdicts"]["not tried"] and not last["verdicts"]["not reached"]
     changing = [s for s in survivors if not s["why"].startswith("equivalent: ")]
-    assert len(changing) <= 0.05 * tried, [s["key"] for s in changing]
+    assert len(changing) <= 0.05 * last["mutants"], [s["key"] for s in changing]
