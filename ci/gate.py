@@ -32,6 +32,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TextIO
 
@@ -53,6 +54,7 @@ FAKES = {
 DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NPU")}
 #: The backend on which the conformance suite runs a second time, without `Platform.fast`.
 TWICE = "torch-cpu"
+WITHOUT_FAST = f"{TWICE}-without-fast"
 PART_TIMEOUT = 40 * 60
 BUILD = Path("build") / "gate"
 
@@ -143,7 +145,15 @@ def measure(root: Path, row: Row, config: Path, log: TextIO) -> None:
     output = root / BUILD / row.backend
     data = output / "combined" / "coverage"
     data.parent.mkdir()
-    combine = [*COVERAGE, "combine", "--keep", "--quiet", f"--data-file={data}", root / BUILD / "unit", output]
+    combine = [
+        *COVERAGE,
+        "combine",
+        "--keep",
+        "--quiet",
+        f"--data-file={data}",
+        str(root / BUILD / "unit"),
+        str(output),
+    ]
     if subprocess.run(combine, cwd=root, check=False, stdout=log, stderr=subprocess.STDOUT).returncode:
         row.problem = row.problem or "no coverage data"
         return
@@ -191,7 +201,9 @@ def gate(root: Path, backend: str, python: str, unit: Callable[[], Row], log: Te
     """The row of one backend. ``unit`` waits for the unit tests, whose coverage counts."""
     if reason := why_not(root, backend, python):
         stand_in = DEVICES.get(backend, ("", ""))[1]
-        return Row(backend, stand_in, **{"problem" if os.environ.get("CI") else "left_out": reason})
+        return (
+            Row(backend, stand_in, problem=reason) if os.environ.get("CI") else Row(backend, stand_in, left_out=reason)
+        )
     faked, command = is_faked(root, backend, python, log), launcher(backend, python)
     row = Row(backend, device_of(backend, command, faked))
     config = root / "platform" / backend / ("coverage-fake.ini" if faked else "coverage.ini")
@@ -215,9 +227,9 @@ def unit_row(root: Path, log: TextIO) -> Row:
     return row
 
 
-def without_fast_row(root: Path, name: str, python: str, log: TextIO) -> Row:
+def without_fast_row(root: Path, python: str, log: TextIO) -> Row:
     """The row of the conformance suite on a platform that has no short ways."""
-    row = Row(name, "CPU")
+    row = Row(WITHOUT_FAST, "CPU")
     environment = {"HYPER_PARALLEL_PLATFORM": TWICE, "HYPER_PARALLEL_FAST": "0"}
     run_tests(root, row, ["tests/conformance"], environment, [python], log)
     return row
@@ -239,16 +251,13 @@ def run_parts(root: Path, backends: dict[str, str], at_once: int) -> list[Row]:
 
     with ThreadPoolExecutor(at_once) as pool:
         # The first to begin: the others wait for it, so it must not wait for a place.
-        unit: Future[Row] = pool.submit(logged, "unit", lambda log: unit_row(root, log))
+        unit: Future[Row] = pool.submit(logged, "unit", partial(unit_row, root))
         rows = [
-            pool.submit(logged, name, lambda log, name=name, python=python: gate(root, name, python, unit.result, log))
+            pool.submit(logged, name, partial(gate, root, name, python, unit.result))
             for name, python in backends.items()
         ]
         if TWICE in backends:
-            plain = pool.submit(
-                logged, f"{TWICE}-without-fast", lambda log: without_fast_row(root, backends[TWICE], log)
-            )
-            rows.append(plain)
+            rows.append(pool.submit(logged, WITHOUT_FAST, partial(without_fast_row, root, backends[TWICE])))
     return [future.result() for future in (unit, *rows)]
 
 

@@ -144,6 +144,17 @@ def test_reached(gate: Any) -> None:
     assert gate.reached(files, "p/moved") == gate.reached({}, "p/torch") == 0
 
 
+def test_the_conformance_suite_without_short_ways(gate: Any, tmp_path: Path) -> None:
+    """It is a row of its own, which the environment variable makes another."""
+    conformance = "import os\n\n\ndef test_short_ways():\n    assert os.environ.get('HYPER_PARALLEL_FAST') != '0'\n"
+    root = project(tmp_path, 60, conformance)
+    (root / "platform" / "demo").rename(root / "platform" / gate.TWICE)
+    (root / "hyper_parallel" / "platform" / "demo.py").rename(root / "hyper_parallel" / "platform" / "torch.py")
+    found, output = run_gate(root, gate.TWICE)
+    assert found == 1, output
+    assert row_of(f"{gate.WITHOUT_FAST} (CPU)", output) == "0 1 0 - - - - SECONDS FAIL: pytest exit 1"
+
+
 def test_failing_test(tmp_path: Path) -> None:
     found, output = run_gate(project(tmp_path, 10, PASSES.replace("== 1", "== 2")), "demo")
     assert found == 1
