@@ -117,6 +117,8 @@ def test_outcomes_of_ranks() -> None:
     assert put_together(1, [right, right, None]).kind == "right"
     assert put_together(1, [refused, refused]).kind == "refused"
     assert put_together(1, [refused, right]).kind == "differs"
+    both, only_plain = ("plain refused", "RuntimeError: no"), ("accepted", "RuntimeError: no")
+    assert put_together(1, [only_plain, both]).kind == "plain refused"
     assert put_together(1, [right, wrong]).detail == "v1: off by 1"
 
 

@@ -73,6 +73,8 @@ def put_together(seed: int, by_rank: Sequence[compare.Verdict | None]) -> Outcom
         return Outcome(seed, "hanging", "; ".join(f"rank {i}: {k} {d}" for i, (k, d) in enumerate(members))[:1500])
     if "wrong" in kinds:
         return Outcome(seed, "wrong", next(detail for kind, detail in members if kind == "wrong"))
+    if kinds == {"plain refused", "accepted"}:  # a single device refuses what a rank without elements need not compute
+        return next(Outcome(seed, kind, detail) for kind, detail in members if kind == "plain refused")
     if len(kinds) > 1:
         return Outcome(seed, "differs", "; ".join(f"rank {i}: {k} {d}" for i, (k, d) in enumerate(members))[:600])
     return Outcome(seed, kinds.pop(), members[0][1])
