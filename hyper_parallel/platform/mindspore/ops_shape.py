@@ -233,12 +233,27 @@ def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:
     # MindSpore gives x new memory for dots or None alone, which a tensor that x is a view of does not see.
     if index == (None,):
         index = (None, ...)
-    elif index == (...,) and x.ndim:
+    elif index == (...,):
         index = (slice(None),) * x.ndim
-    if 0 in x.shape or any(isinstance(i, slice) and not range(n)[i] for i, n in zip(index, x.shape, strict=False)):
+    if 0 in x.shape or _has_empty_slice(index, x.shape):
         return x  # MindSpore fails where there is nothing to write
     func(x, index[0] if len(index) == 1 else index, operands[1])
     return x
+
+
+def _has_empty_slice(index: tuple, shape: tuple[int, ...]) -> bool:
+    items = [i for i in index if i is not None]
+    taken = [i.ndim if isinstance(i, Tensor) and i.dtype == ms.bool_ else 1 for i in items]
+    dots = next((at for at, i in enumerate(items) if i is Ellipsis), len(items))
+    dim = 0
+    for at, (item, dims) in enumerate(zip(items, taken, strict=True)):
+        if at == dots:
+            dim = len(shape) - sum(taken[at + 1 :])
+            continue
+        if isinstance(item, slice) and not range(shape[dim])[item]:
+            return True
+        dim += dims
+    return False
 
 
 OPS["getitem"] = row("getitem", _bind_getitem, _getitem)

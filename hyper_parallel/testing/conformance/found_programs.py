@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyper_parallel import PackedShard, Partial, Shard
+from hyper_parallel import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.testing.fuzz.program import Leaf, Program, Step
 
 __all__ = ["FOUND"]
@@ -57,6 +57,20 @@ FOUND: dict[str, Program] = {
         (_leaf((4, 2), (Shard(1),), requires_grad=False),),
         (Step("transpose", (0,), (1, 0)), Step("set", (1,), ((None,), 2))),
         (0, 1),
+    ),
+    "a write by None and a slice, where a rank has one column": Program(
+        8,
+        (2,),
+        (_leaf((5, 3), (Shard(1),), requires_grad=False),),
+        (Step("set", (0,), ((None, (1, 2, None)), 2)),),
+        (0,),
+    ),
+    "a write to all of a view without dimensions": Program(
+        9,
+        (4,),
+        (_leaf((), (Replicate(),), requires_grad=False),),
+        (Step("reshape", (0,), ((),)), Step("set", (1,), ((...,), 2))),
+        (0,),
     ),
     "memory read in another order": Program(
         4,

@@ -117,6 +117,14 @@ def _alike(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | No
     return () if np.prod(shape) <= MOST else None
 
 
+def _told_apart(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
+    """Two that broadcast, of which rounding does not decide what is larger."""
+    if _alike(rng, x, y) is None:
+        return None
+    close = np.abs(x - y) <= 0.05 * np.maximum(1, np.abs(x)) if _floating(x) else np.zeros(1, bool)
+    return None if close.any() else ()
+
+
 def _dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
     return (int(rng.integers(-x.ndim, x.ndim)),) if x.ndim and _floating(x) else None
 
@@ -177,7 +185,7 @@ _add(
     lambda lab, xs, a: xs[0] / (2.0 + xs[1] * xs[1]),
     lambda xs, a: xs[0] / (2 + xs[1] * xs[1]),
 )
-_add("greater", 2, _alike, lambda lab, xs, a: xs[0] > xs[1], lambda xs, a: xs[0] > xs[1])
+_add("greater", 2, _told_apart, lambda lab, xs, a: xs[0] > xs[1], lambda xs, a: xs[0] > xs[1])
 _add(
     "where",
     2,
