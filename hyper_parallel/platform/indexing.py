@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["decode_index", "encode_index"]
+__all__ = ["has_empty_slice", "decode_index", "encode_index"]
 
 
 def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable[[Any], bool]) -> tuple[tuple, tuple]:
@@ -32,6 +32,26 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
         else:
             raise TypeError(f"cannot index a distributed tensor with {item!r}: use ints, slices, None, ... or tensors")
     return tuple(tensors), tuple(encoded)
+
+
+def has_empty_slice(encoded: Sequence[Any], shape: Sequence[int]) -> bool:
+    """Whether one of the slices of an encoded index takes nothing of its dimension.
+
+    Example:
+        >>> has_empty_slice((None, ("slice", 2, 2, None)), (4, 5))
+        True
+    """
+    items = [item for item in encoded if item is not None]
+    taken = [item[2] if isinstance(item, tuple) and item[0] == "tensor" and item[3] else 1 for item in items]
+    dim = 0
+    for at, (item, dims) in enumerate(zip(items, taken, strict=True)):
+        if item is Ellipsis:
+            dim = len(shape) - sum(taken[at + 1 :])
+            continue
+        if isinstance(item, tuple) and item[0] == "slice" and not range(shape[dim])[slice(*item[1:])]:
+            return True
+        dim += dims
+    return False
 
 
 def decode_index(encoded: Sequence[Any], tensors: Sequence[Any]) -> tuple:

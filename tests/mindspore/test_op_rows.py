@@ -177,6 +177,18 @@ def test_assignment_of_nothing() -> None:
     assert written is x and x.asnumpy().tolist() == [[9, 2, 3], [9, 5, 6]]
 
 
+def test_gradient_of_an_index_that_takes_nothing() -> None:
+    """MindSpore's own fails, or reads memory that is not the tensor's."""
+    for index in ((slice(2, 2), -1), (None, slice(0, 0)), (..., slice(3, 3)), (slice(0, 0), None, slice(0, 2))):
+
+        def total(x: Any, index: tuple = index) -> Any:
+            y = run_row("getitem", lambda x, index: x[index], (x, index))
+            assert y.shape == X[index].shape
+            return y.sum() + (x * 2).sum()
+
+        assert np.array_equal(ms.grad(total)(Tensor(X)).asnumpy(), np.full_like(X, 2)), index
+
+
 # -------------------------------------------------------------------- random counters
 def test_an_undone_draw_is_drawn_again() -> None:
     before = dict(COUNTERS)

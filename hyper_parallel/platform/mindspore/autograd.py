@@ -231,10 +231,15 @@ class AutogradVerbs:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
             ctx.count = len(static)
             with NoDispatch():
-                return forward(ctx, x, *static)
+                y = forward(ctx, x, *static)
+            ctx.shape = y.shape
+            return y
 
         def run_backward(ctx: Any, cotangent: Any) -> Any:
             with NoDispatch():
+                if len(cotangent.shape) != len(ctx.shape):
+                    # The gradient of a product of (1, k) and a matrix has a dimension of 1 too many.
+                    cotangent = cotangent.reshape(ctx.shape)
                 return (backward(ctx, cotangent), *(None,) * ctx.count) if ctx.count else backward(ctx, cotangent)
 
         name = getattr(forward, "__qualname__", "function").replace("<locals>.", "")

@@ -248,7 +248,7 @@ def _one_hot(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     return ops.zeros((*operands[0].shape, statics[0]), statics[3])
 
 
-def _getitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+def getitem_of_nothing(call: Any, func: Any, operands: tuple, statics: Any) -> Any:
     """NumPy knows the shape."""
     indices = tuple(x.asnumpy() for x in operands[1:])
     stand_in = np.zeros(tuple(operands[0].shape), np.bool_)[decode_index(statics[0], indices)]
@@ -293,7 +293,7 @@ _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
     "one_hot": _one_hot,
     "cross_entropy": _loss,
     "nll_loss": _loss,
-    "getitem": _getitem,
+    "getitem": getitem_of_nothing,
     "setitem_": _setitem,
     "dropout": _dropout,
     "attention": _like_first,

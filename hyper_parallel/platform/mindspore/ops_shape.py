@@ -10,8 +10,8 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.indexing import decode_index, encode_index
-from hyper_parallel.platform.mindspore.empty import guarded
+from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
+from hyper_parallel.platform.mindspore.empty import getitem_of_nothing, guarded
 from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, ints, row
 
 __all__ = ["OPS", "VARIANTS"]
@@ -223,6 +223,8 @@ def _bind_setitem(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
+    if has_empty_slice(statics[0], operands[0].shape):
+        return getitem_of_nothing(None, func, operands, statics)  # MindSpore has no gradient of it
     index = decode_index(statics[0], operands[1:])
     # A number alone is an error of MindSpore's where gradients of gradients are recorded.
     return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)
@@ -235,25 +237,10 @@ def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:
         index = (None, ...)
     elif index == (...,):
         index = (slice(None),) * x.ndim
-    if 0 in x.shape or _has_empty_slice(index, x.shape):
+    if 0 in x.shape or has_empty_slice(statics[0], x.shape):
         return x  # MindSpore fails where there is nothing to write
     func(x, index[0] if len(index) == 1 else index, operands[1])
     return x
-
-
-def _has_empty_slice(index: tuple, shape: tuple[int, ...]) -> bool:
-    items = [i for i in index if i is not None]
-    taken = [i.ndim if isinstance(i, Tensor) and i.dtype == ms.bool_ else 1 for i in items]
-    dots = next((at for at, i in enumerate(items) if i is Ellipsis), len(items))
-    dim = 0
-    for at, (item, dims) in enumerate(zip(items, taken, strict=True)):
-        if at == dots:
-            dim = len(shape) - sum(taken[at + 1 :])
-            continue
-        if isinstance(item, slice) and not range(shape[dim])[item]:
-            return True
-        dim += dims
-    return False
 
 
 OPS["getitem"] = row("getitem", _bind_getitem, _getitem)

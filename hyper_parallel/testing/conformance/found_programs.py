@@ -72,6 +72,16 @@ FOUND: dict[str, Program] = {
         (Step("reshape", (0,), ((),)), Step("set", (1,), ((...,), 2))),
         (0,),
     ),
+    "the gradient of a product of one row": Program(
+        10,
+        (2, 2),
+        (
+            _leaf((5, 3), (Replicate(), Shard(0)), requires_grad=False),
+            _leaf((1, 2, 5), (Shard(1), Replicate())),
+        ),
+        (Step("matmul", (1, 0), ()),),
+        (2,),
+    ),
     "memory read in another order": Program(
         4,
         (4,),

@@ -22,7 +22,7 @@ __all__ = ["Reference", "Verdict", "on_one_device", "run"]
 #: What became of a program, and what there is to say of it.
 Verdict = tuple[str, str]
 #: Relative error that rounding may cause, by dtype.
-_TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-5}
+_TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-4}  # MindSpore computes some of float64 in float32
 
 
 @dataclass(frozen=True)

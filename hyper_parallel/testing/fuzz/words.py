@@ -117,11 +117,34 @@ def _alike(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | No
     return () if np.prod(shape) <= MOST else None
 
 
+def _rounded(x: np.ndarray) -> float:
+    """The error that rounding may leave in numbers around 1."""
+    return 0.05 if x.dtype == np.float16 else 1e-3
+
+
+def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    """Floats whose sign rounding does not decide."""
+    return () if _floating(x) and not (np.abs(x) <= _rounded(x)).any() else None
+
+
+def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
+    """A dimension along which rounding does not decide what is largest, or with -1 what is smallest."""
+
+    def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+        args = _full_dim(rng, x)
+        if args is None or x.shape[args[0]] < 2 or not x.size:
+            return args
+        first, second = np.moveaxis(np.sort(sign * x, axis=args[0]), args[0], 0)[[-1, -2]]
+        return None if (first - second <= _rounded(x) * np.maximum(1, np.abs(first))).any() else args
+
+    return choose
+
+
 def _told_apart(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
     """Two that broadcast, of which rounding does not decide what is larger."""
     if _alike(rng, x, y) is None:
         return None
-    close = np.abs(x - y) <= 0.05 * np.maximum(1, np.abs(x)) if _floating(x) else np.zeros(1, bool)
+    close = np.abs(x - y) <= _rounded(x) * np.maximum(1, np.abs(x)) if _floating(x) else np.zeros(1, bool)
     return None if close.any() else ()
 
 
@@ -161,11 +184,11 @@ def _log_softmax(x: np.ndarray, dim: int) -> np.ndarray:
 for _name, _lab, _numpy in [
     ("tanh", lambda lab, xs, a: lab.tanh(xs[0]), lambda xs, a: np.tanh(xs[0])),
     ("sigmoid", lambda lab, xs, a: lab.sigmoid(xs[0]), lambda xs, a: 1 / (1 + np.exp(-xs[0]))),
-    ("relu", lambda lab, xs, a: lab.relu(xs[0]), lambda xs, a: np.maximum(xs[0], 0)),
     ("silu", lambda lab, xs, a: lab.silu(xs[0]), lambda xs, a: xs[0] / (1 + np.exp(-xs[0]))),
     ("square", lambda lab, xs, a: lab.square(xs[0]), lambda xs, a: xs[0] ** 2),
 ]:
     _add(_name, 1, _of_floats, _lab, _numpy, weight=0.5)
+_add("relu", 1, _off_zero, lambda lab, xs, a: lab.relu(xs[0]), lambda xs, a: np.maximum(xs[0], 0), weight=0.5)
 _add("neg", 1, lambda rng, x: None if x.dtype == bool else (), lambda lab, xs, a: -xs[0], lambda xs, a: -xs[0])
 
 
@@ -226,8 +249,8 @@ _add(
     lambda lab, xs, a: lab.mean(xs[0], *a),
     lambda xs, a: xs[0].mean(axis=a[0], keepdims=a[1]),
 )
-_add("amax", 1, _full_dim, lambda lab, xs, a: lab.amax(xs[0], *a), lambda xs, a: xs[0].max(axis=a[0]))
-_add("amin", 1, _full_dim, lambda lab, xs, a: lab.amin(xs[0], *a), lambda xs, a: xs[0].min(axis=a[0]))
+_add("amax", 1, _clear_extreme(1), lambda lab, xs, a: lab.amax(xs[0], *a), lambda xs, a: xs[0].max(axis=a[0]))
+_add("amin", 1, _clear_extreme(-1), lambda lab, xs, a: lab.amin(xs[0], *a), lambda xs, a: xs[0].min(axis=a[0]))
 _add("softmax", 1, _full_dim, lambda lab, xs, a: lab.softmax(xs[0], *a), lambda xs, a: _softmax(xs[0], *a))
 _add(
     "log_softmax",
