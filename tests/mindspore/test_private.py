@@ -37,6 +37,7 @@ def test_the_tested_mindspore_has_all_of_it() -> None:
         ("_c_expression", "FunctionBase"),
         ("_c_expression", "NoFallbackGuard"),
         ("common.api", "_no_grad"),
+        ("common.api", "_pynative_executor"),
         ("communication._comm_helper", "GlobalComm"),
         ("_c_expression.typing", "type_id_to_type"),
     ],

@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from mindspore import Tensor, nn
-from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy
+from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy, drop_recordings, is_recording
 from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
@@ -70,7 +69,7 @@ def counted_end(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def end(executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_recording():
+        if is_recording():
             output = _reduced(output)
         # The first DTensor may have been made inside of it, and its beginning not been counted.
         _Recording.forwards = max(0, _Recording.forwards - 1)
@@ -98,7 +97,7 @@ def closed_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             # Not of an inner one, nor within a backward: somebody may catch the error while the outer one goes on.
             if _Recording.functions == 1 and not _Recording.backwards:
-                _pynative_executor.clear_res()
+                drop_recordings()
                 _Recording.forget()
                 _Recording.forwards = 0
             if requires_grad is not None:
@@ -138,7 +137,6 @@ def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
     return grad
 
 
-_is_recording = _pynative_executor._executor.requires_grad
 #: A plain tensor for the same memory to which nothing leads. `ops.stop_gradient` gives one too, in up to 50 us.
 _data = TensorPy.data.__get__
 
@@ -176,7 +174,7 @@ class DelayedGradients:
         self._sums: dict[int, Tensor] = {}
         self._block: coalesce_gradients | None = None
         # What is recorded for a gradient of the gradient must contain the collective.
-        if BLOCKS and not _is_recording():
+        if BLOCKS and not is_recording():
             self._waits = frozenset(map(id, weights if isinstance(weights, (tuple, list)) else (weights,)))
             self._block = coalesce_gradients()
 
@@ -198,7 +196,7 @@ class DelayedGradients:
     def take(cls, parameter: Any) -> bool:
         """Whether the backward that is running is that of the innermost context, and it waits for ``parameter``. Not
         of one that the function to be differentiated runs itself: it would read a gradient that is not complete."""
-        if not cls._open or _is_recording():
+        if not cls._open or is_recording():
             return False
         here = cls._open[-1]
         return id(parameter) in here._waits and here._outside == (_Recording.forwards, _Recording.backwards)
@@ -225,7 +223,7 @@ class AutogradVerbs:
 
     def requires_grad(self, x: Any) -> bool:
         # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
-        return _is_recording() and x._requires_grad and x.dtype not in DISCRETE
+        return is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
@@ -271,10 +269,10 @@ class AutogradVerbs:
     # Outside a recording nothing is stored, because nothing tells whether the holder was written to since.
     def read_cache(self, holder: Any, key: Any) -> Any:
         cache = holder.__dict__.get("_hp_cache")
-        return None if cache is None or not _is_recording() else cache.get(key)
+        return None if cache is None or not is_recording() else cache.get(key)
 
     def write_cache(self, holder: Any, key: Any, value: Any) -> None:
-        if not _is_recording():
+        if not is_recording():
             return
         cache = holder.__dict__.get("_hp_cache")
         if cache is None:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspore import Tensor
-from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients, layout_of_gradient
+from hyper_parallel.platform.mindspore.private import is_recording
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["clipping", "looking"]
@@ -85,7 +85,7 @@ def _layout_of(tensor: Any, name: str = "") -> Any:
     if not isinstance(tensor, Tensor) or isinstance(tensor, InterceptedTensor):
         return None
     known, layout = layout_of_gradient(tensor)
-    if known or _pynative_executor.requires_grad():
+    if known or is_recording():
         return layout
     layout = LocalGradients.could_have(tensor)
     if layout is not None and name:

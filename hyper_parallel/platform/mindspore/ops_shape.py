@@ -13,6 +13,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
 from hyper_parallel.platform.mindspore.empty import getitem_of_nothing, guarded
 from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, ints, row
+from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
 
@@ -239,8 +240,18 @@ def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:
         index = (slice(None),) * x.ndim
     if 0 in x.shape or has_empty_slice(statics[0], x.shape):
         return x  # MindSpore fails where there is nothing to write
-    func(x, index[0] if len(index) == 1 else index, operands[1])
+    if len(operands) > 2 and not _is_recorded(x, operands[1]):
+        # For an index of tensors as well. What a slice writes reaches the base.
+        result = x.copy()
+        func(result, index[0] if len(index) == 1 else index, operands[1])
+        func(x, (slice(None),) * x.ndim, result)
+    else:
+        func(x, index[0] if len(index) == 1 else index, operands[1])
     return x
+
+
+def _is_recorded(*xs: Any) -> bool:
+    return is_recording() and any(isinstance(x, Tensor) and x._requires_grad for x in xs)
 
 
 OPS["getitem"] = row("getitem", _bind_getitem, _getitem)

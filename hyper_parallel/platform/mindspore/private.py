@@ -23,6 +23,8 @@ __all__ = [
     "NoFallbackGuard",
     "TensorPy",
     "UnknownMindSporeError",
+    "drop_recordings",
+    "is_recording",
     "no_grad",
     "type_id_to_type",
 ]
@@ -56,6 +58,10 @@ TensorPy: Any = _take("_c_expression", "TensorPy", _has("data"))
 #: Within it, operations are not intercepted.
 NoFallbackGuard: Any = _take("_c_expression", "NoFallbackGuard", _has("__enter__", "__exit__"))
 no_grad: Any = _take("common.api", "_no_grad", _has("__enter__", "__exit__"))
+_executor: Any = _take("common.api", "_pynative_executor", lambda it: callable(it.requires_grad) and it.clear_res)
+#: Whether operations are recorded for gradients; and what drops recordings that an error has cut short.
+is_recording: Callable[[], bool] = _executor._executor.requires_grad
+drop_recordings: Callable[[], None] = _executor.clear_res
 #: Whether communication is initialised, and the group of all ranks.
 GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))
 type_id_to_type: Callable[[int], Any] = _take("_c_expression.typing", "type_id_to_type", callable)

@@ -82,6 +82,16 @@ FOUND: dict[str, Program] = {
         (Step("matmul", (1, 0), ()),),
         (2,),
     ),
+    "a write to what a tensor indexes, of a view": Program(
+        11,
+        (3,),
+        (
+            _leaf((2,), (Replicate(),), requires_grad=False, dtype="int64"),
+            _leaf((2, 3), (Shard(1),), requires_grad=False),
+        ),
+        (Step("reshape", (1,), ((2, 3, 1),)), Step("set_at", (2, 0), (2,))),
+        (1, 2),
+    ),
     "memory read in another order": Program(
         4,
         (4,),
