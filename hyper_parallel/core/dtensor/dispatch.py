@@ -12,6 +12,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.aliasing import aliasing_of
 from hyper_parallel.core.dtensor.caches import Cache, Table
 from hyper_parallel.core.dtensor.call_cache import ELEMENTWISE, call_key, remembered_call
+from hyper_parallel.core.dtensor.class_parts import refuse_part_of_classes
 from hyper_parallel.core.dtensor.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.extremes import bind_extreme
@@ -230,6 +231,8 @@ class _Dispatch:
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
+
+    refuse_part_of_classes = staticmethod(refuse_part_of_classes)
 
 
 def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:

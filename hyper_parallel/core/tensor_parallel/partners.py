@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.chunking import shard_sizes
+from hyper_parallel.core.dtensor.class_parts import remember_head
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match
 from hyper_parallel.core.tensor_parallel.base import is_styled, title
-from hyper_parallel.core.tensor_parallel.class_parts import remember_head
 from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
 
 __all__ = ["guard_partners"]

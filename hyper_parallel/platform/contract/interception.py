@@ -53,6 +53,10 @@ class Dispatch(Protocol):
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
 
+    def refuse_part_of_classes(self, count: int) -> None:
+        """To be called where a loss of the framework takes plain logits of ``count`` classes; raises ValueError where
+        they are one rank's part of the classes that a module gives."""
+
 
 class InterceptionRole(ABC):
     """A tensor class whose operations arrive at core, a guard that turns that off, and the table of operations."""

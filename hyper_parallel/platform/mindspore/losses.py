@@ -14,7 +14,6 @@ from typing import Any
 
 from mindspore import ops
 
-from hyper_parallel.core.tensor_parallel.class_parts import refuse_part_of_classes
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_bind import Function, arguments, dims_of, row
@@ -35,7 +34,7 @@ def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
                 return type(found)._dispatch(native, function, args, kwargs)
             if found is None and args and name != "logsumexp":
                 shape = args[0].shape
-                refuse_part_of_classes(shape[min(1, len(shape) - 1)])
+                InterceptedTensor._dispatch.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
         return plain(*args, **kwargs)
 
     return loss

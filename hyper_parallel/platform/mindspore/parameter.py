@@ -137,7 +137,8 @@ def make_dtensor_class(mixin: type, dispatch: Dispatch) -> type:
     from hyper_parallel.platform.mindspore.patches import PATCHES
 
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
-    members = {**names, **NEW_METHODS, "_dispatch": staticmethod(dispatch)}
+    members = {**names, **NEW_METHODS}
+    InterceptedTensor._dispatch = staticmethod(dispatch)  # type: ignore[assignment]
     dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), members)
     parameter = type(Tensor)(
         "DTensorParameter",

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.tensor_parallel.class_parts import refuse_part_of_classes
-from hyper_parallel.platform.torch.tensor import stand_for
+from hyper_parallel.platform.torch.tensor import refuse_part_of_classes, stand_for
 
 __all__ = ["whole_classes_only"]
 

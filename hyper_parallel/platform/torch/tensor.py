@@ -74,6 +74,12 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
     return register
 
 
+def refuse_part_of_classes(count: int) -> None:
+    """See `Dispatch.refuse_part_of_classes`."""
+    if _State.dispatch is not None:
+        _State.dispatch.refuse_part_of_classes(count)
+
+
 def dispatch(native_op: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Core's dispatch: run ``func`` distributed."""
     assert _State.dispatch is not None, "the DTensor class has not been made yet"
