@@ -104,8 +104,8 @@ def _share(operands: tuple, result: Any) -> None:
 
 
 def _share_where_viewed(operands: tuple, result: Any) -> None:
-    x = operands[0]
-    if x.is_contiguous() or x._layout.mesh.platform.same_memory(x, result):
+    x, platform = operands[0], operands[0]._layout.mesh.platform
+    if is_contiguous(platform.shape_of(x), platform.strides(x)) or platform.same_memory(x, result):
         share(x, result)
 
 

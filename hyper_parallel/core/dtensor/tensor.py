@@ -310,7 +310,7 @@ def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:
             with platform.no_dispatch(), platform.no_grad():
                 plain = platform.detach(local)
                 first = collectives.broadcast(platform.clone(plain), mesh, mesh_dim, 0)
-                same = bool((first == plain).all())
+                same = platform.bytes_of(first) == platform.bytes_of(plain)
             if not same:
                 problem = (
                     f"DTensor.from_local: the values on rank {platform.rank()} differ from those of rank "

@@ -14,7 +14,13 @@ from hyper_parallel.testing.labs import get_lab
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
-#: name -> view, by methods that arrays and the tensors of every framework have.
+
+def swapped(x: Any) -> Any:
+    """The first two dimensions of an array, or of a tensor, exchanged."""
+    return x.swapaxes(0, 1) if isinstance(x, np.ndarray) else get_lab().transpose(x, 0, 1)
+
+
+#: name -> view of an array or of a tensor.
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "int": lambda x: x[1],
     "last": lambda x: x[-1],
@@ -26,8 +32,8 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "dots": lambda x: x[..., 0],
     "nothing": lambda x: x[2:2],
     "reshape": lambda x: x.reshape((24,)),
-    "transposed": lambda x: x.swapaxes(0, 1),
-    "transposed int": lambda x: x.swapaxes(0, 1)[2],
+    "transposed": lambda x: swapped(x),
+    "transposed int": lambda x: swapped(x)[2],
     "int of slice": lambda x: x[1:4][1],
     "slice of reshape": lambda x: x.reshape((2, 12))[1],
 }
@@ -115,13 +121,13 @@ def use_after_write(mesh: Any) -> None:
     array = numbers(6, 4)
     writes: dict[str, Callable[[Any], Any]] = {
         "base": lambda x: x.__setitem__(..., 2.0),
-        "another view": lambda x: x.swapaxes(0, 1).__setitem__(..., 2.0),
+        "another view": lambda x: get_lab().transpose(x, 0, 1).__setitem__(..., 2.0),
         "another view that moved": lambda x: x[0].__setitem__(..., 2.0),
         "assignment": lambda x: x.__setitem__(0, 2.0),
     }
     for how, write in writes.items():
         x = distribute_tensor(get_lab().tensor(array), mesh, [S0])
-        row, later = x[0], x[0:2].swapaxes(0, 1)
+        row, later = x[0], swapped(x[0:2])
         assert np.array_equal(whole(row), array[0])
         write(x)
         if mesh.size() > 1:
@@ -139,7 +145,7 @@ def write_parts(mesh: Any) -> None:
     """The parts of one call do not overlap: a write to one leaves the others as they are."""
     array = numbers(6, 4)
     x = distribute_tensor(get_lab().tensor(array), mesh, [S0])
-    parts = x.chunk(3)
+    parts = get_lab().chunk(x, 3, 0)
     for i, rows in enumerate(parts):
         rows[...] = float(i)
         array[2 * i : 2 * i + 2] = i
@@ -196,12 +202,13 @@ def test_views_of_partial(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
     """``contiguous`` and ``reshape`` copy what was permuted, also where a rank's part is contiguous as it is."""
+    lab = get_lab()
     for placement in (Shard(d) for d in range(len(shape))):
         for name, copy in {
-            "contiguous": lambda x: x.swapaxes(0, 1).contiguous(),
-            "product, contiguous": lambda x: (x.swapaxes(0, 1) * 2).contiguous(),
-            "reshape": lambda x: x.swapaxes(0, 1).reshape((-1,)),
-            "columns": lambda x: x.swapaxes(0, 1)[:, 0:2].reshape((-1,)),
+            "contiguous": lambda x: lab.contiguous(lab.transpose(x, 0, 1)),
+            "product, contiguous": lambda x: lab.contiguous(lab.transpose(x, 0, 1) * 2),
+            "reshape": lambda x: get_lab().transpose(x, 0, 1).reshape((-1,)),
+            "columns": lambda x: get_lab().transpose(x, 0, 1)[:, 0:2].reshape((-1,)),
         }.items():
             array = numbers(*shape)
             x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
@@ -213,9 +220,9 @@ def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
             assert np.array_equal(whole(y), before), f"{name}, {placement}: the source wrote to the copy"
         x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
         for view in (
-            lambda x: x.contiguous(),
+            lab.contiguous,
             lambda x: x.reshape(shape),
-            lambda x: x.swapaxes(0, 1).swapaxes(0, 1).contiguous(),
+            lambda x: lab.contiguous(lab.transpose(lab.transpose(x, 0, 1), 0, 1)),
         ):
             view(x)[...] = 9.0
             assert np.array_equal(whole(x), np.full(shape, 9.0)), placement
@@ -237,15 +244,15 @@ def write_to_contiguous_slices(mesh: Any) -> None:
             plain = get_lab().tensor(numbers(4, 3))
             x = distribute_tensor(plain, mesh, [placement])
             for tensor in (plain, x):
-                tensor[index].contiguous()[...] = 7.0
+                get_lab().contiguous(tensor[index])[...] = 7.0
             assert np.array_equal(whole(x), get_lab().numpy(plain)), f"{index} of {placement}"
             view = x[index]
-            y, before = view.contiguous(), whole(view)
+            y, before = get_lab().contiguous(view), whole(view)
             view[...] = 5.0
-            own = get_lab().numpy(plain[index].contiguous())
+            own = get_lab().numpy(get_lab().contiguous(plain[index]))
             assert np.array_equal(before, own), f"{index} of {placement}"
             plain_view = plain[index]
-            plain_y = plain_view.contiguous()
+            plain_y = get_lab().contiguous(plain_view)
             plain_view[...] = 5.0
             assert np.array_equal(whole(y), get_lab().numpy(plain_y)), f"{index} of {placement}"
 
@@ -268,9 +275,9 @@ def refusal(x: Any) -> ValueError | None:
 def write_where_nobody_can_tell(mesh: Any) -> None:
     """The order of elements in what `cumsum` gives is not tracked: a write is refused while both are in use."""
     array = numbers(mesh.size(), 3)
-    x = distribute_tensor(get_lab().tensor(array), mesh, [S0]).swapaxes(0, 1)
-    summed = x.cumsum(0)
-    y = summed.contiguous()
+    x = get_lab().transpose(distribute_tensor(get_lab().tensor(array), mesh, [S0]), 0, 1)
+    summed = get_lab().cumsum(x, 0)
+    y = get_lab().contiguous(summed)
     if mesh.size() > 1:
         assert "cannot be told from its shards" in str(refusal(y))
         assert "cannot be told from its shards" in str(refusal(summed))

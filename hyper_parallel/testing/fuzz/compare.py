@@ -179,7 +179,7 @@ def _results(lab: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any]:
         # A new tensor in the usual order in memory, also where the placements are those that it has.
         if mesh is None or x is tensors[0]:
             x = x & x if x.dtype == lab.BOOL else x * 1
-        return [x.contiguous()]
+        return [lab.contiguous(x)]
     result = WORDS[step.word].lab(lab, tensors, step.args)
     return list(result) if isinstance(result, (tuple, list)) else [result]
 

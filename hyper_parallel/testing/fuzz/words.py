@@ -321,7 +321,7 @@ _add(
     lambda lab, xs, a: lab.chunk(xs[0], *a),
     lambda xs, a: _split(xs[0], -(-xs[0].shape[a[1]] // a[0]), a[1]),
 )
-_add("contiguous", 1, _always, lambda lab, xs, a: xs[0].contiguous(), lambda xs, a: _contiguous(xs[0], *a))
+_add("contiguous", 1, _always, lambda lab, xs, a: lab.contiguous(xs[0]), lambda xs, a: _contiguous(xs[0], *a))
 _add("detach", 1, _of_floats, lambda lab, xs, a: lab.detach(xs[0]), lambda xs, a: xs[0], weight=0.5)
 
 

@@ -359,6 +359,7 @@ silu = mint.nn.functional.silu
 sigmoid = ops.sigmoid
 tanh = ops.tanh
 exp = ops.exp
+log = ops.log
 where = mint.where
 
 
@@ -423,6 +424,14 @@ EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]] = {
 
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
     return x.reshape(shape)
+
+
+def cumsum(x: Any, dim: int) -> Any:
+    return x.cumsum(dim)
+
+
+def contiguous(x: Any) -> Any:
+    return x.contiguous()
 
 
 def transpose(x: Any, a: int, b: int) -> Any:

@@ -184,6 +184,9 @@ class Lab(Protocol):
     def exp(self, x: Tensor) -> Tensor:
         """Exponential."""
 
+    def log(self, x: Tensor) -> Tensor:
+        """Natural logarithm."""
+
     def square(self, x: Tensor) -> Tensor:
         """``x ** 2``."""
 
@@ -228,6 +231,12 @@ class Lab(Protocol):
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Another shape, with one -1 at most."""
+
+    def cumsum(self, x: Tensor, dim: int) -> Tensor:
+        """Sums of all elements so far along ``dim``."""
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        """``x`` itself if it lies in memory in row-major order, else a copy that does."""
 
     def transpose(self, x: Tensor, a: int, b: int) -> Tensor:
         """Swap two dimensions."""

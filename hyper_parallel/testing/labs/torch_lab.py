@@ -295,6 +295,7 @@ gelu = F.gelu
 sigmoid = torch.sigmoid
 tanh = torch.tanh
 exp = torch.exp
+log = torch.log
 embedding = F.embedding
 where = torch.where
 
@@ -338,6 +339,14 @@ EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]] = {
 
 def reshape(x: Any, shape: tuple[int, ...]) -> Any:
     return x.reshape(shape)
+
+
+def cumsum(x: Any, dim: int) -> Any:
+    return x.cumsum(dim)
+
+
+def contiguous(x: Any) -> Any:
+    return x.contiguous()
 
 
 def transpose(x: Any, a: int, b: int) -> Any:
