@@ -36,10 +36,11 @@ def strides_of(x: Any, layout: Layout) -> Strides | Any:
     ]
     strides = []
     for own in local:
+        stride = own
         for step, whole, part in sharded:
             if step < own:
-                own = own * whole // part
-        strides.append(own)
+                stride = stride * whole // part
+        strides.append(stride)
     return tuple(strides)
 
 

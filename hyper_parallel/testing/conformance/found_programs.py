@@ -92,6 +92,13 @@ FOUND: dict[str, Program] = {
         (Step("reshape", (1,), ((2, 3, 1),)), Step("set_at", (2, 0), (2,))),
         (1, 2),
     ),
+    "a write to a view of what two dimensions of the mesh shard and was permuted": Program(
+        12,
+        (2, 2),
+        (_leaf((3, 4, 4), (Shard(1), Shard(2)), requires_grad=False),),
+        (Step("permute", (0,), ((2, 0, 1),)), Step("reshape", (1,), ((4, 12),)), Step("double", (2,), ())),
+        (0, 2),
+    ),
     "memory read in another order": Program(
         4,
         (4,),
