@@ -112,27 +112,52 @@ def train(net: Any, name: str, features: Features) -> list[float]:
     return losses
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Losses of the steps, and what each parameter has become."""
+
+    losses: list[float]
+    values: list[np.ndarray]
+
+
+def trained(mesh: Any, name: str, features: Features) -> tuple[Any, Trained]:
+    """A network after ten steps."""
+    net = build(mesh, features)
+    losses = train(net, name, features)
+    return net, Trained(losses, [whole(p) for p in net.get_parameters()])
+
+
+def differences(got: Trained, wanted: Trained, name: str, half: bool) -> list[str]:
+    # Adam divides gradients by their size, and so makes rounding errors of the small ones large.
+    tolerance = 1e-3 if not half else 5e-2 if name == "SGD" else 0.25
+    problems = []
+    if not np.allclose(got.losses, wanted.losses, rtol=5e-2 if half else 1e-4, atol=1e-5):
+        problems.append(f"{name}: losses {got.losses} in place of {wanted.losses}")
+    if abs(wanted.losses[0] - wanted.losses[-1]) < 1e-3:
+        problems.append(f"{name}: nothing was trained")
+    for p, a, b in zip(make_net().get_parameters(), got.values, wanted.values, strict=True):
+        error, size = np.linalg.norm(a - b), np.linalg.norm(b - whole(p))
+        if not error <= tolerance * size:
+            problems.append(f"{name}: {p.name} {error} of {size}")
+    return problems
+
+
 @on_mesh()
 def ten_steps(mesh: Any, what: str, names: tuple[str, ...] = tuple(OPTIMIZERS)) -> list[str]:
     features = FEATURES[what]
     problems = []
     for name in names:
-        # Adam divides gradients by their size, and so makes rounding errors of the small ones large.
-        tolerance = 1e-3 if not features.half else 5e-2 if name == "SGD" else 0.25
-        losses, nets, started = [], [], make_net()
-        for on in (None, mesh):
-            nets.append(build(on, features))
-            losses.append(train(nets[-1], name, features))
-        if not np.allclose(*losses, rtol=5e-2 if features.half else 1e-4, atol=1e-5):
-            problems.append(f"{name}: losses {losses}")
-        if abs(losses[0][0] - losses[0][-1]) < 1e-3:
-            problems.append(f"{name}: nothing was trained")
-        for p, q, old in zip(*(n.get_parameters() for n in (*nets, started)), strict=True):
-            wanted, got = whole(p) - whole(old), whole(q) - whole(old)
-            if p.requires_grad is not q.requires_grad or (p.name.startswith(features.frozen or "-") and got.any()):
+        net, got = trained(mesh, name, features)
+        plain, wanted = trained(None, name, features)
+        found = differences(got, wanted, name, bool(features.half))
+        if found:
+            # MindSpore trains the plain network wrongly once in a great many runs; no rank waits for another here.
+            found = differences(got, trained(None, name, features)[1], name, bool(features.half))
+        problems += found
+        for p, q, old in zip(plain.get_parameters(), net.get_parameters(), make_net().get_parameters(), strict=True):
+            frozen = p.name.startswith(features.frozen or "-")
+            if p.requires_grad is not q.requires_grad or (frozen and (whole(q) != whole(old)).any()):
                 problems.append(f"{name}: {p.name} is frozen")
-            if not np.linalg.norm(got - wanted) <= tolerance * np.linalg.norm(wanted):
-                problems.append(f"{name}: {p.name} {np.linalg.norm(got - wanted)} of {np.linalg.norm(wanted)}")
             if "norm" not in p.name and not isinstance(q, DTensor):
                 problems.append(f"{name}: {p.name} is not distributed any more")
     return problems

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hyper_parallel import PackedShard, Partial, Replicate, Shard
-from hyper_parallel.testing.fuzz.campaign import put_together
+from hyper_parallel.testing.fuzz import campaign
+from hyper_parallel.testing.fuzz.campaign import REPEATS, Outcome, put_together, run_seeds
 from hyper_parallel.testing.fuzz.compare import _differs
 from hyper_parallel.testing.fuzz.program import Leaf, Limits, Program, Step, generate, values_of
 from hyper_parallel.testing.fuzz.record import add_run
@@ -120,6 +122,35 @@ def test_outcomes_of_ranks() -> None:
     both, only_plain = ("plain refused", "RuntimeError: no"), ("accepted", "RuntimeError: no")
     assert put_together(1, [only_plain, both]).kind == "plain refused"
     assert put_together(1, [right, wrong]).detail == "v1: off by 1"
+
+
+class Scripted:
+    """Instead of a pool: says what becomes of a program, run after run."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = list(kinds)
+
+    def run(self, ranks: int, job: Any, programs: list, timeout: float) -> list:
+        if job is campaign.references:
+            return [[None] * len(programs[rank::ranks]) for rank in range(ranks)]
+        kind = self.kinds.pop(0)
+        return [[(kind, "why")] * len(programs) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "outcome"),
+    [
+        (("right",), Outcome(7, "right", "why")),
+        (("wrong", *["right"] * REPEATS), Outcome(7, "unsteady", f"wrong once, then good {REPEATS} times: why")),
+        (("wrong", "right", "differs"), Outcome(7, "wrong", "why")),
+        (("wrong", *["refused"] * (REPEATS - 1), "wrong"), Outcome(7, "wrong", "why")),
+    ],
+)
+def test_a_bad_program_runs_again(kinds: tuple[str, ...], outcome: Outcome) -> None:
+    """It stays bad if it is bad once more."""
+    pool = Scripted(*kinds)
+    assert run_seeds(pool, range(7, 8)) == [outcome]
+    assert not pool.kinds
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from hyper_parallel.core.dtensor import memory_order
 from hyper_parallel.core.dtensor.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
 
 X = np.arange(120.0).reshape(4, 5, 6)
@@ -103,3 +105,20 @@ def test_order_is_kept(name: str) -> None:
     """An element-wise operation gives a new array in the order of its operand."""
     x = TENSORS[name]
     assert dense_strides(x.shape, strides_of(x)) == strides_of(x * 2)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_strides_of_a_shard(order: tuple[int, ...]) -> None:
+    """Strides of the whole tensor from those of a part: of one dimension, and of two at once."""
+    whole = np.zeros((4, 6, 8)).transpose(order)
+    for cut in itertools.product((1, 2), repeat=3):
+        shape = tuple(n // c for n, c in zip((4, 6, 8), cut, strict=True))
+        local = np.zeros(shape).transpose(order)
+        layout = SimpleNamespace(
+            tells_strides=True,
+            shape=whole.shape,
+            local_shape=local.shape,
+            ndim=3,
+            mesh=SimpleNamespace(platform=SimpleNamespace(strides=strides_of)),
+        )
+        assert memory_order.strides_of(local, layout) == strides_of(whole), cut

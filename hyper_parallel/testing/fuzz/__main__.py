@@ -44,9 +44,11 @@ def main() -> int:
             began, part = time.monotonic(), range(done, min(done + PART, end))
             outcomes = run_seeds(pool, part)
             found = [outcome for outcome in outcomes if outcome.kind in BAD]
-            for outcome in found:
-                print(f"{outcome.kind}: seed {outcome.seed}: {outcome.detail}")
-                if outcome.seed % STACKS:
+            for outcome in outcomes:
+                if outcome.kind not in ("unsteady", *BAD):
+                    continue
+                print(f"{outcome.kind}: seed {outcome.seed}: {outcome.detail}", flush=True)
+                if outcome.kind in BAD and outcome.seed % STACKS:
                     program = generate(outcome.seed, limits())
                     print(program if arguments.as_found else shrink(pool, program, outcome.kind), flush=True)
             kinds = collections.Counter(outcome.kind for outcome in outcomes)

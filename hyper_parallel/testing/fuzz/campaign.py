@@ -16,10 +16,12 @@ from hyper_parallel.testing.pool import JobError, WorkerPool
 __all__ = ["BAD", "KINDS", "Outcome", "judge", "run_seeds"]
 
 #: What may become of a program.
-KINDS = ("right", "refused", "plain refused", "accepted", "wrong", "differs", "hanging")
+KINDS = ("right", "refused", "plain refused", "accepted", "unsteady", "wrong", "differs", "hanging")
 #: Of these, what must not become of any.
 BAD = ("wrong", "differs", "hanging")
 RANKS = 4
+#: So often a bad program runs again before it counts as unsteady.
+REPEATS = 5
 #: One of so many seeds makes a stack of modules.
 STACKS = 20
 #: Seconds that a single program may take, and programs of a batch.
@@ -94,9 +96,19 @@ def run_seeds(pool: WorkerPool, seeds: range, seen: Callable[[Outcome], None] = 
     outcomes: list[Outcome] = []
     for start in range(seeds.start, seeds.stop, BATCH):
         for outcome in _run_some(pool, list(range(start, min(start + BATCH, seeds.stop)))):
+            if outcome.kind in BAD:
+                outcome = _again(pool, outcome)
             seen(outcome)
             outcomes.append(outcome)
     return outcomes
+
+
+def _again(pool: WorkerPool, bad: Outcome) -> Outcome:
+    """``bad`` if its program is bad once more; if it is good every time, it counts as unsteady."""
+    for _ in range(REPEATS):
+        if any(outcome.kind in BAD for outcome in _run_some(pool, [bad.seed])):
+            return bad
+    return Outcome(bad.seed, "unsteady", f"{bad.kind} once, then good {REPEATS} times: {bad.detail}")
 
 
 def _run_some(pool: WorkerPool, seeds: list[int]) -> Iterator[Outcome]:

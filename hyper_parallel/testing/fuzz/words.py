@@ -471,10 +471,17 @@ _add(
     lambda xs, a: _cross_entropy(*xs, *a),
     weight=6,
 )
+
+
+def _small_and_dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
+    """A dimension of what has an exponential: not all frameworks take away the largest element first."""
+    return None if np.abs(x).max(initial=0.0) > (10 if x.dtype == np.float16 else 80) else _full_dim(rng, x)
+
+
 _add(
     "logsumexp",
     1,
-    _full_dim,
+    _small_and_dim,
     lambda lab, xs, a: lab.logsumexp(xs[0], *a),
     lambda xs, a: np.log(np.exp(xs[0]).sum(*a)),
     weight=0.5,
