@@ -170,6 +170,25 @@ def test_differences_are_seen(got: np.ndarray, wanted: np.ndarray) -> None:
     assert not _differs(got, got.copy())
 
 
+def test_errors_that_rounding_makes() -> None:
+    """An error that the program makes of a tiny one in its leaves is none; elsewhere it is."""
+    got, wanted = np.float32([1.0, 2.5, np.inf]), np.float32([1.0, 2.0, 3.0])
+    assert _differs(got, wanted)
+    assert not _differs(got, wanted, np.array([0.0, 0.6, np.inf]))
+    assert _differs(got, wanted, np.array([0.6, 0.4, np.inf]))
+    assert not _differs(np.int64([1, 2]), np.int64([1, 3]), np.array([0.0, 10.0]))
+    assert _differs(np.int64([1, 2]), np.int64([1, 3]), np.array([10.0, 0.0]))
+
+
+def test_shaken_leaves() -> None:
+    leaf = Leaf((3, 4), "float32", (Replicate(),), False, 5)
+    one, two = leaf.values(1), leaf.values(2)
+    assert one.dtype == np.float32 and not np.array_equal(one, two) and not np.array_equal(one, leaf.values())
+    np.testing.assert_allclose(one, leaf.values(), atol=1e-5)
+    whole = Leaf((3,), "int64", (Replicate(),), False, 5)
+    assert np.array_equal(whole.values(1), whole.values())
+
+
 def test_runs_add_up(tmp_path: Path) -> None:
     file = tmp_path / "last_fuzz.json"
     add_run(file, "torch-cpu", "a", 5, 100, {"right": 90, "refused": 10}, 3.2)

@@ -37,8 +37,17 @@ class Leaf:
     seed: int
     has_nan: bool = False
 
-    def values(self) -> np.ndarray:
-        """The whole tensor."""
+    def values(self, shaken: int = 0) -> np.ndarray:
+        """The whole tensor; ``shaken`` by a random error such as rounding makes, another one for each number above
+        0."""
+        values = self._values()
+        if not shaken or self.dtype in ("bool", "int64"):
+            return values
+        error = (1e-3 if self.dtype == "float16" else 1e-6) * (1 + np.abs(values))
+        noise = np.random.default_rng((self.seed, shaken)).standard_normal(self.shape)
+        return np.asarray(values + error * noise, self.dtype)
+
+    def _values(self) -> np.ndarray:
         rng = np.random.default_rng(self.seed)
         if self.dtype == "bool":
             return rng.random(self.shape) < 0.5
@@ -253,9 +262,9 @@ _WEIGHTS = np.array([word.weight for word in WORDS.values()])
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
 
 
-def values_of(program: Program) -> list[np.ndarray]:
-    """All values of a program in NumPy."""
-    values = [leaf.values() for leaf in program.leaves]
+def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
+    """All values of a program in NumPy; see `Leaf.values`."""
+    values = [leaf.values(shaken) for leaf in program.leaves]
     for step in program.steps:
         arrays = [values[i] for i in step.inputs]
         values += [arrays[0].copy()] if step.word == "redistribute" else apply(step.word, arrays, step.args)
