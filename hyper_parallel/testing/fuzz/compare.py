@@ -120,9 +120,9 @@ def _made_of_rounding(reference: Reference) -> Reference | None:
             return None
         for most, changed, y in zip(outputs, found.outputs, reference.outputs, strict=True):
             np.maximum(most, _distance(changed, y), out=most)
-        for most, changed, y in zip(grads, found.grads, reference.grads, strict=True):
-            if most is not None and changed is not None:
-                np.maximum(most, _distance(changed, y), out=most)
+        for slack, gradient, g in zip(grads, found.grads, reference.grads, strict=True):
+            if slack is not None and gradient is not None:
+                np.maximum(slack, _distance(gradient, g), out=slack)
     return Reference(program, [10 * x for x in outputs], [None if x is None else 10 * x for x in grads])
 
 
