@@ -213,3 +213,17 @@ def test_a_bad_run_begins_anew(tmp_path: Path) -> None:
     add_run(file, "torch-cpu", "b", 201, 30, {"right": 30}, 1.0)
     record = json.loads(file.read_text())["torch-cpu"]
     assert (record["programs"], record["outcomes"]) == (30, {"right": 30})
+
+
+def test_results_in_row_major_order() -> None:
+    """A view is written to where a framework lays its results out anew, and a copy where it keeps the order, as NumPy."""
+    leaf = Leaf((2, 3), "float32", (Replicate(),), False, 5)
+    steps = (
+        Step("transpose", (0,), (0, 1)),
+        Step("square", (1,), ()),
+        Step("contiguous", (2,), ()),
+        Step("set", (3,), ((...,), 2)),
+    )
+    program = Program(1, (2,), (leaf,), steps, (2,))
+    assert (values_of(replace(program, row_major=True))[2] == 2).all()
+    assert not (values_of(program)[2] == 2).any()

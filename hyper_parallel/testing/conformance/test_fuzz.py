@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,5 +33,5 @@ def test_programs_that_failed_once(pool: Any, what: str) -> None:
     program, found = FOUND[what], limits()
     if (program.second_order and not found.second_order) or any(s.word in found.without for s in program.steps):
         pytest.skip("programs for this framework do not have this")
-    outcome = judge(pool, program)
+    outcome = judge(pool, replace(program, row_major=found.row_major))
     assert outcome.kind in ("right", "refused"), f"{outcome.kind}: {outcome.detail}"

@@ -79,6 +79,7 @@ class Program:
         steps: each adds its results to the values.
         outputs: the numbers of the values that are compared; of the floating ones a loss is made.
         second_order: whether gradients of gradients are compared.
+        row_major: see `Limits`.
     """
 
     seed: int
@@ -87,6 +88,7 @@ class Program:
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     second_order: bool = False
+    row_major: bool = False
 
     @property
     def writes(self) -> bool:
@@ -123,6 +125,7 @@ class Limits:
         gradients_of_nothing: whether the framework's own gradients are right where a tensor has no elements.
         gradients_of_steps: whether slices with a step have gradients.
         copies_offsets: whether `contiguous` copies a contiguous view that begins behind the first element of its base.
+        row_major: whether results that are no views are in row-major order, whatever the order of the operands.
     """
 
     writes_with_gradients: bool = True
@@ -133,6 +136,7 @@ class Limits:
     shortest: int = 1
     gradients_of_nothing: bool = True
     copies_offsets: bool = False
+    row_major: bool = False
     gradients_of_steps: bool = True
 
 
@@ -148,7 +152,7 @@ def generate(seed: int, limits: Limits) -> Program:
     writes = not second_order and rng.random() < 0.4
     if writes and not limits.writes_with_gradients:
         leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
-    program = Program(seed, mesh, leaves, (), (), second_order)
+    program = Program(seed, mesh, leaves, (), (), second_order, limits.row_major)
     values = values_of(program)
     steps: list[Step] = []
     for _ in range(int(rng.integers(2, 9))):
@@ -247,7 +251,7 @@ def _step(
             if word.name == "index" and not (writes or limits.gradients_of_steps) and has_step(*args):
                 continue
             try:
-                results = apply(word.name, arrays, args)
+                results = apply(word.name, arrays, args, program.row_major)
             except ValueError:
                 continue  # a write to what was expanded
             if not word.writes and any(r.dtype == np.float16 and (np.abs(r) > MOST_HALF).any() for r in results):
@@ -266,9 +270,16 @@ def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
     """All values of a program in NumPy; see `Leaf.values`."""
     values = [leaf.values(shaken) for leaf in program.leaves]
     for step in program.steps:
-        arrays = [values[i] for i in step.inputs]
-        values += [arrays[0].copy()] if step.word == "redistribute" else apply(step.word, arrays, step.args)
+        values += _results(program, step, values)
     return values
+
+
+def _results(program: Program, step: Step, values: list[np.ndarray]) -> list[np.ndarray]:
+    """What a step of ``program`` adds to the values before it."""
+    arrays = [values[i] for i in step.inputs]
+    if step.word == "redistribute":
+        return [arrays[0].copy()]
+    return apply(step.word, arrays, step.args, program.row_major)
 
 
 def _counts(program: Program) -> list[int]:
@@ -276,8 +287,7 @@ def _counts(program: Program) -> list[int]:
     values = [leaf.values() for leaf in program.leaves]
     counts: list[int] = []
     for step in program.steps:
-        arrays = [values[i] for i in step.inputs]
-        results = [arrays[0].copy()] if step.word == "redistribute" else apply(step.word, arrays, step.args)
+        results = _results(program, step, values)
         values += results
         counts.append(len(results))
     return counts

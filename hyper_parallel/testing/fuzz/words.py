@@ -49,14 +49,21 @@ def _add(name: str, count: int, choose: Any, lab: Any, numpy: Any, **options: An
     WORDS[name] = Word(name, count, choose, lab, numpy, **options)
 
 
-def apply(word: str, arrays: Arrays, args: tuple) -> list[np.ndarray]:
-    """What a word gives in NumPy, as a list."""
+def apply(word: str, arrays: Arrays, args: tuple, row_major: bool = False) -> list[np.ndarray]:
+    """What a word gives in NumPy, as a list; with ``row_major``, new arrays are in that order, as NumPy's are not."""
     with np.errstate(all="ignore"):
         result = WORDS[word].numpy(arrays, args)
         results = result if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
         # Before NumPy 2, a float32 of no dimension and a Python number make a float64.
         dtype = next((x.dtype for x in arrays if _floating(x)), np.dtype(np.float64))
-        return [y.astype(dtype, copy=False) if _floating(y) else y for y in results]
+        results = [y.astype(dtype, copy=False) if _floating(y) else y for y in results]
+        return [_in_row_major_order(y, arrays) for y in results] if row_major else results
+
+
+def _in_row_major_order(y: np.ndarray, arrays: Arrays) -> np.ndarray:
+    """``y``, or a copy in row-major order if it is a new array of another order."""
+    is_view = any(np.may_share_memory(y, x) for x in arrays)
+    return y if is_view else np.ascontiguousarray(y).reshape(y.shape)
 
 
 def _floating(x: np.ndarray) -> bool:

@@ -567,6 +567,7 @@ FUZZ_LIMITS: dict[str, Any] = {
     "shortest": 2,
     "gradients_of_nothing": False,
     "copies_offsets": True,
+    "row_major": True,
     "gradients_of_steps": False,
 }
 
