@@ -216,7 +216,7 @@ def test_a_bad_run_begins_anew(tmp_path: Path) -> None:
 
 
 def test_results_in_row_major_order() -> None:
-    """A view is written to where a framework lays its results out anew, and a copy where it keeps the order, as NumPy."""
+    """Where a framework lays results out anew, `contiguous` gives a view, which a write reaches; in NumPy a copy."""
     leaf = Leaf((2, 3), "float32", (Replicate(),), False, 5)
     steps = (
         Step("transpose", (0,), (0, 1)),
