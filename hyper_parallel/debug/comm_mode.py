@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from hyper_parallel.core.dtensor.collectives import OBSERVERS
+from hyper_parallel.core.dtensor.communication.collectives import OBSERVERS
 
 __all__ = ["CommDebugMode"]
 

@@ -20,7 +20,7 @@ from hyper_parallel import (
     manual_seed,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor import random
+from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.platform.mindspore.grad import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 

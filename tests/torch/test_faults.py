@@ -18,7 +18,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hyper_parallel import CollectiveError, DeviceMesh
-from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import lost_ranks
 from hyper_parallel.testing.spmd import on_mesh
@@ -184,7 +184,10 @@ import gc, os, sys
 import torch
 import torch.distributed as dist
 import hyper_parallel as hp
-from hyper_parallel.core.dtensor import device_mesh, dispatch, layout, redistribute
+from hyper_parallel.core.dtensor import device_mesh
+from hyper_parallel.core.dtensor.operations import dispatch
+from hyper_parallel.core.dtensor.layouts import layout
+from hyper_parallel.core.dtensor.communication import redistribute
 from torch.distributed import distributed_c10d
 
 platform = hp.get_platform()

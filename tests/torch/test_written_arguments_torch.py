@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import ColwiseParallel, DTensor, PackedShard, Partial, Replicate, Shard, parallelize_module
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import floats

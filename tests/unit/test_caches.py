@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from hyper_parallel.core.dtensor.caches import Cache, Table, cache_sizes, clear_caches
+from hyper_parallel.core.caches import Cache, Table, cache_sizes, clear_caches
 
 
 def test_emptied_when_full() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.core.dtensor.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import RULES
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, check, check_labels
 

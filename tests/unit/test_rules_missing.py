@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import RULES
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_missing import ACCEPTED, missing_in
 

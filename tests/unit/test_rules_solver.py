@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.rules import RULES
-from hyper_parallel.core.dtensor.strategy import Strategy, solve
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, expected_results, mesh_of_rank, run, same
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor import memory_order
-from hyper_parallel.core.dtensor.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
+from hyper_parallel.core.dtensor.layouts import memory_order
+from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
 
 X = np.arange(120.0).reshape(4, 5, 6)
 TENSORS = {

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.chunking import shard_sizes
+from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.transitions import by_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.dtensor.operands import refuse_foreign
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
-from hyper_parallel.core.dtensor.transitions import by_rank
 
 __all__ = [
     "check_src_data_rank",

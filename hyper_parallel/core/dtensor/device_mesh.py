@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.caches import clear_caches
-from hyper_parallel.core.dtensor.lookalikes import import_hint
-from hyper_parallel.core.dtensor.rank_check import CHECKS
+from hyper_parallel.core.caches import clear_caches
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
+from hyper_parallel.core.dtensor.layouts.layout import get_layout, normalize_placements
+from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.random import synchronize, take_part
 from hyper_parallel.core.dtensor.tensor import bind_platform
 
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_values
+from hyper_parallel.core.dtensor.operations.random import check_generators
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.dtensor.random import check_generators
-from hyper_parallel.core.dtensor.rank_check import CHECKS, check_values
 from hyper_parallel.core.dtensor.tensor import DTensor
-from hyper_parallel.core.dtensor.weak import WeakTable
+from hyper_parallel.core.weak import WeakTable
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.caches import Cache
+from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
+from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
+from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.dispatch import dispatch
-from hyper_parallel.core.dtensor.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.dtensor.operands import DTENSOR_CLASSES
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.operations.dispatch import dispatch
+from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
+from hyper_parallel.core.dtensor.operations.views import CurrentLayout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.rank_check import CHECKS, check_replicated
-from hyper_parallel.core.dtensor.redistribute import partial_grad_view, redistribute, redistribute_local
-from hyper_parallel.core.dtensor.transitions import transitions_of
-from hyper_parallel.core.dtensor.views import CurrentLayout
 from hyper_parallel.platform import Platform
 
 __all__ = ["DTensor", "bind_platform", "dtensor_class"]

@@ -6,8 +6,8 @@ import warnings
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import check_src_data_rank
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.rank_check import CHECKS
 from hyper_parallel.core.dtensor.rest import broadcast_rest, check_rest, remember_plan
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.tensor_parallel.base import name_module

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
+from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.errors import tell_of_failure
-from hyper_parallel.core.dtensor.layout import get_layout, normalize_placements
-from hyper_parallel.core.dtensor.lookalikes import import_hint
+from hyper_parallel.core.dtensor.layouts.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.rank_check import CHECKS
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
+from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.held import name_module, remember_layouts, title, watch
 from hyper_parallel.core.tensor_parallel.lengths import compare_lengths, uneven_on
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward

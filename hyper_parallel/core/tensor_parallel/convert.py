@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.caches import Cache
-from hyper_parallel.core.dtensor.chunking import shard_sizes
+from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
+from hyper_parallel.core.dtensor.communication.redistribute import redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.errors import RankMismatchError
-from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.lookalikes import import_hint
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.base import title
 from hyper_parallel.core.tensor_parallel.lengths import ANY_UNEVEN, COMPARED, HANDED_OUT, compare_lengths
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 
 __all__ = ["layouts_held", "name_module", "planned_layouts", "remember_layouts", "title", "watch"]
 

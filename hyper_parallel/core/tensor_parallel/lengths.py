@@ -10,11 +10,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.caches import Table
-from hyper_parallel.core.dtensor.chunking import shard_sizes
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
 __all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_lengths", "uneven_on"]

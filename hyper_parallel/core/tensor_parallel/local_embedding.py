@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
+from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.rules.embedding import look_up
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.rules.embedding import look_up
-from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER

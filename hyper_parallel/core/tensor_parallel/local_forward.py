@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from hyper_parallel.core.dtensor.bound_steps import bind_scatter
-from hyper_parallel.core.dtensor.caches import Table
-from hyper_parallel.core.dtensor.chunking import shard_sizes
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.redistribute import (
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.communication.bound_steps import bind_scatter
+from hyper_parallel.core.dtensor.communication.redistribute import (
     linear_input_view,
     linear_key,
     parameter_view,
     partial_grad_view,
     plan_redistribution,
 )
-from hyper_parallel.core.dtensor.transitions import summation, transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import summation, transitions_of
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.held import layouts_held
 from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hyper_parallel.core.dtensor.chunking import chunk_sizes
-from hyper_parallel.core.dtensor.collectives import all_gather_object
+from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.modes import loss_parallel
+from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.modes import loss_parallel
+from hyper_parallel.core.dtensor.operations.rules.labels import axis, without
+from hyper_parallel.core.dtensor.operations.rules.loss import class_dim, sharded_cross_entropy
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
-from hyper_parallel.core.dtensor.rules.labels import axis, without
-from hyper_parallel.core.dtensor.rules.loss import class_dim, sharded_cross_entropy
 from hyper_parallel.core.dtensor.tensor import DTensor
 
 __all__ = ["loss_parallel", "vocab_parallel_cross_entropy"]

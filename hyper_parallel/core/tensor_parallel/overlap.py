@@ -9,13 +9,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.collectives import record_collective
+from hyper_parallel.core.dtensor.communication.collectives import record_collective
+from hyper_parallel.core.dtensor.communication.errors import explain_along
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.errors import explain_along
-from hyper_parallel.core.dtensor.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.rank_check import CHECKS
-from hyper_parallel.core.dtensor.redistribute import partial_grad_view
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER
 

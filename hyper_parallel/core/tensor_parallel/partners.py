@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.chunking import shard_sizes
-from hyper_parallel.core.dtensor.class_parts import remember_head
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.operations.class_parts import remember_head
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match

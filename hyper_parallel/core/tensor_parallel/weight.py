@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hyper_parallel.core.dtensor.chunking import shard_sizes
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
 from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place

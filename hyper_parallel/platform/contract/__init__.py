@@ -6,11 +6,11 @@ must bring:
 * `modules` - which modules are linear, embedding or norm layers; walking and changing a tree of modules; hooks;
 * `groups` - starting, groups of ranks, lost ranks;
 * `collectives` - on plain local tensors, outside autograd; what the backend lacks is reported by `supports` and
-  emulated once, in `core.dtensor.collectives`;
+  emulated once, in `core.dtensor.communication.collectives`;
 * `autograd` - one way to define a function with a forward and a backward;
 * `tensors` - types and checks, and the few local operations that redistribution and losses need;
 * `interception` - a tensor class whose operations arrive at `Dispatch`, a guard that turns that off, and the table that
-  maps native operations to the canonical ones of `core.dtensor.rules`;
+  maps native operations to the canonical ones of `core.dtensor.operations.rules`;
 * `devices` - this rank's device, factories, random numbers.
 
 `fast` is optional: what is there for speed alone. `hyper_parallel.platform.torch.base` and

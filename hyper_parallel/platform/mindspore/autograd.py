@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mindspore import Tensor, nn
 
-from hyper_parallel.core.dtensor.coalesce import BLOCKS, coalesce_gradients
+from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function

@@ -33,7 +33,7 @@ def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., 
             return plain(*args, **kwargs)
         # What is not distributed is whole on every rank.
         # Core imports this package, so not at the top.
-        from hyper_parallel.core.dtensor.modes import implicit_replication
+        from hyper_parallel.core.dtensor.operations.modes import implicit_replication
 
         whole = [_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True)]
         argument: Any = whole[0] if isinstance(given, Tensor) else tuple(whole)
@@ -59,7 +59,7 @@ def looking(plain: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
         layouts = [_layout_of(t) for t in tensors]
         if all(layout is None for layout in layouts):
             return plain(*args, **kwargs)
-        from hyper_parallel.core.dtensor.modes import implicit_replication
+        from hyper_parallel.core.dtensor.operations.modes import implicit_replication
 
         whole = tuple(_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True))
         args, kwargs = _with_argument(args, kwargs, place, whole)

@@ -13,7 +13,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
-from hyper_parallel.core.dtensor.transitions import transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.platform.mindspore.autograd import DelayedGradients
 from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
 

@@ -14,9 +14,9 @@ from typing import Any
 from mindspore import Tensor, ops
 from mindspore.ops.function import array_func
 
-from hyper_parallel.core.dtensor.layout import get_layout
-from hyper_parallel.core.dtensor.operands import all_replicated
-from hyper_parallel.core.dtensor.random import synchronize, take_part
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations.operands import all_replicated
+from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
 from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from mindspore import Tensor
 
-from hyper_parallel.core.dtensor.chunking import chunk_sizes, shard_sizes
+from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes, shard_sizes
 
 __all__ = ["LocalGradients", "is_part", "layout_of_gradient"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.core.dtensor.local_collectives import check_local_collective
+from hyper_parallel.core.dtensor.communication.local_collectives import check_local_collective
 from hyper_parallel.platform.mindspore.collectives import dense
 
 __all__ = ["is_collective", "run_collective"]

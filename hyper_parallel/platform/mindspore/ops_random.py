@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.empty import guarded
 from hyper_parallel.platform.mindspore.op_bind import arguments, row

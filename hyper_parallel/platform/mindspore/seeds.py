@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from mindspore import ops
 
-from hyper_parallel.core.dtensor.random import of_first_rank, synchronize
+from hyper_parallel.core.dtensor.operations.random import of_first_rank, synchronize
 
 __all__ = ["COUNTERS", "is_of_one_call", "layer_stream", "undo_draw"]
 

@@ -140,7 +140,7 @@ def wrap(local: Any, layout: Any) -> Any:
 def replicated(local: torch.Tensor, mesh: Any) -> Any:
     """Retag a new tensor that is the same on every rank of ``mesh``."""
     # Core imports this package, so not at the top.
-    from hyper_parallel.core.dtensor.layout import get_layout
+    from hyper_parallel.core.dtensor.layouts.layout import get_layout
     from hyper_parallel.core.dtensor.placement_types import Replicate
 
     return wrap(local, get_layout(mesh, (Replicate(),) * mesh.ndim, tuple(_local_shape(local))))

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.core.dtensor.local_collectives import check_local_collective
+from hyper_parallel.core.dtensor.communication.local_collectives import check_local_collective
 from hyper_parallel.platform.torch.tensor import layout_of
 
 __all__ = ["refuse_flat_parameter", "watch_wrappers"]

@@ -26,7 +26,7 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import block_plan, compare, floats

@@ -21,8 +21,8 @@ from hyper_parallel import (
     parallelize_module,
     vocab_parallel_cross_entropy,
 )
-from hyper_parallel.core.dtensor.layout import get_layout
-from hyper_parallel.core.dtensor.modes import is_loss_parallel
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations.modes import is_loss_parallel
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.labs import get_lab

@@ -22,9 +22,9 @@ from hyper_parallel import (
     register_sharding,
     strict,
 )
-from hyper_parallel.core.dtensor import custom_ops, fallback
-from hyper_parallel.core.dtensor.layout import get_layout
-from hyper_parallel.core.dtensor.modes import is_implicit_replication, is_strict
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations import custom_ops, fallback
+from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import local_parts, same
 from hyper_parallel.testing.conformance.test_styles import floats

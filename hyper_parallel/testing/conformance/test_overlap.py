@@ -24,10 +24,10 @@ from hyper_parallel import (
     overlap_collectives,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
+from hyper_parallel.core.dtensor.communication.transitions import transitions_of
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial
-from hyper_parallel.core.dtensor.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import compare, floats

@@ -10,9 +10,9 @@ import pytest
 
 import hyper_parallel
 from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor, manual_seed
-from hyper_parallel.core.dtensor import random
-from hyper_parallel.core.dtensor.collectives import all_gather_object
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import local_parts, same
 from hyper_parallel.testing.conformance.test_styles import floats

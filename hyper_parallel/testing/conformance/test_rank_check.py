@@ -26,7 +26,7 @@ from hyper_parallel import (
     manual_seed,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor import rank_check
+from hyper_parallel.core.dtensor.communication import rank_check
 from hyper_parallel.testing.labs import get_lab
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 

@@ -25,7 +25,8 @@ from hyper_parallel import (
     manual_seed,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor import random, rest
+from hyper_parallel.core.dtensor import rest
+from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.test_distribute import parameters
 from hyper_parallel.testing.conformance.test_rank_check import error_of

@@ -95,7 +95,7 @@ def compare(
 
 
 def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> tuple[slice, ...]:
-    from hyper_parallel.core.dtensor.layout import get_layout
+    from hyper_parallel.core.dtensor.layouts.layout import get_layout
 
     return get_layout(mesh, (placement,), shape).local_index()
 

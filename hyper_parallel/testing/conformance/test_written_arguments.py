@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import floats

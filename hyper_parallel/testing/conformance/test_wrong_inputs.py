@@ -25,7 +25,7 @@ from hyper_parallel import (
     distribute_tensor,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.lookalikes import import_hint
+from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_styles import floats

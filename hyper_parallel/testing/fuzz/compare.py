@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import DTensor
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.fuzz.parts import gradient_part, local_part
 from hyper_parallel.testing.fuzz.program import Limits, Program, values_of

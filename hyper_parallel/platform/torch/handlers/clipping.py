@@ -21,7 +21,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
-from hyper_parallel.core.dtensor.caches import Table
+from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
 from hyper_parallel.platform.torch.tensor import layout_of, made_class, replicated

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.distributed import distributed_c10d
 
-from hyper_parallel.core.dtensor.local_collectives import check_local_collective, check_rows
+from hyper_parallel.core.dtensor.communication.local_collectives import check_local_collective, check_rows
 from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.memory_order import UNKNOWN, strides_of
+from hyper_parallel.core.dtensor.layouts.memory_order import UNKNOWN, strides_of
+from hyper_parallel.core.dtensor.layouts.strides import is_contiguous
 from hyper_parallel.core.dtensor.placement_types import Shard
-from hyper_parallel.core.dtensor.strides import is_contiguous
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown

@@ -9,7 +9,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.core.dtensor import device_mesh
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.platform.torch.op_table.binding import words

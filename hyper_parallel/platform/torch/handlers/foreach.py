@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.dtensor.layout import get_layout
+from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations.views import after_write, before_write
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
-from hyper_parallel.core.dtensor.views import after_write, before_write
 from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.dtensor.transitions import transitions_of
 from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of, wrap
 
 __all__ = ["hooked_apply"]

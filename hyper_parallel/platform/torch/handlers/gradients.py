@@ -14,7 +14,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
-from hyper_parallel.core.dtensor.transitions import transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.platform.torch.op_table.binding import signature
 from hyper_parallel.platform.torch.private import make_grads, run_engine
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.platform.torch.tensor import layout_of
 
 __all__ = ["combined", "neutral", "reduced"]

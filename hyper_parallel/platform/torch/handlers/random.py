@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.memory_order import ones_like_whole
-from hyper_parallel.core.dtensor.random import synchronize, take_part
-from hyper_parallel.core.dtensor.views import after_write, before_write
+from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
+from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
+from hyper_parallel.core.dtensor.operations.views import after_write, before_write
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap

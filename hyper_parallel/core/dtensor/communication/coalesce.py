@@ -1,0 +1,75 @@
+"""One all-reduce for the gradients of all small replicated parameters, as Megatron's ``_allreduce_layernorm_grads``."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.platform.contract import NOTHING_FASTER
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["BLOCKS", "coalesce_gradients"]
+
+#: The blocks that are open, the innermost last. Not one a thread: backward runs its hooks in threads of its own.
+BLOCKS: list[coalesce_gradients] = []
+
+
+class coalesce_gradients:
+    """Inside, what backward would all-reduce for each parameter that is replicated where its inputs are sharded (norms
+    under `SequenceParallel`) is collected, and all-reduced in one collective a mesh and dtype when the block ends.
+
+    The gradients of these parameters are complete after the block, and their part of this backward is missing inside.
+    So whatever reads them - clipping, the optimizer, an exchange over a data-parallel mesh dimension - goes after the
+    block, and nothing that reads them by hooks on the accumulation of gradients may be in use, such as
+    ``DistributedDataParallel``. Parameters with ``register_post_accumulate_grad_hook``, and gradients that
+    ``torch.autograd.grad`` returns, are all-reduced at once as ever. On MindSpore, which returns gradients, what
+    `hyper_parallel.platform.mindspore.grad` returns inside the block is all-reduced together, and complete.
+
+    Example:
+        >>> from hyper_parallel import coalesce_gradients
+        >>> import torch
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> with coalesce_gradients():
+        ...     (2 * w).sum().backward()
+        >>> w.grad
+        tensor([2., 2., 2.])
+
+    Source: Megatron-LM, ``finalize_model_grads`` (Korthikanti et al. 2022).
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]] = {}
+
+    def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+        """Whether the block will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient of ``parameter``."""
+        if not (mesh.platform.fast or NOTHING_FASTER).can_delay_gradient(parameter):
+            return False
+        self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), []).append((parameter, cotangent))
+        return True
+
+    def __enter__(self) -> coalesce_gradients:
+        BLOCKS.append(self)
+        return self
+
+    def __exit__(self, kind: type | None, *exc_info: object) -> None:
+        BLOCKS.remove(self)
+        waiting, self._waiting = self._waiting, {}
+        if kind is not None:
+            return
+        for (mesh, mesh_dims, _), entries in waiting.items():
+            platform = mesh.platform
+            fast = platform.fast or NOTHING_FASTER
+            with platform.no_grad(), platform.no_dispatch():
+                flat = [cotangent.reshape((-1,)) for _, cotangent in entries]
+                summed = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
+                for mesh_dim in mesh_dims:
+                    summed = collectives.all_reduce(summed, mesh, mesh_dim)
+                start = 0
+                for parameter, cotangent in entries:
+                    shape = platform.shape_of(cotangent)
+                    part = platform.narrow(summed, 0, start, math.prod(shape))
+                    fast.add_to_gradient(parameter, part.reshape(shape))
+                    start += math.prod(shape)

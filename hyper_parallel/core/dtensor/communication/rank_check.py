@@ -1,0 +1,278 @@
+"""`check_ranks`: before each collective, compare what the ranks are about to do.
+
+A mistake that makes ranks run different collectives shows, without it, as a hang or as wrong numbers. Ranks exchange
+a digest of each step; only when digests differ do they exchange the step itself, to say where the difference is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hyper_parallel.core.dtensor.communication.errors import (
+    CollectiveError,
+    RankMismatchError,
+    describe_dim,
+    explain,
+    names_of,
+)
+from hyper_parallel.platform import Platform, get_platform
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.dtensor.placement_types import Placement
+
+__all__ = ["CHECKS", "Check", "check_collective", "check_ranks", "check_replicated", "check_values"]
+
+Facts = Mapping[str, str]
+
+#: The checks that are on, the innermost last; it is the one that counts.
+CHECKS: list[Check] = []
+
+
+class _Step(NamedTuple):
+    """What one rank is about to do. ``facts`` must be equal on all ranks, ``row_facts`` on those of one ``row``."""
+
+    rank: int
+    facts: Facts
+    row: tuple[int, ...]
+    row_facts: Facts
+
+
+class Check:
+    """Compares steps over some ranks.
+
+    Args:
+        platform: whose collectives carry the comparison.
+        axes: (group, global ranks of the group) pairs; gathering along one after the other reaches all ranks.
+
+    Attributes:
+        count: of collectives that were compared.
+        at_end: what is to be compared once more when the context is left, by what it is about.
+    """
+
+    def __init__(self, platform: Platform, axes: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
+        self._platform = platform
+        self._axes = [(group, ranks) for group, ranks in axes if len(ranks) > 1]
+        self.count = 0
+        self.at_end: dict[Any, Callable[[], None]] = {}
+
+    def agree(
+        self, step: str, facts: Facts | None = None, row: Sequence[int] = (), row_facts: Facts | None = None
+    ) -> None:
+        """Return when all ranks are at the same step.
+
+        Args:
+            step: what comes next.
+            facts: what must be equal on all ranks, by name, in the order in which to compare.
+            row: global ranks between which ``row_facts`` must be equal, the same tuple on each of them.
+            row_facts: see there.
+
+        Raises:
+            RankMismatchError: on all ranks, when something differs.
+        """
+        shared = {"what comes next": step, **(facts or {})}
+        mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
+        digests = self._gather((mine.rank, _digest(mine.facts), mine.row, _digest(mine.row_facts)))
+        rows = {rank: members for rank, _, members, _ in digests}
+        same = len({digest for _, digest, _, _ in digests}) == 1
+        same = same and all(rows.get(r, members) == members for members in rows.values() for r in members)
+        if same and len({(members, digest) for _, _, members, digest in digests}) == len(set(rows.values())):
+            return
+        steps = self._gather(mine)
+        raise _difference(sorted(steps), step)
+
+    def _gather(self, value: Any) -> list[Any]:
+        values = [value]
+        for group, ranks in self._axes:
+            try:
+                gathered = self._platform.all_gather_object(values, group, len(ranks))
+            except RuntimeError as error:
+                explain(error, "check_ranks", "the comparison of check_ranks()", self._platform, group, ranks)
+                raise
+            values = [item for part in gathered for item in part]
+        return values
+
+
+@contextmanager
+def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
+    """Inside, ranks compare what they are about to do, and all raise when one differs, instead of hanging.
+
+    Compared are: each collective (which one, along which mesh dimension, shape and dtype of the local tensors and what
+    else it is given); each `DeviceMesh` that is made; each plan that `parallelize_module` applies, with the names,
+    shapes, dtypes and ``requires_grad`` of the model's parameters; and leaving the context, also by an exception. The
+    exception of one rank is named on the others.
+
+    Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan
+    leaves plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain
+    inputs that a style or `DTensor.from_local` takes for replicated, and the states of the generators of a mesh on
+    which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may differ:
+    they are compared between the ranks of one collective only.
+
+    It is made for finding a mistake: each comparison is a collective of its own, on the host.
+
+    Args:
+        mesh: whose ranks all run the same program; None is all ranks of the world. With stages of a pipeline, give
+            each its own mesh.
+
+    Raises:
+        RankMismatchError: a ValueError; names the ranks that differ, and the first difference with both values.
+        CollectiveError: when a rank does not come to the comparison within the time-out of the process group.
+
+    Example:
+        >>> from hyper_parallel import check_ranks, init_device_mesh
+        >>> with check_ranks():
+        ...     mesh = init_device_mesh("cpu", (1,))
+    """
+    if mesh is not None and mesh.get_coordinate() is None:
+        yield
+        return
+    check = _check_of_world() if mesh is None else Check(mesh.platform, _axes(mesh))
+    CHECKS.append(check)
+    try:
+        yield
+    except (RankMismatchError, CollectiveError):
+        raise
+    except Exception as error:
+        _report_exception(check, error)
+        raise
+    else:
+        for compare in check.at_end.values():
+            compare()
+        check.agree("the end of check_ranks()")
+    finally:
+        CHECKS.remove(check)
+
+
+def check_collective(
+    collective: str,
+    mesh: DeviceMesh,
+    mesh_dim: int,
+    local: Any,
+    details: Mapping[str, Any] | None = None,
+    uneven_dim: int | None = None,
+) -> None:
+    """Compare a collective; to be called when a check is on, before anything that depends on the shape.
+
+    Args:
+        collective, mesh, mesh_dim: which one.
+        local: this rank's tensor, or None.
+        details: what else it is given.
+        uneven_dim: dimension of ``local`` in which ranks may differ; ``details`` say how long it is on each rank.
+    """
+    check = CHECKS[-1]
+    check.count += 1
+    step = f"{collective} {describe_dim(mesh, mesh_dim)} (collective {check.count} inside check_ranks())"
+    facts = {}
+    if local is not None:
+        shape = list(mesh.platform.shape_of(local))
+        if uneven_dim is not None:
+            shape[uneven_dim] = -1
+        facts["the dtype of the local tensor"] = str(local.dtype)
+        facts["the shape of the local tensor"] = f"({', '.join('any' if n == -1 else str(n) for n in shape)})"
+    facts |= {name: str(value) for name, value in (details or {}).items()}
+    check.agree(step, None, mesh.ranks_along(mesh_dim), facts)
+
+
+def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, remedy: str) -> None:
+    """Compare what should be equal along a mesh dimension; to be called when a check is on.
+
+    Args:
+        values: tensors, of which the local values are compared, or bytes; by what messages call them.
+        mesh, mesh_dim: between which ranks.
+        remedy: the end of the message.
+
+    Raises:
+        RankMismatchError: on all ranks, when one differs.
+    """
+    platform = mesh.platform
+    facts = {}
+    with platform.no_dispatch():
+        for what, x in values.items():
+            if isinstance(x, bytes):
+                facts[f"the values of {what}"] = hashlib.sha256(x).hexdigest()[:12]
+            elif platform.has_values(x):
+                digest = hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]
+                facts[f"the values of {what}"] = f"{x.dtype} {tuple(platform.shape_of(x))} with digest {digest}"
+    step = f"the comparison of what is the same on all ranks {describe_dim(mesh, mesh_dim)}"
+    try:
+        CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts)
+    except RankMismatchError as error:
+        if any(f"differ in {what}." in str(error) for what in facts):
+            raise RankMismatchError(f"{error}: {remedy}", error.ranks) from None
+        raise
+
+
+def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
+    """Compare a local tensor along the mesh dimensions on which it is replicated; to be called when a check is on."""
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_replicate() and mesh.shape[mesh_dim] > 1:
+            check_values(
+                {what: x},
+                mesh,
+                mesh_dim,
+                "it is taken to be the same on every rank: give all ranks the same, or say with input_layouts=... or "
+                "placements=... how it is sharded",
+            )
+
+
+def _check_of_world() -> Check:
+    platform = get_platform()
+    if platform.world() is None:
+        platform.init_process_group()
+    ranks = tuple(range(platform.world_size()))
+    return Check(platform, [(platform.new_group([list(ranks)]), ranks)])
+
+
+def _axes(mesh: DeviceMesh) -> list[tuple[Any, tuple[int, ...]]]:
+    return [(mesh.platform_group(dim), mesh.ranks_along(dim)) for dim in range(mesh.ndim)]
+
+
+def _report_exception(check: Check, error: Exception) -> None:
+    """Tell the ranks that go on why this one does not. What they raise about it, this rank does not: it has its own."""
+    try:
+        check.agree(f"leaving check_ranks() with {type(error).__name__}: {error}")
+    except (RankMismatchError, CollectiveError):
+        return
+
+
+def _digest(facts: Facts) -> str:
+    return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
+
+
+def _difference(steps: Sequence[_Step], step: str) -> RankMismatchError:
+    """The first difference between steps that are not all alike."""
+    found = _first_difference({s.rank: s.facts for s in steps})
+    if found is None:
+        rows = {s.rank: s.row for s in steps}
+        found = _first_difference(
+            {
+                rank: {"the ranks of the mesh dimension": str(row)}
+                for rank, row in rows.items()
+                if any(rows.get(r, row) != row for r in row)
+                or any(rank in other and other != row for other in rows.values())
+            }
+        )
+    for row in sorted({s.row for s in steps}):
+        found = found or _first_difference({s.rank: s.row_facts for s in steps if s.row == row})
+    what, values = found or ("the order of the facts", {})
+    usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
+    odd = tuple(sorted(r for value, ranks in values.items() if value != usual for r in ranks))
+    parts = [f"{names_of(ranks)}: {value}" for value, ranks in values.items() if value != usual]
+    place = "" if what == "what comes next" else f"before {step}, "
+    message = f"{place}{names_of(odd)} and {names_of(values[usual])} differ in {what}. "
+    return RankMismatchError(message + "; ".join([*parts, f"{names_of(values[usual])}: {usual}"]), odd)
+
+
+def _first_difference(facts_of: Mapping[int, Facts]) -> tuple[str, dict[str, list[int]]] | None:
+    """Name of the first fact that is not equal everywhere, and the ranks that have each value of it."""
+    names = list(dict.fromkeys(name for facts in facts_of.values() for name in facts))
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, facts in sorted(facts_of.items()):
+            ranks_of.setdefault(facts.get(name, "nothing"), []).append(rank)
+        if len(ranks_of) > 1:
+            return name, ranks_of
+    return None

@@ -1,0 +1,250 @@
+"""Redistribution: the cheapest sequence of steps between two layouts, and the views through which gradients reduce."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.communication.bound_steps import bind_gather
+from hyper_parallel.core.dtensor.communication.transitions import Step, transitions_of
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.platform.contract import cached_view
+
+__all__ = [
+    "linear_input_view",
+    "linear_key",
+    "parameter_view",
+    "partial_grad_view",
+    "plan_redistribution",
+    "redistribute",
+    "redistribute_local",
+    "redistribution_cost",
+]
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+
+def redistribute(x: Any, layout: Layout) -> Any:
+    """The DTensor ``x`` with ``layout``, which has its mesh and shape; ``x`` itself when it has that layout already.
+
+    To be called under `Platform.no_dispatch`.
+    """
+    source = x._layout
+    if source is layout:
+        return x
+    for step in _PLANS[source, layout]:
+        x = _STEPS[step](x)
+    return x
+
+
+def _bind_step(step: Step) -> Callable[[Any], Any]:
+    """One step of `redistribute`, of a DTensor."""
+    platform, transitions, after = step.mesh.platform, transitions_of(step.mesh.platform), step.layout
+    wrap, requires_grad, write_cache = platform.wrap, platform.requires_grad, platform.write_cache
+    if not (isinstance(step.source, Shard) and isinstance(step.target, Replicate)):
+        return lambda x: wrap(transitions.run(x, step), after)
+    gather, key = bind_gather(step), linear_key(step.mesh, (step.mesh_dim,))
+
+    def run(x: Any) -> Any:
+        local, partial, data = gather(x)
+        y = wrap(local, after)
+        if partial is not None:
+            y._gathered = (x, step, data, (x._writes, x._version))
+            write_cache(y, key, partial)
+        elif requires_grad(x):
+            y._gathered = (x, step, data, (x._writes, x._version))
+        return y
+
+    return run
+
+
+#: step -> `_bind_step` of it.
+_STEPS: Table = Table(_bind_step, 1 << 14, "bound steps")
+
+
+def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
+    """`redistribute` for a local tensor of layout ``source``; differentiable."""
+    transitions = transitions_of(source.mesh.platform)
+    for step in plan_redistribution(source, target):
+        local = transitions.run(local, step)
+    return local
+
+
+def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
+    """The local tensor of ``x`` for a consumer whose cotangent is partial over ``mesh_dims``.
+
+    ``x`` is a DTensor replicated on these mesh dimensions. The view has the same data; its backward all-reduces, or,
+    where ``x`` was gathered from a shard, does one reduce-scatter instead. It is kept on ``x`` (or on the plain tensor
+    that ``x`` was made from), so that several consumers share one collective. To be called under
+    `Platform.no_dispatch`.
+    """
+    layout = x._layout
+    mesh = layout.mesh
+    platform = mesh.platform
+    if not platform.requires_grad(x):
+        return x
+    holder = x if x._origin is None else x._origin
+    view = platform.read_cache(holder, (mesh, mesh_dims))
+    if view is not None:
+        return view
+    mesh_dims = tuple([d for d in mesh_dims if mesh.shape[d] > 1])
+    if not mesh_dims:
+        return x
+    key = (mesh, mesh_dims)
+    view = platform.read_cache(holder, key)
+    if view is not None:
+        return view
+    transitions = transitions_of(platform)
+    linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
+    gathered = x._gathered
+    if gathered is not None and gathered[3] != (gathered[0]._writes, gathered[0]._version):
+        gathered = None  # the shard has another value and another history by now
+    if gathered is None:
+        if linear is None and isinstance(x, platform.Parameter):
+            view = transitions.parameter_view(mesh, mesh_dims)(x)
+        elif linear is None:
+            view = transitions.copy(x, mesh, mesh_dims)
+        else:
+            # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
+            view = transitions.convert_cotangent(linear.reshape(platform.shape_of(x)), platform.clone)
+    elif linear is not None:
+        view = linear.reshape(platform.shape_of(x))
+    else:
+        source, step, data, _ = gathered
+        others = tuple(d for d in mesh_dims if d != step.mesh_dim)
+        shard = partial_grad_view(source, others)
+        share = transitions.share if len(others) == len(mesh_dims) else transitions.share_partial
+        view = share(shard, step, platform.detach(data).reshape(platform.shape_of(x)))
+    platform.write_cache(holder, key, view)
+    return view
+
+
+def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
+    """`partial_grad_view` over one mesh dimension as ``view(parameter)``, of parameters that are replicated there."""
+    if mesh.shape[mesh_dim] == 1:
+        return lambda x: x
+    return transitions_of(mesh.platform).parameter_view(mesh, (mesh_dim,))
+
+
+def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
+    2-D with its leading dimensions as one."""
+    return mesh, mesh_dims, "linear"
+
+
+def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:
+    """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of ``mesh``,
+    for linear layers; they share its collectives. It may be 2-D, see `Fast.linear_view`."""
+    platform, transitions = mesh.platform, transitions_of(mesh.platform)
+    mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
+    if not mesh_dims:
+        return lambda x, weight: x
+    copied = cached_view(platform, lambda x: transitions.copy(x, mesh, mesh_dims), (mesh, mesh_dims))
+    return transitions.linear_view(mesh, mesh_dims, linear_key(mesh, mesh_dims), copied) or copied
+
+
+def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The cheapest steps from ``source`` to ``target`` (same mesh and shape), the same on every rank.
+
+    A tensor dimension that several mesh dimensions shard nests, the first outermost: only the innermost split can be
+    undone, and a new one can only be added innermost. The search over placements respects that by construction.
+    """
+    return _PLANS[source, target]
+
+
+def redistribution_cost(source: Layout, target: Layout) -> float:
+    """Elements that a rank sends and receives in all, for choosing between strategies."""
+    return _COSTS[source, target]
+
+
+def _plan(key: tuple[Layout, Layout]) -> tuple[Step, ...]:
+    key[0].mesh.require_member("a redistribution")
+    layouts = _search(*key)[1]
+    return tuple(Step.between(before, after, _changed(before, after)) for before, after in itertools.pairwise(layouts))
+
+
+#: (source, target) -> steps, and what they cost.
+_PLANS: Table = Table(_plan, 1 << 14, "plans of redistribution")
+_COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14, "costs of redistribution")
+
+
+def _changed(before: Layout, after: Layout) -> int:
+    return next(i for i, (p, q) in enumerate(zip(before.placements, after.placements, strict=True)) if p is not q)
+
+
+def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
+    """Dijkstra's algorithm over placements. Meshes have few dimensions, so the graph is tiny."""
+    if source.mesh is not target.mesh or source.shape != target.shape:
+        raise ValueError(f"cannot redistribute {source} to {target}: mesh and shape must be the same")
+    candidates = {p for p in (*source.placements, *target.placements) if isinstance(p, Shard)}
+    ordered = sorted(candidates, key=repr)
+    counter = itertools.count()
+    queue: list[tuple[float, int, Layout, list[Layout]]] = [(0.0, next(counter), source, [source])]
+    done: set[Layout] = set()
+    while queue:
+        cost, _, layout, path = heapq.heappop(queue)
+        if layout is target:
+            return cost, path
+        if layout in done:
+            continue
+        done.add(layout)
+        for mesh_dim in range(layout.mesh.ndim):
+            for placement, price in _moves(layout, target, mesh_dim, ordered):
+                placements = list(layout.placements)
+                placements[mesh_dim] = placement
+                after = layout.with_placements(placements)
+                heapq.heappush(queue, (cost + price, next(counter), after, [*path, after]))
+    raise ValueError(f"no way to redistribute {source} to {target}: nothing can be turned into {target.placements}")
+
+
+def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -> list[tuple[Placement, float]]:
+    placement, size = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim]
+    # Balanced size of the local tensor: the search must give the same answer on every rank.
+    local = math.prod(layout.shape) / math.prod(layout.shard_count(d) for d in range(layout.ndim))
+    moves: list[tuple[Placement, float]] = []
+    if isinstance(placement, Shard):
+        if _innermost(layout, placement.dim) != mesh_dim:
+            return moves
+        moves.append((Replicate(), 1.0 + local * (size - 1)))
+        if not isinstance(placement, PackedShard):
+            moves += [
+                (s, 1.0 + local * (size - 1) / size)
+                for s in shards
+                if not isinstance(s, PackedShard) and s.dim != placement.dim and _can_add(layout, s, mesh_dim)
+            ]
+    elif isinstance(placement, Partial):
+        moves.append((Replicate(), 1.0 + 2 * local * (size - 1) / size))
+        if placement.reduce_op in ("sum", "avg"):
+            moves += [(s, 1.0 + local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
+    else:
+        # Slicing is free now and costs an all-gather in backward: cheap, but not for nothing.
+        moves += [(s, 0.25 * local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
+        wanted = target.placements[mesh_dim]
+        # Last of all: a value on one rank and zeros on the others would spoil a maximum still to be taken.
+        if wanted.is_partial() and all(
+            p.is_partial() or p is q for p, q in zip(target.placements, layout.placements, strict=True)
+        ):
+            moves.append((wanted, 0.0))
+    return moves
+
+
+def _innermost(layout: Layout, dim: int) -> int:
+    return layout.shard_mesh_dims(dim)[-1]
+
+
+def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:
+    """Whether ``shard`` on ``mesh_dim`` would be the innermost split of its tensor dimension, and with packed shards
+    the only one."""
+    others = [i for i, p in enumerate(layout.placements) if i != mesh_dim and p.is_shard(shard.dim)]
+    packed = layout.packed_mesh_dim
+    if isinstance(shard, PackedShard) and (others or packed not in (None, mesh_dim)):
+        return False
+    if packed in others:
+        return False
+    return layout.placements[mesh_dim] is not shard and all(d < mesh_dim for d in others)

@@ -1,0 +1,263 @@
+"""Layout: where every element of a distributed tensor lies. Interned, so that plans are cached by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges, shard_sizes
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.lookalikes import import_hint
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["Layout", "get_layout", "normalize_placements"]
+
+
+class Layout:
+    """Mesh, placements and global shape of a distributed tensor, and what follows from them for this rank.
+
+    Two tensor dimensions sharded by the same mesh dimension are impossible; one tensor dimension may be sharded by
+    several mesh dimensions, the first one outermost, unless its shards are packed. Get one with `get_layout`; equal
+    layouts are the same object.
+
+    Attributes:
+        mesh: the `DeviceMesh`.
+        placements: one placement per mesh dimension, with non-negative tensor dimensions.
+        shape: global shape.
+        local_shape: shape of this rank's part, ``(0,)`` on a rank outside the mesh.
+        local_offset: global index of this rank's first element, per tensor dimension; of no meaning in a dimension
+            whose shards are packed.
+        replicated: whether every placement is `Replicate`.
+        summed_mesh_dims: mesh dimensions of more than one rank over which the tensor is a sum or an average.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_cotangent",
+        "_tells_strides",
+        "local_offset",
+        "local_shape",
+        "mesh",
+        "placements",
+        "replicated",
+        "shape",
+        "summed_mesh_dims",
+    )
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> None:
+        self.mesh = mesh
+        self.placements = placements
+        self.shape = mesh.platform.Size(shape)
+        self.replicated = all(p is Replicate() for p in placements)
+        self.summed_mesh_dims = tuple(
+            d for d, p in enumerate(placements) if (p.is_partial("sum") or p.is_partial("avg")) and mesh.shape[d] > 1
+        )
+        self._cotangent: Layout | None = None
+        self._tells_strides: bool | None = None
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            self.local_shape: tuple[int, ...] = (0,)
+            self.local_offset: tuple[int, ...] = (0,) * len(shape)
+            return
+        sizes, offsets = list(shape), [0] * len(shape)
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                parts = shard_sizes(placement, sizes[placement.dim], mesh.shape[mesh_dim])
+                sizes[placement.dim] = parts[coordinate[mesh_dim]]
+                offsets[placement.dim] += sum(parts[: coordinate[mesh_dim]])
+        self.local_shape = tuple(sizes)
+        self.local_offset = tuple(offsets)
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dimensions."""
+        return len(self.shape)
+
+    @property
+    def cotangent(self) -> Layout:
+        """Layout of the gradient with respect to a tensor of this layout: `Partial` becomes `Replicate`."""
+        if self._cotangent is None:
+            placements = tuple(Replicate() if p.is_partial() else p for p in self.placements)
+            self._cotangent = get_layout(self.mesh, placements, self.shape)
+        return self._cotangent
+
+    @property
+    def tells_strides(self) -> bool:
+        """Whether the strides of every rank's part tell those of the whole. They do not where a rank has one row, or
+        none, of a dimension that has more: the stride of such a dimension means nothing."""
+        if self._tells_strides is None:
+            parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
+            wide = sum(size > 1 for size, _ in parts)
+            self._tells_strides = all(part > 1 or (part == 1 and (size == 1 or wide == 1)) for size, part in parts)
+        return self._tells_strides
+
+    def smallest_part(self, dim: int) -> int:
+        """The size of tensor dimension ``dim`` on the rank that has the least of it."""
+        sizes: tuple[int, ...] = (self.shape[dim],)
+        for mesh_dim in self.shard_mesh_dims(dim):
+            placement: Any = self.placements[mesh_dim]
+            sizes = tuple(n for size in sizes for n in shard_sizes(placement, size, self.mesh.shape[mesh_dim]))
+        return min(sizes)
+
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
+        """The layout of the same tensor placed otherwise."""
+        return get_layout(self.mesh, tuple(placements), self.shape)
+
+    def shard_mesh_dims(self, dim: int) -> tuple[int, ...]:
+        """Mesh dimensions that shard tensor dimension ``dim``, outermost first."""
+        return tuple(i for i, p in enumerate(self.placements) if p.is_shard(dim))
+
+    def shard_count(self, dim: int) -> int:
+        """Number of pieces that tensor dimension ``dim`` is split into."""
+        count = 1
+        for mesh_dim in self.shard_mesh_dims(dim):
+            count *= self.mesh.shape[mesh_dim]
+        return count
+
+    def size_within(self, dim: int, mesh_dim: int) -> int:
+        """Size of tensor dimension ``dim`` on this rank after the splits by the mesh dimensions before ``mesh_dim``."""
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            return 0
+        size = self.shape[dim]
+        for outer in self.shard_mesh_dims(dim):
+            if outer < mesh_dim:
+                placement: Any = self.placements[outer]
+                size = shard_sizes(placement, size, self.mesh.shape[outer])[coordinate[outer]]
+        return size
+
+    @property
+    def packed_mesh_dim(self) -> int | None:
+        """The mesh dimension whose placement is `PackedShard`, or None."""
+        return next((i for i, p in enumerate(self.placements) if isinstance(p, PackedShard)), None)
+
+    def local_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """This rank's part of the global tensor: for each tensor dimension the (start, length) of its pieces, which is
+        one piece unless the shards are packed."""
+        coordinate = self.mesh.get_coordinate()
+        ranges: list[tuple[tuple[int, int], ...]] = [
+            ((o, n),) for o, n in zip(self.local_offset, self.local_shape, strict=False)
+        ]
+        packed = self.packed_mesh_dim
+        if packed is not None and coordinate is not None:
+            placement: Any = self.placements[packed]
+            ranges[placement.dim] = packed_ranges(placement, coordinate[packed], self.mesh.shape[packed])
+        return tuple(ranges)
+
+    def local_index(self) -> tuple[slice | list[int], ...]:
+        """Index of this rank's part in the global tensor, for a tensor or an array."""
+        return tuple(
+            slice(pieces[0][0], sum(pieces[0]))
+            if len(pieces) == 1
+            else [i for start, length in pieces for i in range(start, start + length)]
+            for pieces in self.local_ranges()
+        )
+
+    def __reduce__(self) -> tuple:
+        return (get_layout, (self.mesh, self.placements, tuple(self.shape)))
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Layout:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Layout(shape={tuple(self.shape)}, placements={list(self.placements)}, mesh={self.mesh})"
+
+
+_LAYOUTS: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
+
+
+def get_layout(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> Layout:
+    """The layout of a tensor of global ``shape`` with ``placements`` on ``mesh``; the same object each time.
+
+    Raises:
+        ValueError: when the number of placements is not the number of mesh dimensions, a `Shard` names a tensor
+            dimension that does not exist, or the parts of a `PackedShard` do not make up its dimension.
+        TypeError: when a placement is none.
+    """
+    key = (mesh, placements, tuple(shape))
+    layout = _LAYOUTS.get(key)
+    if layout is None:
+        normal = tuple(
+            _resolve(p, key[2], mesh.dim_label(mesh_dim)) if isinstance(p, PackedShard) else p
+            for mesh_dim, p in enumerate(normalize_placements(placements, mesh, len(key[2])))
+        )
+        if normal != placements:
+            return get_layout(mesh, normal, shape)
+        layout = _LAYOUTS.setdefault(key, Layout(mesh, placements, key[2]))
+    return layout
+
+
+def normalize_placements(
+    placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int, what: str = "a tensor"
+) -> tuple[Placement, ...]:
+    """Check placements and resolve negative dimensions; None means `Replicate` on every mesh dimension.
+
+    Raises:
+        ValueError, TypeError: as in `get_layout`; ``what`` names the tensor in the message.
+    """
+    if placements is None:
+        return (Replicate(),) * mesh.ndim
+    if isinstance(placements, Placement):
+        raise TypeError(
+            f"placements must be a sequence with one placement per mesh dimension, got {placements!r}: "
+            f"write [{placements!r}]"
+        )
+    if not isinstance(placements, Sequence):
+        raise TypeError(
+            f"placements must be a sequence with one placement per mesh dimension, got {placements!r}"
+            f"{import_hint(placements)}"
+        )
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{what} on a mesh with {mesh.ndim} dimension(s) of shape {mesh.shape} needs {mesh.ndim} placement(s), "
+            f"got {len(placements)}: {list(placements)}"
+        )
+    normal = tuple(_normalize(p, mesh_dim, mesh, ndim, what) for mesh_dim, p in enumerate(placements))
+    kinds = {"sum" if p.is_partial("avg") else p.reduce_op for p in normal if isinstance(p, Partial)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{what} is placed {list(normal)}: a {' and a '.join(sorted(kinds))} do not commute, so the value would "
+            "depend on which is taken first; reduce one of them before"
+        )
+    for packed in (p for p in normal if isinstance(p, PackedShard)):
+        if sum(isinstance(p, PackedShard) or p.is_shard(packed.dim) for p in normal) > 1:
+            raise ValueError(
+                f"{what} is placed {list(normal)}: next to {packed!r} no other placement may be packed or shard tensor "
+                f"dimension {packed.dim}; shard another dimension"
+            )
+    return normal
+
+
+def _resolve(placement: PackedShard, shape: tuple[int, ...], mesh_dim: str) -> PackedShard:
+    try:
+        return placement.resolve(shape[placement.dim])
+    except ValueError as error:
+        raise ValueError(
+            f"{placement!r} on mesh dimension {mesh_dim} does not fit dimension {placement.dim} of a tensor of shape "
+            f"{shape}: {error}"
+        ) from None
+
+
+def _normalize(placement: Any, mesh_dim: int, mesh: DeviceMesh, ndim: int, what: str) -> Placement:
+    if isinstance(placement, Shard):
+        if not -ndim <= placement.dim < ndim:
+            raise ValueError(
+                f"{placement!r} on mesh dimension {mesh.dim_label(mesh_dim)} is out of range: {what} has {ndim} "
+                f"dimension(s); use a dimension from {-ndim} to {ndim - 1}"
+                if ndim
+                else f"{placement!r} on mesh dimension {mesh.dim_label(mesh_dim)} is out of range: {what} has no "
+                "dimensions; use Replicate() or Partial()"
+            )
+        return placement if placement.dim >= 0 else placement.with_dim(placement.dim + ndim)
+    if isinstance(placement, (Replicate, Partial)):
+        return placement
+    raise TypeError(
+        f"the placement on mesh dimension {mesh.dim_label(mesh_dim)} must be Shard(dim), Replicate() or Partial(), "
+        f"got {placement!r}{import_hint(placement)}"
+    )

@@ -1,0 +1,336 @@
+"""Running an operation on distributed tensors: look the plan up, run on the locals, wrap the result.
+
+The hot path is one dictionary look-up under the operands' layouts and static arguments, the reads that the plan names
+(usually none), the native operation and the wrap. Everything else happens once per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.caches import Cache, Table
+from hyper_parallel.core.dtensor.communication.extremes import bind_extreme
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
+from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.aliasing import aliasing_of
+from hyper_parallel.core.dtensor.operations.call_cache import ELEMENTWISE, call_key, remembered_call
+from hyper_parallel.core.dtensor.operations.class_parts import refuse_part_of_classes
+from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
+from hyper_parallel.core.dtensor.operations.fallback import run_gathered, tell_of_failure_in
+from hyper_parallel.core.dtensor.operations.loss_operands import distribute_targets
+from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_loss_parallel
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.operands import (
+    DTENSOR_CLASSES,
+    all_replicated,
+    common_mesh,
+    mixed_error,
+    name_of,
+    operand_key,
+    refuse_foreign,
+)
+from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
+from hyper_parallel.core.dtensor.operations.views import after_write, before_write, forget_value
+from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.platform.contract import NativeOp
+
+__all__ = ["CALLS", "dispatch"]
+
+_LOSSES = frozenset({"cross_entropy", "nll_loss"})
+_MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
+_PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
+
+
+class _Plan:
+    """How an operation with given layouts runs; calling it runs it.
+
+    Attributes:
+        mesh: the mesh of the operands.
+        call: the native operation as its row of the op table calls it.
+        replacement: what a rule calls in its place, or None.
+        reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
+        plain: indices of plain tensors that are promoted for that.
+        mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
+        statics: static arguments of the local call, None to use the call's own.
+        operand_layouts, results: layouts after the reads.
+        inplace: whether operand 0 is written.
+        copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
+        after: what is to be noted of operands and result, or None; see `aliasing`.
+        extreme: what is to be done with the largest or smallest of local elements, or None.
+        only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
+    """
+
+    __slots__ = (
+        "after",
+        "call",
+        "copies",
+        "extreme",
+        "inplace",
+        "mesh",
+        "mixes",
+        "no_dispatch",
+        "only_local",
+        "operand_layouts",
+        "plain",
+        "reads",
+        "replacement",
+        "result",
+        "results",
+        "statics",
+        "wrap",
+    )
+
+    def __init__(
+        self,
+        op: NativeOp,
+        layouts: tuple[Layout | None, ...],
+        plain: tuple[int, ...],
+        sharding: OpSharding,
+        strategy: Strategy,
+        statics: Any,
+        mesh: DeviceMesh,
+        name: str,
+    ) -> None:
+        self.mesh = mesh
+        self.call = op.call
+        self.replacement = sharding.call
+        if sharding.native_if is not None and sharding.native_if(strategy.operands):
+            self.replacement = None
+        self.reads = tuple(
+            (i, _bind_read(target, dims, mesh))
+            for i, (have, target, dims) in enumerate(
+                zip(layouts, strategy.operands, strategy.partial_grad_dims, strict=True)
+            )
+            if target is not None
+            and (target is not have or dims)
+            and not (i in sharding.unread and have is not None and target is have.cotangent)
+        )
+        self.plain = tuple(i for i in plain if any(i == r[0] for r in self.reads))
+        self.mixes = next((i for i in plain if (layout := layouts[i]) is not None and layout.ndim), None)
+        self.operand_layouts = strategy.operands
+        self.results = strategy.results
+        self.inplace = op.name.endswith("_")
+        localized = sharding.localize
+        self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
+        aliasing = aliasing_of(op, layouts, statics, strategy, name)
+        if aliasing is not None and aliasing.is_view:
+            self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
+        self.copies = None if aliasing is None else aliasing.copies
+        self.after = None if aliasing is None else aliasing.after
+        self.extreme = None
+        if sharding.extreme is not None and (compared_by := _compared(self.results[0])):
+            self.extreme = bind_extreme(sharding.extreme, compared_by, mesh.platform)
+        more = self.inplace or self.replacement or self.extreme or self.plain
+        self.only_local = not more and self.mixes is None
+        self.result = self.results[0] if self.results else None
+        self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
+
+    def wrap_several(self, results: Any) -> Any:
+        """Several results in what the operation returned them in. Those that the rule does not speak of, which come
+        last, stay as they are: numbers such as the seed of an operation."""
+        count = len(self.results)
+        wrapped = map(self.wrap, results[:count], self.results)
+        return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
+
+    def __call__(self, func: Any, operands: tuple, statics: Any) -> Any:
+        if self.statics is not None:
+            statics = self.statics
+        if self.inplace:
+            before_write(operands[0])
+        with self.no_dispatch():
+            if self.mixes is not None:
+                refuse_foreign(operands[self.mixes], self.mesh.platform, name_of(func))
+                if not is_implicit_replication():
+                    raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+                if CHECKS:
+                    what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
+                    check_replicated(operands[self.mixes], self.mesh, all_replicated(self.mesh), what)
+            local_operands = self._read(operands) if self.reads else operands
+            if self.copies is not None and self.copies(operands[0]):
+                local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
+            if self.replacement is None:
+                result = self.call(func, local_operands, statics)
+                if self.extreme is not None:
+                    x = local_operands[0]
+                    result = self.extreme(x, lambda mask: self.call(func, (mask,), statics), result)
+            else:
+                result = self.replacement(
+                    self.mesh.platform,
+                    lambda operands, statics: self.call(func, operands, statics),
+                    local_operands,
+                    statics,
+                    self.operand_layouts,
+                    self.results,
+                )
+            if not self.inplace:
+                several = isinstance(result, (tuple, list))
+                result = self.wrap_several(result) if several else self.wrap(result, self.result)
+                if self.after is not None:
+                    self.after(operands, result)
+                return result
+            forget_value(operands[0], self.mesh.platform)
+        after_write(operands[0])
+        return operands[0]
+
+    def _read(self, operands: tuple) -> tuple:
+        """The operands as the plan wants them."""
+        new = list(operands)
+        for i in self.plain:
+            new[i] = self._promote(new[i])
+        for i, read in self.reads:
+            new[i] = read(new[i])
+        return tuple(new)
+
+    def _promote(self, x: Any) -> Any:
+        """A plain tensor, the same on every rank, as a DTensor."""
+        platform = self.mesh.platform
+        layout = get_layout(self.mesh, all_replicated(self.mesh), platform.shape_of(x))
+        promoted = platform.wrap(platform.alias(x), layout)
+        promoted._origin = x
+        return promoted
+
+
+def _compared(layout: Layout) -> str:
+    """By which operation the extreme values of several ranks are compared, empty where there is nothing to compare."""
+    for mesh_dim, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial) and layout.mesh.shape[mesh_dim] > 1:
+            return placement.reduce_op
+    return ""
+
+
+def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor: with ``layout``, and where its cotangent is partial through that view."""
+    requires_grad = mesh.platform.requires_grad
+
+    def read(x: Any) -> Any:
+        if x._layout is not layout:
+            x = redistribute(x, layout)
+        return partial_grad_view(x, partial_dims) if partial_dims and requires_grad(x) else x
+
+    return read
+
+
+def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor of which it makes a view. Only mesh dimensions of one rank differ, if any: no data
+    moves, and the result must share memory as on any number of ranks."""
+    wrap, alias = mesh.platform.wrap, mesh.platform.alias
+    return lambda x: x if x._layout is layout else wrap(alias(x), layout)
+
+
+class _Dispatch:
+    """Runs native operations of which some argument is a DTensor; called by the platform's interception."""
+
+    def __call__(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, or None when it has none."""
+        return _RUNS[op](func, args, kwargs)
+
+    def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
+        """The same for one row, as ``run(func, args, kwargs)``."""
+        return _RUNS[op]
+
+    refuse_part_of_classes = staticmethod(refuse_part_of_classes)
+
+
+def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
+    if op is None:
+        return _run_without_row
+    calls = CALLS[op] = Cache(_MAX_CALLS, "calls of operations")
+    find, by_function, varies, classes = calls.get, op.binds_by_function, op.varies, DTENSOR_CLASSES
+
+    def run(func: Any, args: tuple, kwargs: dict) -> Any:
+        try:
+            if varies is not None and varies():
+                return _run_first(op, func, args, kwargs, None)
+            which = func if by_function else None
+            count = 0 if kwargs else len(args)
+            if count == 2 and type(args[0]) in classes and type(args[1]) in classes:
+                key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
+            elif count == 1 and type(args[0]) in classes:
+                key = (which, args[0]._layout)
+            else:
+                key = call_key(which, args, kwargs)
+            remembered = find(key)
+            if remembered is not None:
+                return remembered(func, args, kwargs)
+            return _run_first(op, func, args, kwargs, key)
+        except Exception as error:
+            tell_of_failure_in(error, func, args, kwargs)
+            raise
+
+    return run
+
+
+#: row of the op table -> `call_key` -> `remembered_call`.
+CALLS: dict[NativeOp, dict[tuple, Callable[[Any, tuple, dict], Any]]] = {}
+_RUNS = Table(_make_run, _MAX_PLANS)
+
+
+def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
+    op = find_custom_op(func)
+    if op is not None:
+        return _RUNS[op](func, args, kwargs)
+    try:
+        return run_gathered(func, args, kwargs)
+    except Exception as error:
+        tell_of_failure_in(error, func, args, kwargs)
+        raise
+
+
+def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
+    """Run a call that is not remembered, and remember it under ``key`` where there is one and that is possible."""
+    operands, statics = op.bind(func, args, kwargs)
+    layouts = tuple([operand_key(x) for x in operands])
+    if op.name in ELEMENTWISE:
+        layout_key: tuple = (op, layouts)
+    else:
+        if op.name in _LOSSES and is_loss_parallel():
+            operands = distribute_targets(operands)
+            layouts = tuple([operand_key(x) for x in operands])
+        layout_key = (op, layouts, statics)
+    plan = _PLANS.get(layout_key)
+    if plan is None:
+        plan = None if op.name == "replicate" else _make_plan(op, func, operands, layouts, statics)
+        if plan is None:
+            return run_gathered(func, args, kwargs, op.name)
+        _PLANS[layout_key] = plan
+    if key is not None:
+        remembered = remembered_call(key, op, args, kwargs, operands, plan, statics)
+        if remembered is not None:
+            CALLS[op][key] = remembered
+    return plan(func, operands, statics)
+
+
+#: The one that there is.
+dispatch = _Dispatch()
+
+
+def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics: Any) -> _Plan | None:
+    mesh = common_mesh(layouts, func)
+    if mesh is None:
+        return None
+    if op.name not in ELEMENTWISE:  # these need no more of a local tensor than that it is empty
+        mesh.require_member(name_of(func))
+    plain = tuple(i for i, key in enumerate(layouts) if isinstance(key, tuple))
+    for i in plain:
+        refuse_foreign(operands[i], mesh.platform, name_of(func))
+        if layouts[i] and not is_implicit_replication():
+            raise mixed_error(func, layouts, i)
+    known = tuple(get_layout(mesh, all_replicated(mesh), key) if isinstance(key, tuple) else key for key in layouts)
+    rule = RULES.get(op.name)
+    if rule is None:
+        raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
+    shapes = tuple(None if layout is None else tuple(layout.shape) for layout in known)
+    sharding = rule(shapes, statics)
+    if sharding is None:
+        return None
+    strategy = solve(sharding, known, mesh, pinned=0 if op.name.endswith("_") else None)
+    if strategy is None:
+        raise ValueError(
+            f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the other "
+            "operands do not fit that placement. Redistribute it first, or use the operation that returns a new tensor"
+        )
+    return _Plan(op, known, plain, sharding, strategy, statics, mesh, name_of(func))

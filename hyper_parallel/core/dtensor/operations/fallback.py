@@ -1,0 +1,210 @@
+"""Operations without a sharding rule: run on gathered operands, replicated result. Right by construction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
+from hyper_parallel.core.dtensor.communication.redistribute import redistribute
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.aliasing import is_moved
+from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
+from hyper_parallel.core.dtensor.operations.operands import (
+    all_replicated,
+    common_mesh,
+    mixed_error,
+    name_of,
+    refuse_foreign,
+)
+from hyper_parallel.core.dtensor.operations.random import run_alike
+from hyper_parallel.core.dtensor.operations.views import after_write, before_write, follow, forget_value, share
+from hyper_parallel.platform.contract import Platform
+
+__all__ = ["run_gathered", "tell_of_failure_in"]
+
+_LOG = logging.getLogger("hyper_parallel")
+_WARNED: set[Any] = set()
+
+
+def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any:
+    """Run an operation on gathered operands: right by construction, and said once.
+
+    Args:
+        func, args, kwargs: the native call.
+        op_name: its canonical operation, if it has one: ``"replicate"`` is meant to run this way and is not reported.
+
+    Raises:
+        ValueError: when the operation writes in place and an operand is not replicated, inside `strict`, or for plain
+            tensors among the operands.
+    """
+    name = name_of(func)
+    writes = op_name.endswith("_") or (name.endswith("_") and not name.endswith("__"))
+    found = list(_dtensors((args, kwargs)))
+    mesh = common_mesh(tuple(x._layout for x in found), func)
+    if mesh is None:
+        raise TypeError(f"{name_of(func)} was intercepted without a DTensor among its arguments")
+    mesh.require_member(name)
+    platform: Platform = mesh.platform
+    sharded = [x._layout for x in found if not x._layout.replicated]
+    if sharded and op_name != "replicate":
+        _report(func, sharded[0], writes)
+    for x in _plain_tensors((args, kwargs), platform):
+        refuse_foreign(x, platform, name_of(func))
+        if platform.shape_of(x) and not is_implicit_replication():
+            shapes = (tuple(platform.shape_of(x)), found[0]._layout)
+            raise mixed_error(func, shapes, 0)
+    if writes:
+        before_write(found[0])
+    with platform.no_dispatch():
+        replicated = all_replicated(mesh)
+        given: list[_Given] = []
+
+        def gather(x: Any) -> Any:
+            whole = redistribute(x, x._layout.with_placements(replicated))
+            # Plain for code that looks at it; what is written to must stay the object that it is.
+            whole = whole if writes else platform.alias(whole)
+            if op_name != "replicate":
+                given.append(_Given(x, whole, platform, name))
+            return whole
+
+        local_args, local_kwargs = _map_dtensors(args, gather), _map_dtensors(kwargs, gather)
+        if op_name == "replicate":
+            result = func(*local_args, **local_kwargs)
+        else:
+            result = run_alike(
+                lambda: func(*local_args, **local_kwargs), mesh, lambda: any(g.is_written() for g in given), name
+            )
+        changed = [g for g in given if g.write_back(name)]
+        result = _wrap_replicated(result, mesh, replicated, {id(g.whole): g.x for g in changed})
+    for written in changed:
+        after_write(written.x)
+    with platform.no_dispatch():
+        for operand in given:
+            operand.note_views(result, name)
+    return result
+
+
+class _Given:
+    """A DTensor and what the operation got in its place, which it may write to, as normalisation over batches writes
+    its running statistics.
+
+    Attributes:
+        x: the DTensor.
+        whole: its whole value.
+    """
+
+    __slots__ = ("_how", "whole", "x")
+
+    def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
+        self.x, self.whole = x, whole
+        self._how = platform.watch(whole, name) if platform.has_values(whole) else None
+
+    def is_written(self) -> bool:
+        """Whether the operation has written to it."""
+        return bool(self._how and self._how())
+
+    def write_back(self, name: str) -> bool:
+        """Put what was written into the DTensor; returns whether anything was. All ranks have computed the same on the
+        same values, so that they agree.
+
+        Raises:
+            ValueError: when that cannot be done.
+        """
+        how = self._how and self._how()
+        if not how:
+            return False
+        x, layout = self.x, self.x._layout
+        platform = layout.mesh.platform
+        before_write(x)
+        if not layout.replicated:
+            if how == "recorded" or any(p.is_partial() for p in layout.placements):
+                raise ValueError(
+                    f"{name} writes into an operand in place, which is placed {list(layout.placements)} and cannot be "
+                    "written that way: redistribute it to Replicate() first, or let the operation return a new tensor"
+                )
+            with platform.no_grad():
+                whole = platform.wrap(platform.detach(self.whole), layout.with_placements(all_replicated(layout.mesh)))
+                platform.write(x, platform.detach(redistribute(whole, layout)))
+        forget_value(x, platform)
+        return True
+
+    def note_views(self, result: Any, name: str) -> None:
+        """Tie results that are views of the operand to it."""
+        x = self.x
+        for y in _dtensors(result):
+            if y is not x and y._layout.mesh.platform.same_memory(self.whole, y):
+                if is_moved(x._layout, x._layout.with_placements(y._layout.placements)):
+                    follow(x, (y,), (None,), name)
+                else:
+                    share(x, y)
+
+
+def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
+    """`tell_of_failure` of an operation on distributed tensors."""
+    for x in _dtensors((args, kwargs)):
+        tell_of_failure(error, name_of(func), x._layout.mesh)
+        return
+
+
+def _report(func: Any, layout: Layout, writes: bool) -> None:
+    name = name_of(func)
+    if writes:
+        raise ValueError(
+            f"{name} writes in place and has no sharding rule for these operands: it cannot run on a tensor placed "
+            f"{list(layout.placements)}. Redistribute it to Replicate() first, or use the operation that returns a "
+            "new tensor"
+        )
+    if is_strict():
+        raise ValueError(
+            f"{name} has no sharding rule for a tensor placed {list(layout.placements)} of shape "
+            f"{tuple(layout.shape)}, and strict() is on: redistribute the tensor to Replicate() yourself, or add a "
+            "rule with register_sharding"
+        )
+    if func not in _WARNED:
+        _WARNED.add(func)
+        _LOG.warning("%s has no sharding rule: its operands are gathered on every rank (said once)", name)
+
+
+def _dtensors(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _dtensors(item)
+    elif isinstance(tree, dict):
+        yield from _dtensors(tuple(tree.values()))
+    elif getattr(tree, "_layout", None) is not None:
+        yield tree
+
+
+def _plain_tensors(tree: Any, platform: Platform) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _plain_tensors(item, platform)
+    elif isinstance(tree, dict):
+        yield from _plain_tensors(tuple(tree.values()), platform)
+    elif getattr(tree, "_layout", None) is None and (platform.is_tensor(tree) or platform.foreign_tensor(tree)):
+        yield tree
+
+
+def _map_dtensors(tree: Any, convert: Any) -> Any:
+    if isinstance(tree, (tuple, list)):
+        items = [_map_dtensors(item, convert) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: _map_dtensors(value, convert) for key, value in tree.items()}
+    return convert(tree) if getattr(tree, "_layout", None) is not None else tree
+
+
+def _wrap_replicated(result: Any, mesh: Any, replicated: tuple, written: dict[int, Any]) -> Any:
+    platform = mesh.platform
+    if isinstance(result, (tuple, list)):
+        items = [_wrap_replicated(item, mesh, replicated, written) for item in result]
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+    if platform.is_tensor(result):
+        if id(result) in written:
+            return written[id(result)]
+        if getattr(result, "_layout", None) is not None:
+            return result
+        return platform.wrap(result, get_layout(mesh, replicated, platform.shape_of(result)))
+    return result

@@ -1,0 +1,74 @@
+"""Plain targets and class weights of a loss of distributed logits, inside `loss_parallel`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.operands import all_replicated
+from hyper_parallel.core.dtensor.operations.rules.labels import without
+from hyper_parallel.core.dtensor.operations.rules.loss import class_dim
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+
+__all__ = ["distribute_targets"]
+
+
+def distribute_targets(operands: tuple) -> tuple:
+    """The operands of a loss with plain targets and class weights made DTensors.
+
+    Before a plan is looked up, so that none depends on the context. Plain logits stay: they must not meet DTensors.
+    """
+    logits = getattr(operands[0], "_layout", None)
+    if logits is None or not logits.ndim:
+        return operands
+    return (
+        operands[0],
+        _distributed(operands[1], _sample_layout(logits, operands[1])),
+        *(_distributed(x, None if x is None else _whole(logits, x)) for x in operands[2:]),
+    )
+
+
+def _distributed(x: Any, layout: Layout | None) -> Any:
+    if layout is None or getattr(x, "_layout", None) is not None:
+        return x
+    platform = layout.mesh.platform
+    if CHECKS:
+        check_replicated(x, layout.mesh, layout.placements, "a plain target or class weight of a loss")
+    promoted = platform.wrap(platform.alias(x), layout)
+    if layout.replicated:
+        promoted._origin = x
+    return promoted
+
+
+def _whole(logits: Layout, x: Any) -> Layout:
+    return get_layout(logits.mesh, all_replicated(logits.mesh), logits.mesh.platform.shape_of(x))
+
+
+def _sample_layout(logits: Layout, target: Any) -> Layout | None:
+    """Layout of a plain target: as the samples of the logits if it has this rank's ones only, else replicated."""
+    if target is None or getattr(target, "_layout", None) is not None:
+        return None
+    shape = tuple(logits.mesh.platform.shape_of(target))
+    classes = class_dim(logits.shape)
+    if len(shape) == logits.ndim:  # probabilities
+        mine, everyone = list(logits.local_shape), tuple(logits.shape)
+        mine[classes] = everyone[classes]
+        placements = [_unless_classes(p, classes, p) for p in logits.placements]
+    else:
+        mine, everyone = list(without(logits.local_shape, (classes,))), without(logits.shape, (classes,))
+        placements = [_unless_classes(p, classes, _behind(p, classes)) for p in logits.placements]
+    if shape == tuple(everyone) or shape != tuple(mine):
+        return _whole(logits, target)
+    return get_layout(logits.mesh, tuple(placements), everyone)
+
+
+def _unless_classes(placement: Placement, classes: int, otherwise: Placement) -> Placement:
+    return otherwise if placement.is_shard() and not placement.is_shard(classes) else Replicate()
+
+
+def _behind(placement: Placement, classes: int) -> Placement:
+    """Where a dimension goes when the classes are left out."""
+    if isinstance(placement, Shard) and placement.dim > classes:
+        return placement.with_dim(placement.dim - 1)
+    return placement

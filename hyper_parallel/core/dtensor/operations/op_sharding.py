@@ -1,0 +1,84 @@
+"""How an operation may be sharded, said once for all meshes and placements.
+
+A rule looks at the global shapes and static arguments of one canonical operation and names the dimensions of operands
+and results with labels, as einsum does. Everything else follows and is worked out by `strategy`:
+
+* a label that a result has too can be sharded: every operand with the label is sharded there, an operand without it
+  is read replicated, and since each rank then computes a part of that operand's gradient only, through the view whose
+  backward reduces;
+* a label that no result has is contracted: sharding it makes the result partial (a sum, or what ``reduce`` says);
+* a dimension with the label ``None`` must be whole on every rank;
+* an operation that is a sum of products (``terms``) keeps a partial sum partial.
+
+Example, ``y = x @ w.T + b``::
+
+    OpSharding(
+        operands=(("b", "i"), ("o", "i"), ("o",)),
+        results=(("b", "o"),),
+        result_shapes=((8, 32),),
+        terms=((0, 1), (2,)),
+        reduce="sum",
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.communication.extremes import Extreme
+
+__all__ = ["OpSharding", "Label"]
+
+Label = Hashable
+
+
+@dataclass(frozen=True)
+class OpSharding:
+    """What a rule answers.
+
+    Attributes:
+        operands: for each operand the labels of its dimensions, or None for an operand that is no tensor.
+        results: for each result the labels of its dimensions.
+        result_shapes: the global shape of each result.
+        terms: the operation as a sum of products: each term is a tuple of indices of operands in which it is linear,
+            as ``((0, 1), (2,))`` for ``x * w + b``. Empty when the operation is not linear in anything.
+        reduce: how a contracted label combines over ranks: ``"sum"``, ``"max"``, ``"min"``; ``"call"`` when ``call``
+            combines the ranks itself and returns a replicated result; None when no label may be contracted.
+        combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
+            is replicated there (the classes of a cross entropy, whose samples add up).
+        extreme: of a largest or smallest element, what is to be known about it besides, where ranks are to be compared.
+        localize: ``localize(statics, operand_layouts, result_layouts) -> statics`` gives the static arguments for the
+            local call, where they speak of global sizes (the shape of a reshape). None: they stay.
+        call: ``call(platform, native, operands, statics, operand_layouts, result_layouts) -> result`` replaces the
+            local call where it is not the native operation on the locals (a masked embedding look-up). ``native(
+            operands, statics)`` runs the native operation, ``operands`` are local tensors. None: the native call.
+            Core also passes layouts of ``None`` for operands that are no tensors.
+        native_if: ``native_if(operand_layouts)`` says for which layouts the native operation is right, and ``call`` not
+            needed. None: for none.
+        unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that
+            it is not reduced for nothing, and no gradient flows to it.
+        nonempty: labels that may be sharded only if every rank then has at least one element of the dimension: the
+            local operation cannot do without (the largest of no elements).
+        units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
+            over as many ranks as divide the number, unless all dimensions with the label have one size (the features
+            of attention heads).
+        unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
+            first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
+    """
+
+    operands: tuple[tuple[Label | None, ...] | None, ...]
+    results: tuple[tuple[Label | None, ...], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    terms: tuple[tuple[int, ...], ...] = ()
+    reduce: str | None = None
+    combined: tuple[Label, ...] = ()
+    extreme: Extreme | None = None
+    localize: Callable[[tuple, tuple, tuple], tuple] | None = None
+    call: Callable[..., Any] | None = None
+    native_if: Callable[[tuple], bool] | None = None
+    unread: tuple[int, ...] = ()
+    nonempty: tuple[Label, ...] = ()
+    units: tuple[tuple[Label, int], ...] = ()
+    unpack: tuple[tuple[int, tuple[int, ...], int], ...] = ()

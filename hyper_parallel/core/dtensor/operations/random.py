@@ -1,0 +1,162 @@
+"""Random numbers on a mesh: every rank's generator is in the same state, and each draws what a single device draws.
+
+A sharded tensor takes its part of the numbers drawn for the whole tensor, so that initialisation and dropout do not
+depend on the number of ranks. This needs equal generator states over the mesh: `synchronize` sees to that once per
+mesh, before its first random operation, by giving every rank the state of the first one.
+
+A program may draw on one rank alone after that, and no rank can know it of another. So what several ranks hold alike is
+not left to their generators: they take it from the first of them (`take_part`), and operations that draw inside of
+themselves begin from its state (`run_alike`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.communication.collectives import all_gather_object, broadcast
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_values
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+
+__all__ = [
+    "check_generators",
+    "is_held_alike",
+    "manual_seed",
+    "of_first_rank",
+    "run_alike",
+    "share_state",
+    "synchronize",
+    "take_part",
+]
+
+_SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
+    """Seed the framework's generator on this rank; to be called with the same seed on every rank of the mesh.
+
+    Raises:
+        TypeError: when ``seed`` is not an int.
+
+    Example:
+        >>> from hyper_parallel import init_device_mesh, manual_seed
+        >>> manual_seed(0, init_device_mesh("cpu", (1,)))
+
+    Source: ``torch.distributed.tensor._random.manual_seed``.
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"manual_seed takes an int, got {seed!r}")
+    mesh = resolve_mesh(device_mesh, "manual_seed")
+    mesh.platform.manual_seed(seed)
+    _SYNCHRONIZED.add(mesh)
+
+
+def synchronize(mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh the generator state of its first rank; only the first call on a mesh does so. Inside
+    `check_ranks` the others compare the states."""
+    if mesh in _SYNCHRONIZED or mesh.get_coordinate() is None:
+        if CHECKS:
+            check_generators(mesh)
+        return
+    platform = mesh.platform
+    platform.set_rng_state(of_first_rank(platform.get_rng_state(), mesh))
+    _SYNCHRONIZED.add(mesh)
+
+
+def share_state(mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh the generator state of its first rank, now."""
+    if mesh.get_coordinate() is not None:
+        platform = mesh.platform
+        platform.set_rng_state(of_first_rank(platform.get_rng_state(), mesh))
+        _SYNCHRONIZED.add(mesh)
+
+
+def is_held_alike(layout: Layout) -> bool:
+    """Whether several ranks hold the same part of a tensor, or summands of it."""
+    return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
+
+
+def take_part(drawn: Any, layout: Layout, alike: bool = True) -> Any:
+    """This rank's part of the plain tensor ``drawn`` for the whole tensor of ``layout``: a new tensor.
+
+    Ranks that hold the same part of the tensor, or summands of it, get what the first of them drew, by one broadcast
+    for each such mesh dimension; not where all are known to have drawn the same (``alike`` is false).
+    """
+    mesh, platform = layout.mesh, layout.mesh.platform
+    for dim, pieces in enumerate(layout.local_ranges()):
+        if pieces != ((0, layout.shape[dim]),):
+            parts = [platform.narrow(drawn, dim, start, length) for start, length in pieces]
+            drawn = platform.cat(parts, dim) if len(parts) > 1 else parts[0]
+    drawn = platform.clone(drawn)
+    if alike and mesh.get_coordinate() is not None and not platform.is_meta(drawn):
+        for mesh_dim, placement in enumerate(layout.placements):
+            if not placement.is_shard():
+                drawn = broadcast(drawn, mesh, mesh_dim, 0)
+    return drawn
+
+
+def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:
+    """``run()``, the same local computation on every rank. Where it has drawn random numbers, ranks whose generators
+    were in another state than the first one's run it again from that state.
+
+    Args:
+        run: gives the result.
+        mesh: of the ranks.
+        changed: whether it has written into its operands, and so cannot run again.
+        name: of the operation, for the error.
+
+    Raises:
+        ValueError: on all ranks, when it has drawn and has written.
+    """
+    platform = mesh.platform
+    if not platform.watches_draws or all(size == 1 for size in mesh.shape):
+        return run()
+    state = platform.get_rng_state()
+    before = platform.bytes_of(state)
+    result = run()
+    if platform.bytes_of(platform.get_rng_state()) == before:
+        return result
+    if changed():
+        raise ValueError(
+            f"{name} draws random numbers and writes into its operand, and ranks would draw different ones: let it "
+            "return a new tensor"
+        )
+    first = of_first_rank(state, mesh)
+    if platform.bytes_of(first) != before:
+        platform.set_rng_state(first)
+        result = run()
+    _SYNCHRONIZED.add(mesh)
+    return result
+
+
+def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
+    """The picklable ``value`` that the first rank of the mesh gives, on all of its ranks."""
+    for mesh_dim in range(mesh.ndim):
+        if mesh.shape[mesh_dim] > 1:
+            value = all_gather_object(value, mesh, mesh_dim)[0]
+    return value
+
+
+def check_generators(mesh: DeviceMesh) -> None:
+    """Compare the states of the generators of a mesh whose states were made the same; to be called when a check is on.
+
+    Raises:
+        RankMismatchError: on all ranks, when they differ.
+    """
+    if mesh not in _SYNCHRONIZED or mesh.get_coordinate() is None:
+        return
+    platform = mesh.platform
+    state = platform.get_rng_state()
+    data = platform.bytes_of(state) if platform.is_tensor(state) else pickle.dumps(state)
+    for mesh_dim in range(mesh.ndim):
+        if mesh.shape[mesh_dim] > 1:
+            check_values(
+                {"the state of the random number generator": data},
+                mesh,
+                mesh_dim,
+                "a rank has drawn more numbers than the others, or was seeded otherwise; hyper_parallel.manual_seed("
+                "seed, mesh) on all ranks makes them equal again",
+            )

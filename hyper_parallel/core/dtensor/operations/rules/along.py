@@ -1,0 +1,35 @@
+"""Operations along dimensions that must be whole, independent along all others."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole
+
+
+@rule("along_dims")
+def along_dims(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Results of x's shape: cumsum, sort, flip. Of no elements a backend may record nothing (cumprod), and this rank
+    would leave out what the others communicate in gradients of gradients."""
+    x, (dims, results) = shapes[0], statics[:2]
+    labels = whole(named(x), axes(dims, len(x)))
+    return OpSharding(
+        operands=(labels,), results=(labels,) * results, result_shapes=(tuple(x),) * results, nonempty=labels
+    )
+
+
+@rule("topk")
+def topk(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """The k largest or smallest along a dimension: values and indices."""
+    x, (k, dim) = shapes[0], statics[:2]
+    if not x:
+        return None
+    dim = axis(dim, len(x))
+    if not 0 <= k <= x[dim]:
+        return None
+    labels = whole(named(x), (dim,))
+    return OpSharding(
+        operands=(labels,),
+        results=(labels,) * 2,
+        result_shapes=((*x[:dim], k, *x[dim + 1 :]),) * 2,
+    )

@@ -1,0 +1,41 @@
+"""Dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.random import is_held_alike, synchronize, take_part
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import named
+
+
+@rule("dropout")
+def dropout(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Multiply by noise. Element for element it is that of a single device, the same on every rank: so the operation is
+    linear in x, and the summands of a partial sum all get the same."""
+    labels = named(shapes[0])
+    return OpSharding(
+        operands=(labels,),
+        results=(labels,),
+        result_shapes=(tuple(shapes[0]),),
+        terms=((0,),),
+        call=_drop,
+    )
+
+
+def _drop(
+    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    """Every rank draws the noise of the whole tensor from its generator, all generators being in the same state, and
+    uses its part of it. That costs memory of the global size for a moment and keeps the generators in step. Ranks with
+    the same part take it from the first of them, unless the noise comes from where nothing else is drawn from."""
+    x, layout = operands[0], operand_layouts[0]
+    p, training, *more = statics
+    if training:
+        synchronize(layout.mesh)
+    alike = 0 < p < 1 and is_held_alike(layout) and not any(stream is not None for stream in more[1:])
+    if not training or (not alike and tuple(layout.local_shape) == tuple(layout.shape)):
+        return native(operands, statics)
+    return x * take_part(native((ones_like_whole(x, layout),), statics), layout, alike)

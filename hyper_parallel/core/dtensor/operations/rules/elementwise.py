@@ -1,0 +1,105 @@
+"""Element-wise operations: dimensions broadcast, everything can be sharded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import broadcast
+
+
+def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSharding | None:
+    common = broadcast(shapes)
+    if common is None:
+        return None
+    shape, labels, operands = common
+    return OpSharding(operands=operands, results=(labels,), result_shapes=(shape,), terms=terms)
+
+
+def _in_place(shapes: tuple, sharding: OpSharding | None) -> OpSharding | None:
+    """The same for an operation that writes its result over operand 0, which must therefore have the result's shape."""
+    if sharding is None or shapes[0] is None or sharding.result_shapes[0] != tuple(shapes[0]):
+        return None
+    return sharding
+
+
+def _sum_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
+    # A Python scalar would be added once by every rank: with one among the operands, partial sums must be reduced.
+    return () if None in shapes else tuple((i,) for i in range(len(shapes)))
+
+
+def _product_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
+    return (tuple(i for i, shape in enumerate(shapes) if shape is not None),)
+
+
+@rule("pointwise")
+def pointwise(shapes: tuple, statics: Any) -> OpSharding | None:
+    """Any element-wise function."""
+    return _elementwise(shapes)
+
+
+@rule("pointwise_")
+def pointwise_(shapes: tuple, statics: Any) -> OpSharding | None:
+    """Any element-wise function, in place."""
+    return _in_place(shapes, pointwise(shapes, statics))
+
+
+@rule("add")
+def add(shapes: tuple, statics: Any) -> OpSharding | None:
+    """A sum of its operands, each with a constant factor."""
+    return _elementwise(shapes, _sum_terms(shapes))
+
+
+@rule("add_")
+def add_(shapes: tuple, statics: Any) -> OpSharding | None:
+    """`add`, in place."""
+    return _in_place(shapes, add(shapes, statics))
+
+
+@rule("mul")
+def mul(shapes: tuple, statics: Any) -> OpSharding | None:
+    """A product of its operands."""
+    return _elementwise(shapes, _product_terms(shapes))
+
+
+@rule("mul_")
+def mul_(shapes: tuple, statics: Any) -> OpSharding | None:
+    """`mul`, in place: partial exactly if operand 0 is, since the result has its placement."""
+    return _in_place(shapes, _elementwise(shapes, ((0,),)))
+
+
+@rule("div")
+def div(shapes: tuple, statics: Any) -> OpSharding | None:
+    """A quotient: linear in the dividend, unless it is rounded."""
+    rounding = statics[0] if statics else None
+    return _elementwise(shapes, ((0,),) if rounding is None and shapes[0] is not None else ())
+
+
+@rule("div_")
+def div_(shapes: tuple, statics: Any) -> OpSharding | None:
+    """`div`, in place."""
+    return _in_place(shapes, div(shapes, statics))
+
+
+@rule("linear_unary")
+def linear_unary(shapes: tuple, statics: Any) -> OpSharding | None:
+    """A linear function of one operand."""
+    return _elementwise(shapes, ((0,),))
+
+
+@rule("linear_")
+def linear_(shapes: tuple, statics: Any) -> OpSharding | None:
+    """Operand 0 becomes a linear function of itself and the others: ``copy_`` is 0 * self + source."""
+    return _in_place(shapes, _elementwise(shapes, _sum_terms(shapes)))
+
+
+@rule("like")
+def like(shapes: tuple, statics: Any) -> OpSharding | None:
+    """A tensor with the shape of x whose values do not depend on x: no terms, since ones are not a partial sum, and
+    x is not read, so it need not be reduced either."""
+    if len(shapes) != 1 or shapes[0] is None:
+        return None
+    sharding = _elementwise(shapes)
+    return None if sharding is None else replace(sharding, unread=(0,))

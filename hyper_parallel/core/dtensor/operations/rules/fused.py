@@ -1,0 +1,54 @@
+"""Operations that backends have in one piece: a gated activation, rotary embeddings, a norm of a sum."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import axis, broadcast, named, whole
+
+
+@rule("glu")
+def glu(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """The first half along ``statics[0]``, of which some function gates the second half."""
+    x = shapes[0]
+    if not x:
+        return None
+    dim = axis(statics[0], len(x))
+    if x[dim] % 2:
+        return None
+    labels = whole(named(x), (dim,))
+    return OpSharding(operands=(labels,), results=(labels,), result_shapes=((*x[:dim], x[dim] // 2, *x[dim + 1 :]),))
+
+
+@rule("rotary")
+def rotary(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """x, cosines and sines, which broadcast to x; the last dimension, in which pairs are turned, must be whole."""
+    x = shapes[0]
+    if not all(shapes) or any(shape[-1] != x[-1] for shape in shapes):
+        return None
+    common = broadcast([shape[:-1] for shape in shapes])
+    if common is None or common[0] != tuple(x[:-1]):
+        return None
+    _, labels, operands = common
+    return OpSharding(
+        operands=tuple((*operand, None) for operand in operands),
+        results=((*labels, None),),
+        result_shapes=(tuple(x),),
+        terms=((0,),),  # linear in x
+    )
+
+
+@rule("add_rms_norm")
+def add_rms_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """The norm of a sum of two tensors of one shape over the dimensions of the weight, the third operand; the
+    statistic, which keeps these dimensions with size 1; and the sum."""
+    x, other, weight = shapes
+    batch = len(x or ()) - len(weight or ())
+    if not x or x != other or not weight or batch < 0 or tuple(weight) != tuple(x[batch:]):
+        return None
+    labels = whole(named(x), range(batch, len(x)))
+    return OpSharding(
+        operands=(labels, labels, (None,) * len(weight)),
+        results=(labels,) * 3,
+        result_shapes=(tuple(x), (*x[:batch], *(1,) * len(weight)), tuple(x)),
+    )

@@ -1,0 +1,335 @@
+"""Taking elements out and writing them: slices, ints, index tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import Labels, Shape, axis, broadcast, named, whole
+
+_LINEAR = ((0,),)
+_FULL_SLICE = ("slice", None, None, None)
+
+
+@dataclass(frozen=True)
+class _Indexing:
+    """What ``x[index]`` does to the dimensions.
+
+    Attributes:
+        x: labels of x: None where it is cut.
+        tensors: labels of the index tensors.
+        labels, shape: of the result.
+        local_index: the index for shards, where it is another: a slice over all elements that speaks of the global
+            size is ``:`` there. Otherwise None.
+    """
+
+    x: Labels
+    tensors: tuple[Labels, ...]
+    labels: Labels
+    shape: Shape
+    local_index: tuple | None
+
+
+def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
+    """Follow an encoded index through the dimensions of ``x``; None for what is not supported: masks, whose result has
+    as many elements as are True, and mixtures of ints and index tensors on which frameworks disagree."""
+    # bool is an int in Python, but x[True] adds a dimension.
+    if any(isinstance(item, bool) or (_is_tensor(item) and item[3]) for item in index):
+        return None
+    consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
+    if index.count(Ellipsis) > 1 or consumed > len(x):
+        return None
+    together = broadcast(tensor_shapes, "t")
+    if together is None:
+        return None
+    block_shape, block_labels, tensor_labels = together
+
+    with_dots = index if Ellipsis in index else (*index, Ellipsis)
+    items: list[Any] = []
+    for item in with_dots:
+        items += [_FULL_SLICE] * (len(x) - consumed) if item is Ellipsis else [item]
+    place = _place_of_block(with_dots, items)
+    if place is None:
+        return None
+
+    x_labels: list[str | None] = []
+    labels: list[str | None] = []
+    shape: list[int] = []
+    local_items = list(items)
+    for position, item in enumerate(items):
+        if position == place.at:
+            labels += block_labels
+            shape += block_shape
+        if item is None:
+            labels.append(None)
+            shape.append(1)
+            continue
+        dim = len(x_labels)
+        label = None
+        if isinstance(item, tuple) and item[0] == "slice":
+            picked = range(x[dim])[slice(*item[1:])]
+            if picked == range(x[dim]):
+                label, local_items[position] = f"d{dim}", _FULL_SLICE
+            labels.append(label)
+            shape.append(len(picked))
+        x_labels.append(label)
+    if place.first:
+        labels[:0], shape[:0] = block_labels, block_shape
+    local_index = tuple(local_items) if local_items != items else None
+    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), local_index)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the dimensions of the index tensors go: at an item, in front of all others, or (neither) nowhere."""
+
+    at: int | None = None
+    first: bool = False
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, tuple) and item[0] == "tensor"
+
+
+def _place_of_block(with_dots: tuple, items: list) -> _Place | None:
+    """Where the dimensions of the index tensors go, ``with_dots`` being the index and ``items`` the same without dots.
+
+    As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
+
+    An int (or a 0-d tensor) among them counts as an index tensor in NumPy and as a selection that happens before in
+    torch, and an ``...`` that stands for no dimension separates in NumPy only. Where that makes a difference the answer
+    is None.
+    """
+    tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
+    if not tensors:
+        return _Place()
+    scalars = [i for i, item in enumerate(items) if isinstance(item, int) or (_is_tensor(item) and item[2] == 0)]
+    both = sorted(tensors + scalars)
+    adjacent = both[-1] - both[0] + 1 == len(both)
+    advanced = [i for i, item in enumerate(with_dots) if isinstance(item, int) or _is_tensor(item)]
+    dots = with_dots.index(Ellipsis)
+    if (scalars and not adjacent) or (adjacent and advanced[0] < dots < advanced[-1]):
+        return None
+    return _Place(at=tensors[0]) if adjacent else _Place(first=True)
+
+
+def _localize(local_index: tuple | None) -> Any:
+    """`OpSharding.localize` for an index that differs on shards, else None."""
+    if local_index is None:
+        return None
+    return lambda statics, operand_layouts, result_layouts: (local_index, *statics[1:])
+
+
+@rule("getitem")
+def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded."""
+    found = _analyse(shapes[0], statics[0], shapes[1:])
+    if found is None:
+        return None
+    return OpSharding(
+        operands=(found.x, *found.tensors),
+        results=(found.labels,),
+        result_shapes=(found.shape,),
+        terms=_LINEAR,
+        localize=_localize(found.local_index),
+    )
+
+
+@rule("setitem_")
+def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along are whole;
+    those that ints and slices cut may be sharded: each rank then writes what lies in its shard."""
+    x, value = shapes[:2]
+    found = _analyse(x, statics[0], shapes[2:])
+    if found is None:
+        return None
+    value_labels = None
+    if value is not None:
+        # Dimensions of size 1 in front are ignored in an assignment.
+        extra = max(0, len(value) - len(found.shape))
+        if any(size != 1 for size in value[:extra]):
+            return None
+        start = len(found.shape) - len(value) + extra
+        target = tuple(zip(found.shape, found.labels, strict=True))[start:]
+        if any(size not in (1, full) for size, (full, _) in zip(value[extra:], target, strict=True)):
+            return None
+        # What lies along an index tensor goes to elements of x anywhere: not a dimension of the result.
+        value_labels = (None,) * extra + tuple(
+            label if size == full and label in found.x else None
+            for size, (full, label) in zip(value[extra:], target, strict=True)
+        )
+    labels, cut = found.x, _Cut.of(statics[0], x, found)
+    if cut is not None:
+        labels = tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
+    return OpSharding(
+        operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
+        results=(labels,),
+        result_shapes=(tuple(x),),
+        terms=() if value is None else ((0,), (1,)),
+        localize=_localize(found.local_index),
+        call=None if cut is None else cut.write,
+        native_if=None if cut is None else cut.is_whole,
+    )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """An assignment by ints and slices to a tensor whose shards they may cut.
+
+    Attributes:
+        ranges: for each dimension of x the global indices that are written.
+        ints: dimensions of x that an int takes.
+        dims: dimensions of x that some are taken of.
+        kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
+    """
+
+    ranges: tuple[range, ...]
+    ints: frozenset[int]
+    dims: tuple[int, ...]
+    kept: tuple[int | None, ...]
+
+    @staticmethod
+    def of(index: tuple, x: Shape, found: _Indexing) -> _Cut | None:
+        """The assignment, None where index tensors take part, nothing is cut, or a step is negative."""
+        dims = tuple(dim for dim, label in enumerate(found.x) if label is None)
+        if found.tensors or not dims:
+            return None
+        ranges: list[range] = []
+        ints: list[int] = []
+        kept: list[int | None] = []
+        consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
+        for item in index if Ellipsis in index else (*index, Ellipsis):
+            dim = len(ranges)
+            if item is Ellipsis:
+                count = len(x) - consumed
+                kept += range(dim, dim + count)
+                ranges += map(range, x[dim : dim + count])
+            elif item is None:
+                kept.append(None)
+            elif isinstance(item, tuple):
+                kept.append(dim)
+                ranges.append(range(x[dim])[slice(*item[1:])])
+            else:
+                if not -x[dim] <= item < x[dim]:
+                    return None  # the native operation words the error
+                ints.append(dim)
+                ranges.append(range(item % x[dim], item % x[dim] + 1))
+        if any(picked.step < 1 for picked in ranges):
+            return None
+        return _Cut(tuple(ranges), frozenset(ints), dims, tuple(kept))
+
+    def is_whole(self, layouts: tuple) -> bool:
+        """Whether every rank has all of the dimensions that are cut."""
+        return not any(layouts[0].shard_mesh_dims(dim) for dim in self.dims)
+
+    def write(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        statics: tuple,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Write what lies in this rank's shard, be it nothing: the value stays part of the graph on every rank."""
+        x, value = operands[:2]
+        layout = operand_layouts[0]
+        if operand_layouts[1] is not None:
+            value = value.reshape(self._shape_for_x(tuple(value.shape)))
+        index: list[tuple] = []
+        for dim, picked in enumerate(self.ranges):
+            if not layout.shard_mesh_dims(dim):
+                index.append(("slice", picked.start, picked.stop, picked.step))
+                continue
+            if dim not in self.dims:
+                index.append(_FULL_SLICE)
+                continue
+            start = layout.local_offset[dim]
+            first, last = (
+                min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
+                for edge in (start, start + layout.local_shape[dim])
+            )
+            if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
+                value = platform.narrow(value, dim, first, last - first)
+            own = picked[first:last]
+            begin = own.start - start if own else 0
+            index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
+        return native((x, value, *operands[2:]), (tuple(index), *statics[1:]))
+
+    def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the value with a dimension for each of x."""
+        sizes = [1] * len(self.ranges)
+        for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
+            if dim is not None:
+                sizes[dim] = size
+        return tuple(sizes)
+
+
+@rule("narrow")
+def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Elements start ... start + length along a dimension, which can be sharded only if these are all."""
+    x, (dim, start, length) = shapes[0], statics[:3]
+    if not x:
+        return None
+    dim = axis(dim, len(x))
+    start = start + x[dim] if start < 0 else start
+    if length < 0 or start < 0 or start + length > x[dim]:
+        return None
+    labels = named(x) if length == x[dim] else whole(named(x), (dim,))
+
+    def localize(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+        return (dim, 0, result_layouts[0].local_shape[dim], *statics[3:])
+
+    return OpSharding(
+        operands=(labels,),
+        results=(labels,),
+        result_shapes=((*x[:dim], length, *x[dim + 1 :]),),
+        terms=_LINEAR,
+        localize=localize if length == x[dim] else None,
+    )
+
+
+@rule("gather")
+def gather(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``result[i][j] = x[index[i][j]][j]`` for dim 0: x must be whole along dim, the index need not be."""
+    x, index = shapes
+    if index is None or len(x) != len(index):
+        return None
+    dim = axis(statics[0], len(x))
+    # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
+    labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
+    index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
+    return OpSharding(
+        operands=(whole(labels, (dim,)), index_labels),
+        results=(index_labels,),
+        result_shapes=(tuple(index),),
+        terms=_LINEAR,
+    )
+
+
+@rule("index_select")
+def index_select(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """``x[:, index]`` for dim 1 and a 1-d index."""
+    x, index = shapes
+    if index is None or len(index) != 1 or not x:
+        return None
+    dim = axis(statics[0], len(x))
+    labels = whole(named(x), (dim,))
+    return OpSharding(
+        operands=(labels, ("t",)),
+        results=((*labels[:dim], "t", *labels[dim + 1 :]),),
+        result_shapes=((*x[:dim], index[0], *x[dim + 1 :]),),
+        terms=_LINEAR,
+    )
+
+
+@rule("one_hot")
+def one_hot(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """A new last dimension of the given number of classes, which must not depend on the data."""
+    x, classes = shapes[0], statics[0]
+    if not isinstance(classes, int) or classes < 0:
+        return None
+    labels = named(x)
+    return OpSharding(operands=(labels,), results=((*labels, None),), result_shapes=((*x, classes),))

@@ -1,0 +1,112 @@
+"""Joining tensors and taking them apart along a dimension, which must be whole, or packed in just these parts. Linear:
+partial sums stay partial."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import axis, named, whole, without
+
+
+@rule("cat")
+def cat(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Concatenate."""
+    first = shapes[0] if shapes else None
+    if not first or any(shape is None or len(shape) != len(first) for shape in shapes):
+        return None
+    dim = axis(statics[0], len(first))
+    if len({without(shape, (dim,)) for shape in shapes}) > 1:
+        return None
+    labels = whole(named(first), (dim,))
+    return OpSharding(
+        operands=(labels,) * len(shapes),
+        results=(labels,),
+        result_shapes=((*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :]),),
+        terms=tuple((i,) for i in range(len(shapes))),
+    )
+
+
+@rule("stack")
+def stack(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Join along a new dimension."""
+    if not shapes or shapes[0] is None or len(set(shapes)) > 1:
+        return None
+    first = shapes[0]
+    dim, labels = axis(statics[0], len(first) + 1), named(first)
+    return OpSharding(
+        operands=(labels,) * len(shapes),
+        results=((*labels[:dim], None, *labels[dim:]),),
+        result_shapes=((*first[:dim], len(shapes), *first[dim:]),),
+        terms=tuple((i,) for i in range(len(shapes))),
+    )
+
+
+def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = None) -> OpSharding | None:
+    """``x`` taken apart into pieces of ``sizes``."""
+    if any(size < 0 for size in sizes) or sum(sizes) != x[dim]:
+        return None
+    labels = whole(named(x), (dim,))
+    return OpSharding(
+        operands=(labels,),
+        results=(labels,) * len(sizes),
+        result_shapes=tuple((*x[:dim], size, *x[dim + 1 :]) for size in sizes),
+        terms=((0,),),
+        localize=localize,
+        # Unequal pieces are cut by their sizes: a number of chunks would cut the shards at other places.
+        unpack=((dim, tuple(sizes), dim),) if localize or len(set(sizes)) == 1 else (),
+    )
+
+
+def _pieces(length: int, size: int) -> list[int]:
+    """``length`` in pieces of ``size``, the last one possibly smaller; nothing is one empty piece."""
+    return [min(size, length - start) for start in range(0, length, size)] or [0]
+
+
+@rule("split")
+def split(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Pieces of one size, the last one possibly smaller, or of the sizes given."""
+    x, (size, dim) = shapes[0], statics[:2]
+    if not x or size == 0:
+        return None
+    dim = axis(dim, len(x))
+
+    def localize(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+        here = tuple(layout.local_shape[dim] for layout in result_layouts)
+        return statics if sum(here) == x[dim] else (here, *statics[1:])
+
+    return _parts(x, dim, _pieces(x[dim], size) if isinstance(size, int) else tuple(size), localize)
+
+
+@rule("chunk")
+def chunk(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """At most ``chunks`` pieces of one size, the last one possibly smaller."""
+    x, (chunks, dim) = shapes[0], statics[:2]
+    if not x or chunks < 1:
+        return None
+    dim = axis(dim, len(x))
+    if x[dim] == 0:
+        return _parts(x, dim, [0] * chunks)
+    pieces = _pieces(x[dim], -(-x[dim] // chunks))
+    if len(pieces) == chunks or len(set(pieces)) > 1:
+        return _parts(x, dim, pieces)
+    # A shard without elements would give as many pieces as are asked for, not as many as there are.
+    return _parts(x, dim, pieces, lambda statics, *layouts: (len(pieces), *statics[1:]))
+
+
+@rule("unbind")
+def unbind(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """One result per index of a dimension, without that dimension."""
+    x = shapes[0]
+    if not x:
+        return None
+    dim = axis(statics[0], len(x))
+    labels = whole(named(x), (dim,))
+    return OpSharding(
+        operands=(labels,),
+        results=(without(labels, (dim,)),) * x[dim],
+        result_shapes=(without(x, (dim,)),) * x[dim],
+        terms=((0,),),
+    )

@@ -1,0 +1,24 @@
+"""Normalisation over the last dimensions, which must be whole; all dimensions before them can be sharded."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import named, whole
+
+
+@rule("layer_norm", "rms_norm")
+def norm(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """x, then a weight and a bias (or None) of the normalised shape. Statistics keep the normalised dimensions with
+    size 1."""
+    x, parameters = shapes[0], shapes[1:]
+    normalised, statistics = (*statics, 0)[:2]
+    batch = len(x) - normalised
+    if batch < 0 or any(p is not None and tuple(p) != tuple(x[batch:]) for p in parameters):
+        return None
+    labels = whole(named(x), range(batch, len(x)))
+    return OpSharding(
+        operands=(labels, *(None if p is None else (None,) * len(p) for p in parameters)),
+        results=(labels,) * (1 + statistics),
+        result_shapes=(tuple(x), *((*x[:batch], *(1,) * normalised),) * statistics),
+    )

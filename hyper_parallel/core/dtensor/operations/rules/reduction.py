@@ -1,0 +1,144 @@
+"""Reductions over dimensions.
+
+Of these, `mean` and `vector_norm` are not the native operation on the locals where a reduced dimension is sharded:
+a mean of means is wrong for uneven shards, and norms combine as the norm of the norms.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hyper_parallel.core.dtensor.communication.extremes import Extreme
+from hyper_parallel.core.dtensor.communication.redistribute import redistribute_local
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, whole, without
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+
+
+def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSharding:
+    reduced, labels = axes(dims, len(x)), named(x)
+    return OpSharding(
+        operands=(labels,),
+        results=(without(labels, reduced, keepdim, None),),
+        result_shapes=(without(x, reduced, keepdim, 1),),
+        **how,
+    )
+
+
+@rule("sum")
+def sum_(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Sum."""
+    return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum")
+
+
+@rule("mean")
+def mean(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Mean: over a sharded dimension the local sum divided by the global count."""
+    return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum", call=_mean)
+
+
+def _mean(
+    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    layout = operand_layouts[0]
+    reduced = axes(statics[0], layout.ndim)
+    local = math.prod(layout.local_shape[d] for d in reduced)
+    everywhere = math.prod(layout.shape[d] for d in reduced)
+    if local == everywhere:
+        return native(operands, statics)
+    x = operands[0]
+    if local == 0:
+        # The mean of nothing is no number. The sum is 0, and leads back to x, whose backward may communicate.
+        for dim in reduced:
+            x = platform.sum_along(x, dim)
+        kept = [1 if d in reduced else n for d, n in enumerate(layout.local_shape) if statics[1] or d not in reduced]
+        return x.reshape(tuple(kept))
+    return native((x,), statics) * (local / everywhere)
+
+
+@rule("amax")
+def amax(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Largest element. Nothing has none, so a rank without elements cannot take part."""
+    return _extreme(shapes[0], statics, "max")
+
+
+@rule("amin")
+def amin(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Smallest element; see `amax`."""
+    return _extreme(shapes[0], statics, "min")
+
+
+def _extreme(x: tuple[int, ...], statics: tuple, op: str) -> OpSharding:
+    dims, keepdim = statics[:2]
+    reduced = axes(dims, len(x))
+    extreme = Extreme(reduced, keepdim, nan_ties="whole" in statics[2:])
+    return _reduction(x, dims, keepdim, reduce=op, nonempty=_only(x, reduced), extreme=extreme)
+
+
+def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
+    return tuple(label for i, label in enumerate(named(x)) if i in dims)
+
+
+@rule("reduce_whole")
+def reduce_whole(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """A reduction that does not combine from parts: argmax, logsumexp, var, all."""
+    return _reduce_whole(shapes[0], statics, results=1)
+
+
+@rule("reduce_pair")
+def reduce_pair(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """As `reduce_whole`, with two results: values and indices, variance and mean."""
+    return _reduce_whole(shapes[0], statics, results=2)
+
+
+def _reduce_whole(x: tuple[int, ...], statics: tuple, results: int) -> OpSharding:
+    reduced = axes(statics[0], len(x))
+    labels = whole(named(x), reduced)
+    return OpSharding(
+        operands=(labels,),
+        results=(without(labels, reduced, statics[1], None),) * results,
+        result_shapes=(without(x, reduced, statics[1], 1),) * results,
+    )
+
+
+@rule("vector_norm")
+def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """The p-norm. For p = 0 and 1 the norms of the parts add up; otherwise the result is the norm of the norms of all
+    parts, which are gathered: nothing is raised to a power that the native operation would not raise, so nothing
+    overflows that would not on one device."""
+    x, (p, dims, keepdim) = shapes[0], statics[:3]
+    if p in (0, 1):
+        return _reduction(x, dims, keepdim, reduce="sum")
+    # The norm of nothing is 0: no neutral element for some p, and for others without a second derivative.
+    nonempty = _only(x, axes(dims, len(x))) if p != 2 else ()
+    return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)
+
+
+def _norm_of_norms(
+    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    layout, (result,) = operand_layouts[0], result_layouts
+    norm = native(operands, statics)
+    reduced = axes(statics[1], layout.ndim)
+    split = [mesh_dim for dim in reduced for mesh_dim in layout.shard_mesh_dims(dim)]
+    if not split:
+        return norm
+    # One norm per part in a new leading dimension, sharded as the reduced dimensions were.
+    parts = math.prod(layout.mesh.shape[mesh_dim] for mesh_dim in split)
+    gathered = tuple(_shifted(p) for p in result.placements)
+    scattered = tuple(Shard(0) if i in split else p for i, p in enumerate(gathered))
+    shape = (parts, *result.shape)
+    norms = redistribute_local(
+        platform.unsqueeze(norm, 0),
+        get_layout(layout.mesh, scattered, shape),
+        get_layout(layout.mesh, gathered, shape),
+    )
+    # What else a framework's call has is a dtype, which the norms have by now: of complex numbers they are real.
+    return native((norms,), (statics[0], (0,), False, *(None for _ in statics[3:])))
+
+
+def _shifted(placement: Placement) -> Placement:
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement

@@ -1,0 +1,14 @@
+"""Operations that need all of their operands on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+
+
+@rule("replicate")
+def replicate(shapes: tuple, statics: Any) -> OpSharding | None:
+    """Results of unknown number, type and shape (``item``, ``equal``, ``nonzero``): there is nothing to say."""
+    return None

@@ -1,0 +1,68 @@
+"""Softmax and its logarithms: the dimension that they normalise may be sharded too, and stays so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.vocab_parallel import Classes, VocabParallel, vocab_parallel_of
+
+
+def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
+    def softmax(shapes: tuple, statics: tuple) -> OpSharding | None:
+        x, dim = shapes[0], statics[0]
+        if not x:
+            return OpSharding(operands=((),), results=((),), result_shapes=((),))
+        dim = axis(dim, len(x))
+
+        def call(
+            platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+        ) -> Any:
+            classes = Classes.along(operand_layouts[0], dim)
+            dtype = statics[1] if len(statics) > 1 else None
+            local = operands[0] if dtype is None else platform.to_dtype(operands[0], dtype)
+            return platform.to_dtype(function(vocab_parallel_of(platform), local, classes), local.dtype)
+
+        labels = named(x)
+        return OpSharding(
+            operands=(labels,),
+            results=(labels,),
+            result_shapes=(tuple(x),),
+            call=call,
+            native_if=lambda layouts: Classes.of(layouts[0], dim) is None,
+        )
+
+    return softmax
+
+
+rule("softmax")(_along(VocabParallel.softmax))
+rule("log_softmax")(_along(VocabParallel.log_softmax))
+
+
+@rule("logsumexp")
+def logsumexp(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Over one dimension, which may be sharded; over several, which must be whole."""
+    x, (dims, keepdim) = shapes[0], statics[:2]
+    reduced = axes(dims, len(x))
+    labels = named(x) if len(reduced) == 1 else whole(named(x), reduced)
+    return OpSharding(
+        operands=(labels,),
+        results=(without(labels, reduced, keepdim),),
+        result_shapes=(without(x, reduced, keepdim, 1),),
+        combined=tuple(labels[d] for d in reduced if labels[d] is not None),
+        call=_log_sum_exp if len(reduced) == 1 else None,
+        native_if=lambda layouts: len(reduced) != 1 or Classes.of(layouts[0], min(reduced)) is None,
+    )
+
+
+def _log_sum_exp(
+    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    (dim,) = axes(statics[0], operand_layouts[0].ndim)
+    classes = Classes.along(operand_layouts[0], dim)
+    (x,) = operands
+    y = platform.to_dtype(vocab_parallel_of(platform).log_sum_exp(x, classes), x.dtype)
+    return y.reshape(result_layouts[0].local_shape)

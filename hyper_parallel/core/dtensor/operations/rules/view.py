@@ -1,0 +1,193 @@
+"""Operations that only rearrange elements. All of them are linear, so partial sums stay partial."""
+
+from __future__ import annotations
+
+import math
+
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.labels import Labels, axis, named, without
+
+_LINEAR = ((0,),)
+
+
+def _local_shape(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+    """The first static argument is the shape of the result."""
+    return (tuple(result_layouts[0].local_shape), *statics[1:])
+
+
+@rule("reshape")
+def reshape(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Dimensions fall into groups with the same number of elements before and after, ``(4, 8, 6) -> (32, 2, 3)`` into
+    ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost dimension of a group cuts it into contiguous pieces on
+    both sides, if the number of shards divides both sizes; the other dimensions of a group must be whole."""
+    x = shapes[0]
+    shape = _filled(statics[0], math.prod(x))
+    if shape is None or math.prod(shape) != math.prod(x):
+        return None
+    before: list[str | None] = [None] * len(x)
+    after: list[str | None] = [None] * len(shape)
+    pairs = _same_leading(x, shape) if 0 in x else _outermost_pairs(x, shape)
+    unpack = []
+    for i, j in pairs:
+        before[i] = after[j] = f"d{i}"
+        if 0 < shape[j] < x[i] and x[i] % shape[j] == 0:
+            # (3 * heads * size) -> (3, heads, size), where query, key and value are packed: sharded by heads.
+            unpack.append((i, (x[i] // shape[j],) * shape[j], j + 1))
+    return OpSharding(
+        operands=(tuple(before),),
+        results=(tuple(after),),
+        result_shapes=(shape,),
+        terms=_LINEAR,
+        localize=_local_shape,
+        unpack=tuple(unpack),
+    )
+
+
+def _filled(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    """``shape`` with its -1 replaced by what is left of ``count`` elements."""
+    if -1 not in shape:
+        return tuple(shape)
+    known = -math.prod(shape)
+    if known <= 0 or count % known:
+        return None
+    return tuple(count // known if size == -1 else size for size in shape)
+
+
+def _same_leading(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    # Without elements the groups are not determined; leading dimensions that stay the same keep their meaning.
+    pairs: list[tuple[int, int]] = []
+    for i, (size, other) in enumerate(zip(x, shape, strict=False)):
+        if size != other:
+            break
+        pairs.append((i, i))
+    return pairs
+
+
+def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The outermost dimensions, before and after, of each group. Dimensions of size 1 belong to none."""
+    before = [i for i, size in enumerate(x) if size != 1]
+    after = [j for j, size in enumerate(shape) if size != 1]
+    pairs: list[tuple[int, int]] = []
+    while before:
+        pairs.append((before[0], after[0]))
+        count, other = x[before.pop(0)], shape[after.pop(0)]
+        while count != other:
+            if count < other:
+                count *= x[before.pop(0)]
+            else:
+                other *= shape[after.pop(0)]
+    return pairs
+
+
+@rule("permute")
+def permute(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Dimensions in another order."""
+    x = shapes[0]
+    order = tuple(axis(d, len(x)) for d in statics[0])
+    if sorted(order) != list(range(len(x))):
+        return None
+    labels = named(x)
+    return OpSharding(
+        operands=(labels,),
+        results=(tuple(labels[d] for d in order),),
+        result_shapes=(tuple(x[d] for d in order),),
+        terms=_LINEAR,
+    )
+
+
+@rule("expand")
+def expand(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Dimensions of size 1 are stretched and new ones added in front; these are whole."""
+    x, wanted = shapes[0], statics[0]
+    new = len(wanted) - len(x)
+    if new < 0 or -1 in wanted[:new]:
+        return None
+    shape = (*wanted[:new], *(old if size == -1 else size for old, size in zip(x, wanted[new:], strict=True)))
+    if any(old not in (1, size) for old, size in zip(x, shape[new:], strict=True)):
+        return None
+    labels = tuple(label if old == size else None for label, old, size in zip(named(x), x, shape[new:], strict=True))
+    return OpSharding(
+        operands=(labels,),
+        results=((None,) * new + labels,),
+        result_shapes=(shape,),
+        terms=_LINEAR,
+        localize=_local_shape,
+    )
+
+
+@rule("squeeze")
+def squeeze(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one, because a shard of a
+    larger dimension may happen to have size 1."""
+    x, dims = shapes[0], statics[0]
+    if isinstance(dims, int):
+        dims = (dims,)
+    wanted = range(len(x)) if dims is None else [axis(d, len(x)) for d in dims if x]
+    dropped = tuple(sorted({d for d in wanted if x[d] == 1}))
+    labels: Labels = tuple(None if i in dropped else label for i, label in enumerate(named(x)))
+    return OpSharding(
+        operands=(labels,),
+        results=(without(labels, dropped),),
+        result_shapes=(without(x, dropped),),
+        terms=_LINEAR,
+        localize=lambda statics, operand_layouts, result_layouts: (dropped, *statics[1:]),
+    )
+
+
+@rule("unsqueeze")
+def unsqueeze(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Add a dimension of size 1."""
+    x = shapes[0]
+    dim, labels = axis(statics[0], len(x) + 1), named(x)
+    return OpSharding(
+        operands=(labels,),
+        results=((*labels[:dim], None, *labels[dim:]),),
+        result_shapes=((*x[:dim], 1, *x[dim:]),),
+        terms=_LINEAR,
+    )
+
+
+@rule("repeat")
+def repeat(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Tile; dimensions that are not repeated can be sharded. New dimensions come in front."""
+    x, repeats = shapes[0], statics[0]
+    new = len(repeats) - len(x)
+    if new < 0 or any(count < 0 for count in repeats):
+        return None
+    sizes = (1,) * new + tuple(x)
+    labels = tuple(label if count == 1 else None for label, count in zip(named(x), repeats[new:], strict=True))
+    return OpSharding(
+        operands=(labels,),
+        results=((None,) * new + labels,),
+        result_shapes=(tuple(size * count for size, count in zip(sizes, repeats, strict=True)),),
+        terms=_LINEAR,
+    )
+
+
+@rule("repeat_interleave")
+def repeat_interleave(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Every element along a dimension ``repeats`` times in a row, so that shards stay contiguous."""
+    x, (repeats, dim) = shapes[0], statics[:2]
+    if not isinstance(repeats, int) or repeats < 0 or dim is None or not x:
+        return None
+    dim, labels = axis(dim, len(x)), named(x)
+    return OpSharding(
+        operands=(labels,),
+        results=(labels,),
+        result_shapes=((*x[:dim], x[dim] * repeats, *x[dim + 1 :]),),
+        terms=_LINEAR,
+    )
+
+
+@rule("pad")
+def pad(shapes: tuple, statics: tuple) -> OpSharding | None:
+    """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. What is added may be
+    a constant, which is no partial sum: not linear. Where it is a copy of what is there, something must be."""
+    x, pads = shapes[0], statics[0]
+    copies = len(statics) > 1 and statics[1] != "constant"
+    if len(pads) != len(x):
+        return None
+    labels = tuple(label if tuple(p) == (0, 0) else None for label, p in zip(named(x), pads, strict=True))
+    shape = tuple(before + size + after for size, (before, after) in zip(x, pads, strict=True))
+    return OpSharding(operands=(labels,), results=(labels,), result_shapes=(shape,), nonempty=labels if copies else ())

@@ -1,0 +1,243 @@
+"""From what a rule says to what each operand must look like: the solver between `rules` and `dispatch`.
+
+For each mesh dimension it weighs the ways in which the operation can run there and takes the one that moves the least
+data: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hyper_parallel.core.dtensor.communication.redistribute import redistribution_cost
+from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.op_sharding import Label, OpSharding
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["Strategy", "solve"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What an operation needs and gives.
+
+    Attributes:
+        operands: for each operand the layout it is read with, None for an operand that is no tensor.
+        partial_grad_dims: for each operand the mesh dimensions over which its gradient comes back partial: there it is
+            read through `partial_grad_view`.
+        results: the layout of each result.
+    """
+
+    operands: tuple[Layout | None, ...]
+    partial_grad_dims: tuple[tuple[int, ...], ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One way to run on one mesh dimension: ``label`` is sharded, if any is; ``packed`` if the shards are packed."""
+
+    operands: tuple[Placement | None, ...]
+    partial_grad: tuple[bool, ...]
+    results: tuple[Placement, ...]
+    label: Label | None = None
+    packed: bool = False
+
+
+def solve(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh: DeviceMesh, pinned: int | None = None
+) -> Strategy | None:
+    """Choose a strategy.
+
+    Args:
+        sharding: the rule's answer.
+        layouts: the layouts that the operands have; a promoted plain tensor counts as replicated.
+        mesh: the mesh of all of them.
+        pinned: index of an operand that is written in place and must keep its layout.
+
+    Returns:
+        The strategy, or None when ``pinned`` cannot keep its layout.
+    """
+    # Of an operand whose values are not read only the shape matters: no need to reduce it first.
+    layouts = tuple(
+        layout.cotangent if i in sharding.unread and layout is not None else layout for i, layout in enumerate(layouts)
+    )
+    shards_of_label: dict[Label, int] = {}
+    whole_labels: set[Label] = set()  # of packed shards, which no other mesh dimension can split further
+    chosen: list[_Choice] = []
+    for mesh_dim in range(mesh.ndim):
+        kept = None if pinned is None else layouts[pinned]
+        choices = [
+            c
+            for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim])
+            if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            and c.label not in whole_labels
+            and not (c.packed and (whole_labels or c.label in shards_of_label))
+            and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
+        ]
+        if not choices:
+            return None
+        best = min(choices, key=lambda c: _cost(c, layouts, mesh_dim))
+        chosen.append(best)
+        if best.label is not None:
+            shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
+            if best.packed:
+                whole_labels.add(best.label)
+    operands = tuple(
+        None if layout is None else layout.with_placements(tuple(c.operands[i] or Replicate() for c in chosen))
+        for i, layout in enumerate(layouts)
+    )
+    partial = tuple(
+        ()
+        if i in sharding.unread
+        else tuple(d for d, c in enumerate(chosen) if c.partial_grad[i] and mesh.shape[d] > 1)
+        for i in range(len(layouts))
+    )
+    results = tuple(
+        get_layout(mesh, tuple(c.results[i] for c in chosen), shape) for i, shape in enumerate(sharding.result_shapes)
+    )
+    return Strategy(operands, partial, results)
+
+
+def _choices(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, mesh_size: int) -> list[_Choice]:
+    choices = [_replicated(sharding)]
+    for label, shard in _sharded_labels(sharding, layouts, mesh_dim):
+        choice = _sharded(sharding, label, shard)
+        if choice is not None:
+            choices.append(choice)
+    if sharding.unpack and (choice := _unpacked(sharding, layouts, mesh_dim, mesh_size)) is not None:
+        choices.append(choice)
+    for reduce_op in ("sum", "avg"):
+        choice = _partial(sharding, layouts, mesh_dim, reduce_op)
+        if choice is not None:
+            choices.append(choice)
+    return choices
+
+
+def _replicated(sharding: OpSharding) -> _Choice:
+    return _Choice(
+        tuple(None if labels is None else Replicate() for labels in sharding.operands),
+        (False,) * len(sharding.operands),
+        (Replicate(),) * len(sharding.results),
+    )
+
+
+def _sharded_labels(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int
+) -> list[tuple[Label, Shard]]:
+    """The labels that some operand has sharded, with how it is: the parts of a packed shard count, not its dim."""
+    found: list[tuple[Label, Shard]] = []
+    for labels, layout in zip(sharding.operands, layouts, strict=True):
+        if labels is not None and layout is not None and isinstance(p := layout.placements[mesh_dim], Shard):
+            label = labels[p.dim]
+            if label is not None and (label, p.with_dim(0)) not in found:
+                found.append((label, p.with_dim(0)))
+    return found
+
+
+def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, size: int) -> _Choice | None:
+    """Packed shards taken apart: each part is sharded along a dimension of a result."""
+    packed = layouts[0].placements[mesh_dim] if layouts and layouts[0] is not None else None
+    for dim, sizes, result_dim in sharding.unpack:
+        if packed is PackedShard(dim, sizes):
+            after = tuple(shape[result_dim] for shape in sharding.result_shapes)
+            if sizes == after or all(n % size == 0 for n in (*sizes, *after)):
+                results = (Shard(result_dim),) * len(after)
+                return _Choice((packed,), (False,), results, ("unpacked", dim), packed=True)
+    return None
+
+
+def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None:
+    packed = isinstance(shard, PackedShard)
+    if packed and sharding.call is not None:
+        # What replaces the local call may ask at which index the shard begins.
+        return None
+    contracted = not any(label in labels for labels in sharding.results)
+    if contracted and sharding.reduce is None and label not in sharding.combined:
+        return None
+    # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
+    whole_terms = (
+        [t for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)] if contracted else []
+    )
+    to_partial = {t[0] for t in whole_terms}
+    operands: list[Placement | None] = []
+    partial_grad: list[bool] = []
+    for i, labels in enumerate(sharding.operands):
+        if labels is None:
+            operands.append(None)
+        elif label in labels:
+            operands.append(shard.with_dim(labels.index(label)))
+        else:
+            operands.append(Partial() if i in to_partial else Replicate())
+        partial_grad.append(operands[-1] is Replicate())
+    if not contracted and any(label not in labels for labels in sharding.results):
+        return None
+    results: tuple[Placement, ...]
+    if not contracted:
+        results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
+    else:
+        called = sharding.reduce == "call" or label in sharding.combined
+        combined = Replicate() if called else Partial(sharding.reduce or "sum")
+        results = (combined,) * len(sharding.results)
+    return _Choice(tuple(operands), tuple(partial_grad), results, label, packed)
+
+
+def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
+    kind = Partial(reduce_op)
+    have = [layout is not None and layout.placements[mesh_dim] is kind for layout in layouts]
+    if not sharding.terms or not any(have[i] for term in sharding.terms for i in term):
+        return None
+    summands = {next((i for i in term if have[i]), term[0]) for term in sharding.terms}
+    operands = tuple(
+        None if labels is None else kind if i in summands else Replicate() for i, labels in enumerate(sharding.operands)
+    )
+    partial_grad = tuple(p is Replicate() for p in operands)
+    return _Choice(operands, partial_grad, (kind,) * len(sharding.results))
+
+
+def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
+    """Whether the dimensions of a label, which may differ in size, are cut at the same places, and whether every rank
+    gets an element where the operation cannot do without."""
+    label = choice.label
+    if label is None:
+        return True
+    shapes = tuple(None if layout is None else layout.shape for layout in layouts)
+    sizes = _sizes_of(label, (*sharding.operands, *sharding.results), (*shapes, *sharding.result_shapes))
+    if not choice.packed:
+        if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
+            return False
+        whole_units = [number for own, number in sharding.units if own == label]
+        return len(set(sizes)) == 1 or all(size % shards == 0 for size in (*sizes, *whole_units))
+    return len(set(sizes)) <= 1 and label not in sharding.nonempty
+
+
+def _sizes_of(label: Label, named: tuple, shapes: tuple) -> list[int]:
+    """Sizes of the dimensions that are called ``label``."""
+    return [
+        shape[i]
+        for labels, shape in zip(named, shapes, strict=True)
+        if labels is not None and shape is not None
+        for i, own in enumerate(labels)
+        if own == label
+    ]
+
+
+def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) -> tuple[float, float]:
+    moved = 0.0
+    for placement, layout in zip(choice.operands, layouts, strict=True):
+        if layout is not None and placement is not None and placement is not layout.placements[mesh_dim]:
+            # On its own mesh dimension: what the others need does not depend on this choice.
+            before: list[Placement] = [Replicate()] * layout.mesh.ndim
+            after = list(before)
+            before[mesh_dim], after[mesh_dim] = layout.placements[mesh_dim], placement
+            try:
+                moved += redistribution_cost(layout.with_placements(before), layout.with_placements(after))
+            except ValueError:
+                return (math.inf, 0.0)
+    # Between equal costs the one that computes less.
+    return (moved, 0.0 if choice.label is not None else 1.0)

@@ -1,0 +1,27 @@
+"""Classes of other libraries that have the name of one of this library's: their placements, styles and meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hyper_parallel
+
+__all__ = ["import_hint"]
+
+
+def import_hint(value: Any) -> str:
+    """The end of a message about a value that was refused: whose class it is of, and which import gives this library's.
+
+    Empty unless the class of ``value``, or one that it derives from, has the name of a public class of this library.
+
+    Example:
+        >>> from hyper_parallel.core.lookalikes import import_hint
+        >>> import_hint(3)
+        ''
+    """
+    cls = value if isinstance(value, type) else type(value)
+    for base in cls.__mro__:
+        name, home = base.__name__, base.__module__
+        if name in hyper_parallel.__all__ and home.partition(".")[0] != hyper_parallel.__name__:
+            return f"; this is {name} of {home}, which is not this library's: write `from hyper_parallel import {name}`"
+    return ""

@@ -1,0 +1,35 @@
+"""A table that keeps something for objects, by identity, for as long as they live."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+__all__ = ["WeakTable"]
+
+
+class WeakTable:
+    """As ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by value.
+
+    Example:
+        >>> from hyper_parallel.core.weak import WeakTable
+        >>> class Module:
+        ...     __hash__ = None
+        >>> table, module = WeakTable(), Module()
+        >>> table.set(module, 3)
+        >>> table.get(module)
+        3
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def get(self, owner: Any) -> Any:
+        """What was kept for ``owner``, or None."""
+        entry = self._entries.get(id(owner))
+        return None if entry is None else entry[1]
+
+    def set(self, owner: Any, value: Any) -> None:
+        """Keep ``value``, in place of what was kept before."""
+        key, entries = id(owner), self._entries
+        entries[key] = (weakref.ref(owner, lambda _: entries.pop(key, None)), value)
