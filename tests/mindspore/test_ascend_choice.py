@@ -12,8 +12,9 @@ import pytest
 from mindspore import Tensor, mint, ops
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import base, collectives, launch, losses, ops_nn
+from hyper_parallel.platform.mindspore import base, collectives, launch
 from hyper_parallel.platform.mindspore.base import MindSporePlatform
+from hyper_parallel.platform.mindspore.op_table import loss, nn
 
 MINE = np.arange(8, dtype=np.float32).reshape(4, 2)
 PEER = MINE * 10 + 1
@@ -22,7 +23,7 @@ PEER = MINE * 10 + 1
 @pytest.fixture
 def ascend(monkeypatch: pytest.MonkeyPatch) -> MindSporePlatform:
     """A platform that takes the device for Ascend."""
-    for module in (base, collectives, launch, losses, ops_nn):
+    for module in (base, collectives, launch, loss, nn):
         monkeypatch.setattr(module, "device_target", lambda: "Ascend")
     return MindSporePlatform()
 
@@ -143,10 +144,10 @@ class Called:
 def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, statics: tuple) -> None:
     """On Ascend the function that was called runs; on CPU, where it has no kernel, that of `mindspore.ops`."""
     native, xs = Called(), (Tensor(MINE), Tensor([0, 1, 0, 1], ms.int32), None)
-    on_cpu = getattr(losses, row).call(native, xs, statics)
+    on_cpu = getattr(loss, row).call(native, xs, statics)
     assert native.args == () and np.isfinite(on_cpu.asnumpy())
     request.getfixturevalue("ascend")
-    assert getattr(losses, row).call(native, xs, statics) == "of mint"
+    assert getattr(loss, row).call(native, xs, statics) == "of mint"
     reduction, ignore, *smoothing = statics
     assert native.args == (*xs, ignore, reduction, *smoothing)
 
@@ -154,9 +155,9 @@ def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, statics: tu
 def test_embedding_is_mint_s(request: pytest.FixtureRequest) -> None:
     """With a padding: on Ascend the primitive knows it, on CPU it is a look-up and a selection."""
     native, xs = Called(), (Tensor([0, 1], ms.int32), Tensor(MINE))
-    assert np.array_equal(ops_nn._embedding_ext(native, xs, (1,)).asnumpy(), MINE[:2])
+    assert np.array_equal(nn._embedding_ext(native, xs, (1,)).asnumpy(), MINE[:2])
     request.getfixturevalue("ascend")
-    assert ops_nn._embedding_ext(native, xs, (1,)) == "of mint"
+    assert nn._embedding_ext(native, xs, (1,)) == "of mint"
     assert native.args == (*xs, 1, None, 2.0, False)
 
 

@@ -19,7 +19,7 @@ from benchmarks.sizes import LlamaSizes, MlpSizes
 from hyper_parallel import CommDebugMode, DTensor, coalesce_gradients, get_platform, parallelize_module
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel import lengths
-from hyper_parallel.platform.mindspore import collectives, local_ops
+from hyper_parallel.platform.mindspore import collectives, local_tensors
 from hyper_parallel.platform.mindspore.grad import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 
@@ -41,7 +41,7 @@ def counted() -> Iterator[Counter]:
     copied = count("copies", collectives.copied)
     with pytest.MonkeyPatch().context() as patch, CommDebugMode() as comm:
         patch.setattr(cls, "_dispatch", staticmethod(count("dispatches", cls._dispatch)))
-        for module in (collectives, local_ops):
+        for module in (collectives, local_tensors):
             patch.setattr(module, "copied", copied)
         yield seen
     seen.update(comm.get_comm_counts())

@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 
 from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
-from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
+from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
 from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy, drop_recordings, is_recording
 from hyper_parallel.platform.mindspore.private import no_grad as _no_grad

@@ -16,7 +16,7 @@ from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.fast import MindSporeFast
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
-from hyper_parallel.platform.mindspore.local_ops import LocalVerbs
+from hyper_parallel.platform.mindspore.local_tensors import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
 from hyper_parallel.platform.mindspore.parameter import Classes, make_dtensor_class

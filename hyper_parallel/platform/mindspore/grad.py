@@ -15,7 +15,7 @@ from mindspore import Tensor
 
 from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.platform.mindspore.autograd import DelayedGradients
-from hyper_parallel.platform.mindspore.local_gradients import LocalGradients
+from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 
 __all__ = ["grad", "value_and_grad", "wrap_gradients"]
 

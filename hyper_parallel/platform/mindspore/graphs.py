@@ -20,7 +20,7 @@ import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.graph import jit_trace
 
-from hyper_parallel.platform.mindspore.optimizers import run_compiled_step
+from hyper_parallel.platform.mindspore.handlers.optimizers import run_compiled_step
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, distributed_in, is_dispatching
 
 __all__ = [

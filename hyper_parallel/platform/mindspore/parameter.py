@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
 from hyper_parallel.platform.contract import Dispatch
-from hyper_parallel.platform.mindspore.likes import NEW_METHODS
+from hyper_parallel.platform.mindspore.handlers.likes import NEW_METHODS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 from hyper_parallel.platform.unpatched import Unpatched
 

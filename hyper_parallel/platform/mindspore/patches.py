@@ -12,7 +12,9 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.platform.mindspore import autograd, clipping, graphs, holes, likes, losses, optimizers, plain
+from hyper_parallel.platform.mindspore import autograd, graphs
+from hyper_parallel.platform.mindspore.handlers import clipping, entry_points, likes, optimizers, plain_tensors
+from hyper_parallel.platform.mindspore.op_table import loss
 from hyper_parallel.platform.mindspore.parameter import Classes
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
 
@@ -31,20 +33,20 @@ def _patch(target: str, reason: str, make: Callable[[Any], Any], **more: Any) ->
 
 def _sequence(primitive: str, distributed: Callable[[Any, tuple], Any], held: str = "inherited") -> Patch:
     reason = "tensors in a list or tuple are not looked at, and the operation runs on this rank's parts"
-    make = partial(holes.call_on_sequence, distributed=distributed)
+    make = partial(entry_points.call_on_sequence, distributed=distributed)
     return _patch(f"mindspore.ops.operations.{primitive}.__call__", reason, make, held=held)
 
 
 def _index(name: str) -> Patch:
     reason = "a plain tensor indexed by a DTensor takes this rank's part of the index"
-    return _patch(f"mindspore.Tensor.{name}", reason, partial(holes.checked_index, name=name), held="inherited")
+    return _patch(f"mindspore.Tensor.{name}", reason, partial(entry_points.checked_index, name=name), held="inherited")
 
 
 def _operator(name: str, reflected: str) -> Patch:
     return _patch(
         f"mindspore.Parameter._base_type[Parameter].{name}",
         "an operator between a plain parameter and a DTensor runs on this rank's part",
-        partial(holes.reflected_operator, reflected=reflected),
+        partial(entry_points.reflected_operator, reflected=reflected),
         held="inherited",
     )
 
@@ -54,7 +56,7 @@ def _loss(name: str) -> Patch:
     return _patch(
         f"mindspore.ops.function.{module}.{name}",
         "losses are right and gather the classes: MindSpore composes them of some twenty primitives",
-        partial(losses.dispatched_loss, name=name),
+        partial(loss.dispatched_loss, name=name),
         everywhere=True,
         required=False,
     )
@@ -100,39 +102,39 @@ PATCHES = PatchSet(
             lambda classes: Classes.made[1],
             held="absent",
         ),
-        _sequence("array_ops.Stack", holes.stack),
-        _sequence("math_ops.AddN", holes.add_all),
-        _sequence("nn_ops.AllFinite", holes.see_infinity, held="own"),
+        _sequence("array_ops.Stack", entry_points.stack),
+        _sequence("math_ops.AddN", entry_points.add_all),
+        _sequence("nn_ops.AllFinite", entry_points.see_infinity, held="own"),
         *map(_index, ("__getitem__", "__setitem__")),
         _patch(
             "mindspore.nn.Cell._call_custom_bprop",
             "the ``bprop`` of a cell, as `ops.nanmean` is one, computes with this rank's parts",
-            holes.gathered_bprop,
+            entry_points.gathered_bprop,
             check=takes("self args kwargs"),
         ),
-        *(_operator(name, reflected) for name, reflected in holes.REFLECTED.items()),
+        *(_operator(name, reflected) for name, reflected in entry_points.REFLECTED.items()),
         _patch(
             "mindspore.Tensor.__fallback__",
             "in ``plain.mul(distributed)`` MindSpore asks the plain tensor for this attribute, and fails",
-            lambda _: plain.Fallback(),
+            lambda _: plain_tensors.Fallback(),
             held="absent",
         ),
         _patch(
             "mindspore.Tensor.__init__",
             "``Tensor(dtensor)`` is this rank's part",
-            plain.checked_init,
+            plain_tensors.checked_init,
             held="inherited",
         ),
         _patch(
             "mindspore.Tensor.assign_value",
             "a plain parameter set to a DTensor becomes this rank's part",
-            plain.checked_assign,
+            plain_tensors.checked_assign,
             check=takes("self value"),
         ),
         _patch(
             "mindspore.train.serialization._update_param",
             "``load_param_into_net`` compares whole shapes with those of parts, and says nothing of parallel values",
-            plain.checked_update,
+            plain_tensors.checked_update,
             check=takes("param new_param strict_load"),
             required=False,
         ),
@@ -171,7 +173,7 @@ PATCHES = PatchSet(
             check=takes("input fill_value dtype"),
             everywhere=True,
         ),
-        *map(_loss, losses.LOSSES),
+        *map(_loss, loss.LOSSES),
         _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, graphs.checked_jit),
         _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, graphs.checked_compile),
         _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, graphs.checked_parser),

@@ -21,10 +21,10 @@ from mindspore import Tensor, nn
 from mindspore.ops import Primitive
 
 from hyper_parallel.platform.contract import Dispatch
-from hyper_parallel.platform.mindspore.native_collectives import is_collective, run_collective
-from hyper_parallel.platform.mindspore.op_bind import Function
+from hyper_parallel.platform.mindspore.handlers.communication import is_collective, run_collective
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
-from hyper_parallel.platform.mindspore.ops_random import DRAWS, drawn_by_first_rank, refuse_draw
+from hyper_parallel.platform.mindspore.op_table.binding import Function
+from hyper_parallel.platform.mindspore.op_table.random import DRAWS, drawn_by_first_rank, refuse_draw
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
 __all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "Unknown", "distributed_in", "is_dispatching"]

@@ -10,8 +10,8 @@ from mindspore import Tensor, ops
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.empty import guarded
-from hyper_parallel.platform.mindspore.op_bind import arguments, row
+from hyper_parallel.platform.mindspore.empty_shards import guarded
+from hyper_parallel.platform.mindspore.op_table.binding import arguments, row
 from hyper_parallel.platform.mindspore.seeds import is_of_one_call, layer_stream, undo_draw
 
 __all__ = ["DRAWS", "OPS", "RESULTS", "VARIANTS", "drawn_by_first_rank", "refuse_draw"]

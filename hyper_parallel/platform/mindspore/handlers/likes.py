@@ -17,8 +17,8 @@ from mindspore.ops.function import array_func
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.operands import all_replicated
 from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
-from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
+from hyper_parallel.platform.mindspore.op_table.binding import Function
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]

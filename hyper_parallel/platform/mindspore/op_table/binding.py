@@ -12,7 +12,7 @@ from typing import Any
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.empty import guarded
+from hyper_parallel.platform.mindspore.empty_shards import guarded
 
 __all__ = [
     "Function",

@@ -13,8 +13,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import ops
 
-from hyper_parallel.platform.mindspore.op_bind import Function
 from hyper_parallel.platform.mindspore.op_table import OPS
+from hyper_parallel.platform.mindspore.op_table.binding import Function
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, Unknown, distributed_in, is_dispatching
 
 __all__ = [

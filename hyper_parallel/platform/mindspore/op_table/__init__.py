@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore import ops_elementwise, ops_nn, ops_random, ops_reduce, ops_shape
+from hyper_parallel.platform.mindspore.op_table import elementwise, nn, random, reduction, shape
 
 __all__ = ["OPS", "PASS_THROUGH", "RESULTS", "VARIANTS"]
 
-_PARTS = (ops_elementwise, ops_shape, ops_reduce, ops_nn, ops_random)
+_PARTS = (elementwise, shape, reduction, nn, random)
 
 OPS: dict[str, NativeOp] = {name: native for part in _PARTS for name, native in part.OPS.items()}
 
@@ -23,7 +23,7 @@ VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {
     name: chooser for part in _PARTS for name, chooser in part.VARIANTS.items()
 }
 
-RESULTS = {**ops_nn.RESULTS, **ops_random.RESULTS}
+RESULTS = {**nn.RESULTS, **random.RESULTS}
 
 #: Not operations on values: they answer with a type.
 PASS_THROUGH = frozenset({"typeof", "TypeOf"})

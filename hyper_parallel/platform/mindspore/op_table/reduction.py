@@ -8,8 +8,8 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.empty import guarded
-from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, hashable, row, rows
+from hyper_parallel.platform.mindspore.empty_shards import guarded
+from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, hashable, row, rows
 
 __all__ = ["OPS", "VARIANTS"]
 

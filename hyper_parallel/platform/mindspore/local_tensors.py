@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.collectives import copied, dense
-from hyper_parallel.platform.mindspore.empty import connected_zeros
+from hyper_parallel.platform.mindspore.empty_shards import connected_zeros
 from hyper_parallel.platform.mindspore.seeds import COUNTERS
 
 __all__ = ["LocalVerbs"]

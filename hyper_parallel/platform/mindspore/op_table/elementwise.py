@@ -11,8 +11,8 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.empty import guarded
-from hyper_parallel.platform.mindspore.op_bind import elementwise, row, rows
+from hyper_parallel.platform.mindspore.empty_shards import guarded
+from hyper_parallel.platform.mindspore.op_table.binding import elementwise, row, rows
 from hyper_parallel.platform.mindspore.private import type_id_to_type
 
 __all__ = ["OPS", "VARIANTS"]

@@ -16,7 +16,7 @@ from mindspore import ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_bind import Function, arguments, dims_of, row
+from hyper_parallel.platform.mindspore.op_table.binding import Function, arguments, dims_of, row
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["LOSSES", "dispatched_loss"]

@@ -9,7 +9,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_bind import arguments, row
+from hyper_parallel.platform.mindspore.op_table.binding import arguments, row
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.local_gradients import LocalGradients, layout_of_gradient
+from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients, layout_of_gradient
 from hyper_parallel.platform.mindspore.private import is_recording
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 

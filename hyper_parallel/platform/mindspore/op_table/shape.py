@@ -11,8 +11,8 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
-from hyper_parallel.platform.mindspore.empty import getitem_of_nothing, guarded
-from hyper_parallel.platform.mindspore.op_bind import arguments, dims_of, ints, row
+from hyper_parallel.platform.mindspore.empty_shards import getitem_of_nothing, guarded
+from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, ints, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
