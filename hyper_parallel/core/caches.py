@@ -57,8 +57,8 @@ def clear_caches() -> None:
 
 
 def cache_sizes() -> dict[str, int]:
-    """How many entries each cache has, by name: to see whether something grows that should not. A cache appears when the
-    module that keeps it is first used.
+    """How many entries each cache has, by name: to see whether something grows that should not. A cache appears when
+    the module that keeps it is first used.
 
     Example:
         >>> from hyper_parallel import DTensor
