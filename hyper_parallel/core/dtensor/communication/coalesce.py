@@ -26,7 +26,7 @@ class coalesce_gradients:
     block, and nothing that reads them by hooks on the accumulation of gradients may be in use, such as
     ``DistributedDataParallel``. Parameters with ``register_post_accumulate_grad_hook``, and gradients that
     ``torch.autograd.grad`` returns, are all-reduced at once as ever. On MindSpore, which returns gradients, what
-    `hyper_parallel.platform.mindspore.grad` returns inside the block is all-reduced together, and complete.
+    `hyper_parallel.mindspore` returns inside the block is all-reduced together, and complete.
 
     Example:
         >>> from hyper_parallel import coalesce_gradients
