@@ -132,6 +132,9 @@ class NumpyPlatform(Platform):
     def bytes_of(self, x: Array) -> bytes:
         return x.value.tobytes()
 
+    def from_bytes(self, values: bytes, like: Array) -> Array:
+        return Array(np.frombuffer(bytearray(values), like.dtype).reshape(like.value.shape))
+
     def write(self, x: Array, values: Array) -> None:
         x.value[...] = values.value
         x.writes[0] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -59,6 +59,31 @@ class AutogradVerbs(Platform):
                 return apply(x, *static)
             with no_dispatch():
                 return forward(_NoContext(), x, *static)
+
+        return run
+
+    def joint_function(
+        self, forward: Callable[..., Sequence[torch.Tensor]], backward: Callable[..., Sequence[torch.Tensor]]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """See `Platform.joint_function`."""
+
+        def run_forward(ctx: Any, static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with no_dispatch():
+                return tuple(y.detach() for y in forward(ctx, static, *xs))
+
+        def run_backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+            with no_dispatch():
+                return (None, *backward(ctx, *map(as_plain, cotangents)))
+
+        apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
+
+        def run(static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if SEEN:
+                refuse_levels(xs[0])
+            if is_grad_enabled() and any(x.requires_grad for x in xs):
+                return apply(static, *xs)
+            with no_dispatch():
+                return tuple(forward(_NoContext(), static, *xs))
 
         return run
 

@@ -107,6 +107,22 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
 
+    def from_bytes(self, values: bytes, like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.from_bytes`."""
+        dense = torch.frombuffer(bytearray(values), dtype=like.dtype) if values else like.new_empty(0)
+        return dense.reshape(self.shape_of(like)).to(self.device())
+
+    frees_storage = True
+
+    def free_storage(self, x: torch.Tensor) -> None:
+        """See `Platform.free_storage`."""
+        x.untyped_storage().resize_(0)
+
+    def refill_storage(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Platform.refill_storage`. Of what is written to ``data`` autograd does not count the writes."""
+        x.untyped_storage().resize_(x.nbytes)
+        x.data.copy_(values)
+
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
         """See `Platform.watch`. Torch does not count what is written to running statistics, nor in inference mode."""
         if operation.endswith(_UNCOUNTED) or torch.is_inference_mode_enabled() or x.is_inference():
@@ -142,6 +158,10 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
     def op_table(self) -> Mapping[Any, NativeOp]:
         """See `Platform.op_table`."""
         return OP_TABLE
+
+    def is_compiling(self) -> bool:
+        """See `Platform.is_compiling`."""
+        return torch.compiler.is_compiling()
 
     def why_no_rule(self, function: Any) -> str | None:
         """See `Platform.why_no_rule`."""

@@ -175,6 +175,21 @@ class CommunicationVerbs(Platform):
         backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
         return out
 
+    def start_collective(
+        self, collective: str, out: torch.Tensor, local: torch.Tensor, op: str, group: Any, size: int
+    ) -> Any:
+        """See `Platform.start_collective`."""
+        if SEEN:
+            refuse_levels(local)
+        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        if collective == "all_gather":
+            return backend._allgather_base(self._movable(out), self._movable(local))
+        if collective == "reduce_scatter":
+            return backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op])
+        if out is not local:
+            out.copy_(local)
+        return backend.allreduce([out], _ALL_REDUCE[op])
+
     def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_to_all`."""
         if SEEN:
