@@ -22,7 +22,8 @@ Source: the f, g and g-bar functions of Megatron-LM (Shoeybi et al. 2019; Korthi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Cache
@@ -60,35 +61,25 @@ class Step:
     source_sizes: tuple[int, ...]
     target_sizes: tuple[int, ...]
     layout: Layout | None
-    _reversed: Step | None = field(default=None, init=False, repr=False)
-    _collective: Callable[[Any], Any] | None = field(default=None, init=False, repr=False)
 
-    @property
+    @cached_property
     def reversed(self) -> Step:
         """The step of the cotangent: from the placement after to the placement before, a `Partial` being
         `Replicate`."""
-        if self._reversed is None:
-            # Of what was scattered; otherwise the cotangent of the cotangent of an average would be averaged again.
-            scattered = isinstance(self.source, Partial) and isinstance(self.target, Shard)
-            before = Replicate() if scattered else self.source
-            self._reversed = Step(
-                self.mesh, self.mesh_dim, self.target, before, self.target_sizes, self.source_sizes, None
-            )
-        return self._reversed
+        # Of what was scattered; otherwise the cotangent of the cotangent of an average would be averaged again.
+        scattered = isinstance(self.source, Partial) and isinstance(self.target, Shard)
+        before = Replicate() if scattered else self.source
+        return Step(self.mesh, self.mesh_dim, self.target, before, self.target_sizes, self.source_sizes, None)
 
-    def gather(self, x: Any) -> Any:
-        """All-gather ``x``, for a ``source`` that is a shard: rank by rank."""
-        if self._collective is None:
-            self._collective = collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
-        return self._collective(x)
+    @cached_property
+    def gather(self) -> Callable[[Any], Any]:
+        """``gather(x)``: the all-gather of a ``source`` that is a shard, rank by rank."""
+        return collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
 
-    def sum_and_scatter(self, x: Any) -> Any:
-        """Reduce-scatter the sum of ``x``, for a ``target`` that is a shard."""
-        if self._collective is None:
-            self._collective = collectives.bind_reduce_scatter(
-                self.mesh, self.mesh_dim, self.target.dim, self.target_sizes
-            )
-        return self._collective(x)
+    @cached_property
+    def sum_and_scatter(self) -> Callable[[Any], Any]:
+        """``sum_and_scatter(x)``: the reduce-scatter to a ``target`` that is a shard."""
+        return collectives.bind_reduce_scatter(self.mesh, self.mesh_dim, self.target.dim, self.target_sizes)
 
     @staticmethod
     def between(before: Layout, after: Layout, mesh_dim: int) -> Step:
