@@ -91,7 +91,7 @@ class Check:
             return
         self.count += 1
         where = describe_dim(event.mesh, event.mesh_dim)
-        facts = {"op": event.op}
+        facts = {"the module": event.module or "none", "the direction": event.direction, "op": event.op}
         if event.dtype is not None:
             sizes = ["any" if dim == event.uneven_dim else str(n) for dim, n in enumerate(event.shape)]
             facts["the dtype of the local tensor"] = str(event.dtype)
@@ -116,10 +116,10 @@ class Check:
 def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Inside, ranks compare what they are about to do, and all raise when one differs, instead of hanging.
 
-    Compared are: each collective (which one, along which mesh dimension, shape and dtype of the local tensors and what
-    else it is given); each `DeviceMesh` that is made; each plan that `parallelize_module` applies, with the names,
-    shapes, dtypes and ``requires_grad`` of the model's parameters; and leaving the context, also by an exception. The
-    exception of one rank is named on the others.
+    Compared are: each collective (which one, in which module, forward or backward, along which mesh dimension, shape
+    and dtype of the local tensors and what else it is given); each `DeviceMesh` that is made; each plan that
+    `parallelize_module` applies, with the names, shapes, dtypes and ``requires_grad`` of the model's parameters; and
+    leaving the context, also by an exception. The exception of one rank is named on the others.
 
     Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan
     leaves plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain
