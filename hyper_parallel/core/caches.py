@@ -60,6 +60,7 @@ def cache_sizes() -> dict[str, int]:
     """How many entries the caches have, by name: to see whether something grows that should not.
 
     Example:
+        >>> from hyper_parallel import DTensor
         >>> from hyper_parallel.debug import cache_sizes
         >>> "plans of operations" in cache_sizes()
         True
