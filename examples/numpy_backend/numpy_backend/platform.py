@@ -19,7 +19,7 @@ from numpy_backend import (
     processes,
     random,
 )
-from numpy_backend.array import Array, Node, Parameter, no_recording, recording
+from numpy_backend.array import Array, Node, Parameter, in_backward, no_recording, recording
 
 __all__ = ["NumpyPlatform"]
 
@@ -85,6 +85,9 @@ class NumpyPlatform(Platform):
     # ------------------------------------------------------------------------------ autograd
     def requires_grad(self, x: Array) -> bool:
         return recording() and x.requires_grad
+
+    def in_backward(self) -> bool:
+        return in_backward()
 
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def back_of(context: Any) -> Callable[[Array], list[Any]]:

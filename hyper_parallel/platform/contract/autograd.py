@@ -37,6 +37,11 @@ class AutogradRole(ABC):
         off. A backend that cannot know answers True."""
         return True
 
+    def in_backward(self) -> bool:
+        """Whether a backward pass is running on this thread; asked only while collectives are being recorded, see
+        `CollectiveEvent.direction`. A backend that cannot know answers False."""
+        return False
+
     @abstractmethod
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]

@@ -225,6 +225,9 @@ class AutogradVerbs:
         # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
         return is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
+    def in_backward(self) -> bool:
+        return _Recording.backwards > 0
+
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
             ctx.count = len(static)

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.torch.cache import NOTHING, SAME_AS_VIEW, Cache, address_of, shape_of, stride_of
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.torch.private import bare_apply
+from hyper_parallel.platform.torch.private import bare_apply, graph_task
 
 __all__ = ["AutogradVerbs", "as_plain", "hook_of", "make_apply"]
 
@@ -32,6 +32,10 @@ class _NoContext:
 
 class AutogradVerbs(Platform):
     """The autograd verbs of `Platform`."""
+
+    def in_backward(self) -> bool:
+        """See `Platform.in_backward`."""
+        return graph_task() != -1
 
     def autograd_function(
         self, forward: Callable[..., torch.Tensor], backward: Callable[..., torch.Tensor]

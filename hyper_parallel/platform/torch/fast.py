@@ -159,12 +159,12 @@ class TorchFast(Fast):
 
         return view
 
-    def overwriting(
+    def in_place_step(
         self,
         write: Callable[[torch.Tensor], torch.Tensor],
         record: Callable[[torch.Tensor], torch.Tensor],
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See `Fast.overwriting`."""
+        """See `Fast.in_place_step`."""
         hooks = OrderedDict({0: hook_of(None, record)})
 
         def apply(y: Any) -> torch.Tensor:

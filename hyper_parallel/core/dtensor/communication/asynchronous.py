@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.errors import explain_along
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
 from hyper_parallel.platform.contract.collectives import FINISHED, Work
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op
     """
     platform, size = mesh.platform, mesh.shape[mesh_dim]
     if size > 1 and 0 not in platform.shape_of(x) and platform.supports(collective, op, x):
-        collectives.record_collective(collective, mesh, mesh_dim, x)
+        if LISTENERS:
+            record(collective, mesh, mesh_dim, x, op)
         what = collective, x, mesh, mesh_dim
         try:
             work = platform.start_collective(collective, out, x, op, mesh.platform_group(mesh_dim), size)

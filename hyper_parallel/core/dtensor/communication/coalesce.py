@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.recorder import recorded_as
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class coalesce_gradients:
         for (mesh, mesh_dims, _), entries in waiting.items():
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
-            with platform.no_grad(), platform.no_dispatch():
+            with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
                 flat = [cotangent.reshape((-1,)) for _, cotangent in entries]
                 summed = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
                 for mesh_dim in mesh_dims:
