@@ -234,8 +234,8 @@ def test_rare_calls(pool: Any, job: Any, world_size: int) -> None:
 
 
 def test_arguments_that_a_row_does_not_name() -> None:
-    unpack = signature("input", dim=0)
-    assert unpack(None, (1,), {"axis": 2, "out": None}) == [1, 2]
+    unpack = signature("input dim=0")
+    assert unpack((1,), {"axis": 2, "out": None}) == [1, 2]
     for args, kwargs in (((1, 2, 3), {}), ((), {"dim": 1}), ((1,), {"nonsense": 1})):
         with pytest.raises(UnboundCallError):
-            unpack(None, args, kwargs)
+            unpack(args, kwargs)

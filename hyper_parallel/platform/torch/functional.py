@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import Table, elementwise
+from hyper_parallel.platform.torch.op_table.binding import Table
 from hyper_parallel.platform.torch.private import native
 
 __all__ = ["calls_in_place", "direct_calls"]
@@ -37,18 +36,15 @@ def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     }
 
 
-def calls_in_place(
-    table: Table, handlers: Mapping[Any, Handler], bind: Callable[[NativeOp], Handler]
-) -> dict[Any, Handler]:
+def calls_in_place(table: Table, handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     """Handlers for the element-wise functions that take ``inplace``: with it they are operations in place, which write
     the tensor itself or are refused. By their own row they would write into what a partial sum was reduced to.
 
     Args:
         table: the op table.
         handlers: what serves the functions without ``inplace``.
-        bind: makes a handler of a row.
     """
-    written = bind(elementwise("pointwise_", "input"))
+    written = handlers[torch.relu_]
     names = [name for name in vars(F) if not name.startswith("__")]
     functions = {f for f in map(vars(F).get, names) if inspect.isfunction(f) and f in table}
     return {

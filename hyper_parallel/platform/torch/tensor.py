@@ -183,7 +183,7 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
     from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
-    computing.update(calls_in_place(OP_TABLE, computing, core_dispatch.bind))
+    computing.update(calls_in_place(OP_TABLE, computing))
     table = _State.table = {**computing, **direct_calls(computing), **HANDLERS}
     look_up = table.get
     unknown = handlers.run_unknown
