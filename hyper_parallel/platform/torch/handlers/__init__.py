@@ -6,7 +6,7 @@ from hyper_parallel.platform.torch.handlers.copying import (
     rebuild_dtensor,
     reduce_dtensor,
 )
-from hyper_parallel.platform.torch.handlers.unknown import run_unknown
+from hyper_parallel.platform.torch.handlers.unknown import recover, run_unknown
 
 __all__ = [
     "communication",
@@ -17,6 +17,7 @@ __all__ = [
     "metadata",
     "random",
     "rebuild_dtensor",
+    "recover",
     "reduce_dtensor",
     "run_unknown",
 ]

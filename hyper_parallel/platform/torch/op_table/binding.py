@@ -62,7 +62,7 @@ _SYNONYMS = {
 _REQUIRED: Any = object()
 
 
-class UnboundCallError(Exception):
+class UnboundCallError(RuntimeError):
     """Raised by a bind whose row does not cover the arguments: the call then runs on gathered operands."""
 
 
