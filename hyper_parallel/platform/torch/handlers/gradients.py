@@ -55,13 +55,6 @@ def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
         func(x, gradient)
 
 
-@handles(T.grad.__delete__, T._grad.__delete__)
-def delete_grad(func: Any, args: tuple, kwargs: dict) -> None:
-    """``del x.grad``."""
-    with no_dispatch():
-        func(args[0])
-
-
 @handles(T.data.__set__)
 def set_data(func: Any, args: tuple, kwargs: dict) -> None:
     """Exchange the data, and with it the layout."""
@@ -266,10 +259,3 @@ def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
 
     with no_dispatch():
         return func(x, local_hook)
-
-
-@handles(T.register_post_accumulate_grad_hook)
-def register_post_accumulate_grad_hook(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The hook sees the parameter, which is the DTensor."""
-    with no_dispatch():
-        return func(*args, **kwargs)
