@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
-from hyper_parallel.platform.torch import checkpoints, class_losses, fully_shard, levels, wrappers
+from hyper_parallel.platform.torch import checkpoints, class_losses, levels, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
 
@@ -172,7 +172,7 @@ PATCHES = PatchSet(
             targets=(f"{_FSDP2}.FSDPParam._init_sharded_param",),
             reason="``fully_shard`` cuts distributed parameters by operations that differ from rank to rank, and hangs",
             versions=_TESTED,
-            make=fully_shard.refuse_distributed_parameters,
+            make=wrappers.refuse_distributed_parameters,
             after=_FSDP2,
             required=False,
         ),
