@@ -197,12 +197,8 @@ class TorchFast(Fast):
         """See `Fast.linear_with_collective`: in chunks."""
         platform = self.platform
         with no_dispatch():
-            reduced = ("all_reduce",) if collective == "all_reduce" else ("reduce_scatter",)
-            if (
-                chunks < 2
-                or x.dtype not in platform.moved_dtypes
-                or not all(platform.supports(c, "sum", x) for c in reduced)
-            ):
+            reduces = "all_reduce" if collective == "all_reduce" else "reduce_scatter"
+            if chunks < 2 or x.dtype not in platform.moved_dtypes or not platform.supports(reduces, "sum", x):
                 return None
             chunks = overlap.chunks_of(collective, x, weight, size, dim, chunks)
             if chunks < 2:
