@@ -14,8 +14,17 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Fast
 from hyper_parallel.platform.torch import overlap
-from hyper_parallel.platform.torch.autograd import as_plain, hook_of, make_apply
-from hyper_parallel.platform.torch.cache import NOTHING, SAME_AS_VIEW, Cache, address_of, shape_of, stride_of
+from hyper_parallel.platform.torch.autograd import (
+    NOTHING,
+    SAME_AS_VIEW,
+    Cache,
+    address_of,
+    as_plain,
+    hook_of,
+    make_apply,
+    shape_of,
+    stride_of,
+)
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import any_autocast, current_node, saved_tensor_hooks, will_execute
 

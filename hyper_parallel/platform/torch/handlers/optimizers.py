@@ -27,7 +27,7 @@ T: Any = torch.Tensor
 
 ELEMENTWISE = words("SGD Adam Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
 #: Whose step puts what ``_init_group`` has looked up into the state again, so that it must be that very tensor.
-STORES = words("SGD")
+STORES = ("SGD",)
 #: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
 _ATTRIBUTE = "_hyper_parallel_step"
 
