@@ -10,7 +10,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.platform.contract import Dispatch, NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch import tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
@@ -126,14 +126,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
             return _local_shape(local)
 
     # ------------------------------------------------------------------------------------------------ interception
-    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
-        """See `Platform.make_dtensor_class`."""
-        return tensor.make_dtensor_class(mixin, dispatch)
-
-    #: See `Platform.wrap`: the function itself, which saves a call.
+    #: See `Platform`: the functions and the class themselves, which saves a call.
+    make_dtensor_class: Any = staticmethod(tensor.make_dtensor_class)
     wrap: Any = staticmethod(tensor.wrap)
-
-    #: See `Platform.no_dispatch`: the class itself, which saves a call.
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)
 
     @property

@@ -119,20 +119,6 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
 class _LocalStep:
     """A step of one optimizer on local tensors. It outlives the step, for what need not be found out again."""
 
-    __slots__ = (
-        "columns",
-        "complete",
-        "counted",
-        "distributed",
-        "found",
-        "layouts",
-        "looked_at",
-        "plain_class",
-        "running",
-        "swapped",
-        "tensor_class",
-    )
-
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class
         #: Class of local tensors.

@@ -34,7 +34,6 @@ __all__ = [
     "elementwise",
     "find",
     "global_shape",
-    "leave_out",
     "one",
     "rows",
     "signature",
@@ -97,14 +96,8 @@ def sizes(given: Any) -> tuple[int, ...]:
     return tuple(given)
 
 
-def leave_out(kwargs: dict) -> None:
-    """Leave a call with ``out=`` to `handlers.unknown`, which copies the result there.
-
-    Raises:
-        UnboundCallError: when ``out`` is given.
-    """
-    if kwargs.get("out") is not None:
-        raise UnboundCallError
+def _spellings(text: str) -> list[list[str]]:
+    return [item.partition("=")[0].lstrip("*").split("/") for item in text.split()]
 
 
 @functools.cache
@@ -114,10 +107,10 @@ def signature(text: str) -> Callable[[tuple, dict], list[Any]]:
     Raises (from ``unpack``):
         UnboundCallError: for arguments that are missing or not named.
     """
-    items = [item.partition("=") for item in text.split()]
-    index = {spelling: i for i, (names, _, _) in enumerate(items) for spelling in names.lstrip("*").split("/")}
-    defaults = [literal_eval(value) if equals else _REQUIRED for _, equals, value in items]
-    starred = len(items) - 1 if items[-1][0].startswith("*") else None
+    items = text.split()
+    index = {spelling: i for i, spellings in enumerate(_spellings(text)) for spelling in spellings}
+    defaults = [literal_eval(item.partition("=")[2]) if "=" in item else _REQUIRED for item in items]
+    starred = len(items) - 1 if items[-1].startswith("*") else None
     if starred is not None:
         defaults[starred] = ()
     total, needed = len(items), sum(value is _REQUIRED for value in defaults)
@@ -153,7 +146,7 @@ def binds(text: str) -> Callable[[Callable[..., Bound]], Bind]:
 def arguments(text: str, **convert: Callable[[Any], Any]) -> Bind:
     """Make ``bind`` of a row from a text (see above); ``convert`` has what is done to the arguments of these names."""
     taken, _, made = text.partition("->")
-    unpack, names = signature(taken), [item.partition("=")[0].partition("/")[0].lstrip("*") for item in taken.split()]
+    unpack, names = signature(taken), [spellings[0] for spellings in _spellings(taken)]
     heads, tails = ([*part.split()] for part in made.partition("|")[::2])
     constants = [item for item in tails if item not in names]
     places = [*names, *constants]
@@ -240,7 +233,8 @@ def elementwise(names: str, canonical: str, operands: str, *owners: Any, memory:
     def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
         if not kwargs:
             return (args, None) if len(args) <= count else (args[:count], (args[count:], {}))
-        leave_out(kwargs)
+        if kwargs.get("out") is not None:
+            raise UnboundCallError  # `handlers.unknown` copies the result there
         values, rest = list(args[:count]), dict(kwargs)
         for key in kwargs:
             i = positions.get(_SYNONYMS.get(key, key))
