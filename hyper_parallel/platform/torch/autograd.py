@@ -51,7 +51,7 @@ class Cache(dict):
 
 
 class _NoContext:
-    """The context of a function that nothing is recorded of."""
+    """The context of a function that autograd does not record."""
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Keep nothing."""

@@ -1,9 +1,9 @@
 """Process groups and collectives of torch.distributed.
 
 The hot collectives call the group's backend itself, which costs a quarter of the functions of `torch.distributed` and
-half of the process group's methods. These pass torch's dispatcher, so they are called where somebody watches it:
-torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because torch_npu
-replaces some of them.
+half of the process group's methods. The methods go through torch's dispatcher, so they are called while somebody
+watches it: torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because
+torch_npu replaces some of them.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class TorchFast(Fast):
                 # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
                 # tensors (checkpointing, offloading) make of it.
                 return otherwise(x)
-            # Of a view with more dimensions it would keep a 2-D view, and not that one.
+            # `F.linear` would save a 2-D view of a view with more dimensions, and not that view itself.
             y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
             y._backward_hooks = hooks
             y.grad_fn._register_hook_dict(y)

@@ -1,7 +1,7 @@
 """Functions of `torch.nn.functional` that are Python around one native function.
 
 torch hands such a function over with all its arguments named, and calling it again on the local tensors takes the same
-way through Python once more. What it would call in the end is dispatched in its place.
+way through Python once more. The native function that it would call in the end is dispatched in its place.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ is on its way ("collective matmul").
 
 What is gathered or scattered lies along one dimension, in a part for each rank. A chunk takes a piece of every part, so
 that each chunk is a collective of the ordinary kind, and all together move what one would. Transfers are hidden; the
-price are smaller products and copies of the pieces.
+price is smaller products, and copies of the pieces.
 
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; Megatron-LM's sequence
 parallelism (Korthikanti et al. 2022).

@@ -139,8 +139,8 @@ def power_sum_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
 
 
 def _whole(values: list[Any], tensors: list[Any], order: float) -> list[Any]:
-    """Norms of whole tensors, or what is summed as norms of order 1 are, from those of this rank's parts: together for
-    all that are sharded alike."""
+    """Norms of whole tensors from those of this rank's parts, with one all-reduce for all that are sharded alike; with
+    order 1 the values are summed."""
     for indices, mesh, mesh_dims in _by_sharding(tensors):
         stacked = torch.stack([values[i] for i in indices])
         for i, value in zip(indices, combined(stacked, mesh, mesh_dims, order).unbind(), strict=True):

@@ -162,7 +162,7 @@ def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -
 
 
 def _as_owned(gradient: Any, layout: Any) -> Any:
-    """A new plain tensor of the gradient that reached a tensor of ``layout``, for who looks at it."""
+    """A new plain tensor with the gradient that reached a tensor of ``layout``, to be shown to the user."""
     with no_dispatch():
         if layout.summed_mesh_dims:
             gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)

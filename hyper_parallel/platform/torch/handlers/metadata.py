@@ -52,7 +52,7 @@ def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(T.data_ptr)
 def data_ptr(func: Any, args: tuple, kwargs: dict) -> int:
-    """Address of the data, if all of it is here: who asks reads as much memory as the global shape says."""
+    """Address of the data, if this rank holds all of it: callers read as much memory as the global shape says."""
     layout = layout_of(args[0])
     if tuple(layout.local_shape) != tuple(layout.shape):
         raise RuntimeError(
