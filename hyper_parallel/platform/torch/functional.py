@@ -21,7 +21,11 @@ __all__ = ["calls_in_place", "direct_calls"]
 Handler = Callable[[Any, tuple, dict], Any]
 
 #: function -> the native function for ``inplace=False``.
-_ACTIVATIONS = {F.relu: torch.relu, F.silu: native("silu")}
+_ACTIVATIONS = {
+    F.relu: torch.relu,
+    F.selu: torch.selu,
+    **{getattr(F, name): native(name) for name in ("silu", "relu6", "mish", "hardswish", "hardsigmoid")},
+}
 #: function -> the native function, which takes the dimension.
 _SOFTMAXES = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
 _OUT_OF_PLACE = {"inplace": False}

@@ -16,7 +16,6 @@ from hyper_parallel.platform.torch.op_table.binding import (
     one,
     rows,
 )
-from hyper_parallel.platform.torch.private import native
 
 __all__ = ["CONVERSIONS", "table"]
 
@@ -93,7 +92,6 @@ def table() -> Table:
         **elementwise("zeros_like ones_like empty_like full_like", "like", "input", torch),
         **elementwise("float double half bfloat16 cfloat cdouble chalf", "linear_unary", "input", T),
         **_conversions(),
-        **_activations(),
         **_written(),
     }
 
@@ -124,20 +122,6 @@ def _conversions() -> Table:
 
 def _call_to(func: Any, operands: tuple, statics: Any) -> Any:
     return operands[0].to(*statics[0], **statics[1])
-
-
-def _activations() -> Table:
-    """Activations whose Python wrapper takes ``inplace``: the wrapper is skipped, the kernel called directly. With
-    ``inplace=True`` they do not come here, see `functional.calls_in_place`."""
-    kernels = {name: native(name) for name in ("silu", "relu6", "mish", "hardswish", "hardsigmoid")}
-    return {
-        getattr(F, name): NativeOp("pointwise", lambda func, args, kwargs: (args, None), _calling(kernel))
-        for name, kernel in {"relu": torch.relu, "selu": torch.selu, **kernels}.items()
-    }
-
-
-def _calling(kernel: Any) -> Any:
-    return lambda func, operands, statics: kernel(*operands)
 
 
 def _written() -> Table:
