@@ -212,15 +212,15 @@ def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``x.set_(...)``, which torch lets nobody intercept. Of another DTensor: ``x`` becomes what that is."""
-    if len(args) == 1 and not kwargs and is_dtensor(args[0]) and is_dispatch_on():
-        with no_dispatch():
-            T.set_(self, args[0])
-        self._layout = args[0]._layout
-        forget_data(self)
-        return self
-    return (
-        T.set_(self, *args, **kwargs) if not is_dispatch_on() else refuse_other_storage(T.set_, (self, *args), kwargs)
-    )
+    if not is_dispatch_on():
+        return T.set_(self, *args, **kwargs)
+    if len(args) != 1 or kwargs or not is_dtensor(args[0]):
+        return refuse_other_storage(T.set_, (self, *args), kwargs)
+    with no_dispatch():
+        T.set_(self, args[0])
+    self._layout = args[0]._layout
+    forget_data(self)
+    return self
 
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:

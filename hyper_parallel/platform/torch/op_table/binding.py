@@ -34,6 +34,7 @@ __all__ = [
     "elementwise",
     "find",
     "global_shape",
+    "number",
     "one",
     "rows",
     "signature",
@@ -83,6 +84,13 @@ def to_dims(dim: Any) -> tuple[int, ...] | None:
 def one(value: Any) -> tuple[Any]:
     """A tuple of one value."""
     return (value,)
+
+
+def number(value: Any) -> Any:
+    """A number, where neither a tensor nor nothing at all will do."""
+    if value is None or isinstance(value, torch.Tensor):
+        raise UnboundCallError
+    return value
 
 
 def sizes(given: Any) -> tuple[int, ...]:

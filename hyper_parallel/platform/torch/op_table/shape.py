@@ -16,6 +16,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     UnboundCallError,
     binds,
     global_shape,
+    number,
     rows,
     signature,
     to_dims,
@@ -161,6 +162,7 @@ def _bind_movedim(x: Any, source: Any, destination: Any) -> Bound:
 
 def _sizes_one() -> Table:
     expand, repeat = _by_first(T.expand), _by_first(T.repeat)
+    interleave = "input repeats dim=None output_size=None -> input | repeats dim"
     return {
         **rows("unsqueeze", "unsqueeze", "input dim -> input | dim", _by_first(T.unsqueeze)),
         **rows("squeeze", "squeeze", _bind_squeeze, _call_squeeze),
@@ -168,7 +170,7 @@ def _sizes_one() -> Table:
         **rows("expand_as", "expand", "input other -> input | other", expand, other=_shape),
         **rows("repeat", "repeat", "input *repeats -> input | repeats", repeat),
         **rows("tile", "repeat", _bind_tile, repeat),
-        **rows("repeat_interleave", "repeat_interleave", _bind_interleave),
+        **rows("repeat_interleave", "repeat_interleave", interleave, repeats=number, dim=number),
         **rows("pad", "pad", _bind_pad, _call_pad, F, native_functions),
     }
 
@@ -187,13 +189,6 @@ def _call_squeeze(func: Any, operands: tuple, statics: tuple) -> Any:
 @binds("input *dims")
 def _bind_tile(x: Any, dims: tuple[int, ...]) -> Bound:
     return (x,), ((1,) * (len(global_shape(x)) - len(dims)) + dims,)
-
-
-@binds("input repeats dim=None output_size=None")
-def _bind_interleave(x: Any, repeats: Any, dim: Any, output_size: Any) -> Bound:
-    if not isinstance(repeats, int) or dim is None:
-        raise UnboundCallError
-    return (x,), (repeats, dim)
 
 
 @binds("input pad mode='constant' value=None")
@@ -222,7 +217,7 @@ def _joins_and_splits() -> Table:
         **rows("chunk", "chunk", "input chunks dim=0 -> input | chunks dim"),
         **rows("split split_with_sizes", "split", _bind_split),
         **rows("unbind", "unbind", "input dim=0 -> input | dim"),
-        **rows("narrow", "narrow", "input dim start length -> input | dim start length", start=_number),
+        **rows("narrow", "narrow", "input dim start length -> input | dim start length", start=number),
     }
 
 
@@ -241,9 +236,3 @@ def _call_cat(func: Any, operands: tuple, statics: tuple) -> Any:
 @binds("input/tensor size/split_size/split_sizes/split_size_or_sections dim=0")
 def _bind_split(x: Any, size: Any, dim: int) -> Bound:
     return (x,), (size if isinstance(size, int) else tuple(size), dim)
-
-
-def _number(start: Any) -> int:
-    if isinstance(start, T):
-        raise UnboundCallError
-    return start
