@@ -228,8 +228,8 @@ def _listing() -> str:
     _read_all()
     lines = ["Known platforms:"]
     for name, backend in sorted(_backends.items()):
-        reason = "available" if backend.instance is not None else backend.unavailable_reason()
-        lines.append(f"  {name}: " + ("available" if reason in (None, "available") else f"not available: {reason}"))
+        reason = None if backend.instance is not None else backend.unavailable_reason()
+        lines.append(f"  {name}: " + ("available" if reason is None else f"not available: {reason}"))
     aliases = ", ".join(sorted(_aliases))
     lines.append(f"Aliases: {aliases}. Set {ENVIRONMENT_VARIABLE} or call get_platform(name).")
     return "\n".join(lines)
