@@ -9,8 +9,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.platform.contract import Dispatch, NativeOp
-from hyper_parallel.platform.torch import tensor
+from hyper_parallel.platform.contract import Core, NativeOp
+from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
@@ -128,9 +128,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
             return _local_shape(local)
 
     # ------------------------------------------------------------------------------------------------ interception
-    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
+    def make_dtensor_class(self, mixin: type, core: Core) -> type:
         """See `Platform.make_dtensor_class`."""
-        return tensor.make_dtensor_class(mixin, dispatch)
+        return dtensor_class.make_dtensor_class(mixin, core)
 
     #: See `Platform.wrap`: the function itself, which saves a call.
     wrap: Any = staticmethod(tensor.wrap)
@@ -145,8 +145,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def why_no_rule(self, function: Any) -> str | None:
         """See `Platform.why_no_rule`."""
-        from hyper_parallel.platform.torch import handlers  # noqa: F401  # which register themselves
-
         if function in tensor.HANDLERS:
             return (
                 "hyper_parallel.platform.torch.handlers serves it, because it does not compute or by other operations: "

@@ -69,17 +69,6 @@ def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters:
     )
 
 
-def _loadable(value: Any) -> Patch:
-    return Patch(
-        targets=("torch._weights_only_unpickler._marked_safe_globals_set[]",),
-        reason="``torch.load(weights_only=True)`` refuses DTensors",
-        versions=_TESTED,
-        make=lambda safe: value,
-        held="absent",
-        required=False,
-    )
-
-
 def _class_loss(name: str) -> Patch:
     return Patch(
         targets=(f"torch.nn.functional.{name}",),
@@ -154,7 +143,14 @@ PATCHES = PatchSet(
             "parameters clip_value foreach",
         ),
         *map(_class_loss, ("cross_entropy", "nll_loss")),
-        *map(_loadable, copying.SAFE),
+        Patch(
+            targets=("torch._weights_only_unpickler._marked_safe_globals_set[]",),
+            reason="``torch.load(weights_only=True)`` refuses DTensors",
+            versions=_TESTED,
+            make=lambda safe: copying.needed_to_load(),
+            held="absent",
+            required=False,
+        ),
         Patch(
             targets=(f"{_STATES}._gather_state_dict",),
             reason="``get_model_state_dict`` and the like with ``full_state_dict=True`` give one rank's shard",

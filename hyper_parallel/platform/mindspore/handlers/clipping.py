@@ -32,13 +32,10 @@ def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., 
         if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
             return plain(*args, **kwargs)
         # What is not distributed is whole on every rank.
-        # Core imports this package, so not at the top.
-        from hyper_parallel.core.dtensor.operations.modes import implicit_replication
-
         whole = [_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True)]
         argument: Any = whole[0] if isinstance(given, Tensor) else tuple(whole)
         args, kwargs = _with_argument(args, kwargs, place, argument)
-        with implicit_replication():
+        with InterceptedTensor._core.implicit_replication():
             clipped = plain(*args, **kwargs)
         if isinstance(given, Tensor):
             return _as_given(clipped, given, layouts[0])
@@ -59,11 +56,9 @@ def looking(plain: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
         layouts = [_layout_of(t) for t in tensors]
         if all(layout is None for layout in layouts):
             return plain(*args, **kwargs)
-        from hyper_parallel.core.dtensor.operations.modes import implicit_replication
-
         whole = tuple(_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True))
         args, kwargs = _with_argument(args, kwargs, place, whole)
-        with implicit_replication():
+        with InterceptedTensor._core.implicit_replication():
             answer = plain(*args, **kwargs)
         return answer.full_tensor() if isinstance(answer, InterceptedTensor) else answer
 
