@@ -41,6 +41,7 @@ class _Share:
         mesh_dims: those that some of the tensors are sharded by, along which is summed.
         members: indices of all the tensors.
         counted: those that this rank counts.
+        perhaps_empty: others, which may have no elements on any rank.
         first: index of one that is distributed.
     """
 
@@ -48,6 +49,7 @@ class _Share:
     mesh_dims: tuple[int, ...]
     members: list[int]
     counted: list[int]
+    perhaps_empty: list[int]
     first: int
 
 
@@ -59,17 +61,20 @@ def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
         members = [i for i, layout in enumerate(layouts) if (meshes[0] if layout is None else layout.mesh) is mesh]
         sharding = {i: _sharding(layouts[i]) for i in members}
         mesh_dims = tuple(sorted(set().union(*sharding.values())))
+        first = next(i for i in members if layouts[i] is not None)
         coordinate = mesh.get_coordinate()
-        counted = []
         if coordinate is None:
-            mesh_dims = ()
-        else:
-            counted = [
-                i
-                for i in members
-                if all(d in sharding[i] or not coordinate[d] for d in mesh_dims) and not _lacks_elements(layouts[i])
-            ]
-        shares.append(_Share(mesh, mesh_dims, members, counted, next(i for i in members if layouts[i] is not None)))
+            shares.append(_Share(mesh, (), members, [], [], first))
+            continue
+        # The first of the ranks that hold the same part, if that has elements.
+        counted = [
+            i
+            for i in members
+            if all(d in sharding[i] or not coordinate[d] for d in mesh_dims)
+            and ((layout := layouts[i]) is None or 0 not in layout.local_shape)
+        ]
+        others = [i for i in members if i not in counted and ((layout := layouts[i]) is None or 0 in layout.shape)]
+        shares.append(_Share(mesh, mesh_dims, members, counted, others, first))
     return shares
 
 
@@ -82,21 +87,21 @@ def _sharding(layout: Layout | None) -> tuple[int, ...]:
     return () if layout is None else tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Shard))
 
 
-def _lacks_elements(layout: Layout | None) -> bool:
-    """Whether this rank has nothing of a tensor that has something: some norms of nothing are errors."""
-    return layout is not None and math.prod(layout.local_shape) == 0 != math.prod(layout.shape)
-
-
 def _norm_of_share(share: _Share, tensors: Sequence[Any], order: float, norm_of: Callable[[Sequence[Any]], Any]) -> Any:
-    platform, mine = share.mesh.platform, [tensors[i] for i in share.counted]
-    if len(mine) < (len(share.members) if order == 0 else 1):
-        # The element that does not count in a norm of this order.
-        nothing = platform.full((1,), math.inf if order < 0 else 0.0, tensors[share.first])
+    platform = share.mesh.platform
+
+    def nothing() -> Any:
+        """The element that does not count in a norm of this order."""
+        return platform.full((1,), math.inf if order < 0 else 0.0, tensors[share.first])
+
     if order:
-        return _combined(norm_of(mine or [nothing]), share.mesh, share.mesh_dims, order)
+        mine = [tensors[i] for i in share.counted]
+        # Some norms of nothing are errors, which all ranks should raise.
+        mine += [tensors[i] for i in share.perhaps_empty if 0 in platform.shape_of(tensors[i])]
+        return _combined(norm_of(mine or [nothing()]), share.mesh, share.mesh_dims, order)
     # The number of tensors that are not zero: all ranks must know of each.
     counted = set(share.counted)
-    found = [norm_of([tensors[i] if i in counted else nothing]).reshape((1,)) for i in share.members]
+    found = [norm_of([tensors[i] if i in counted else nothing()]).reshape((1,)) for i in share.members]
     return norm_of(list(_combined(platform.cat(found, 0), share.mesh, share.mesh_dims, order)))
 
 
