@@ -15,7 +15,7 @@ import torch
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
 from hyper_parallel.platform.torch import checkpoints, class_losses, fully_shard, levels, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
-from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
+from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
 __all__ = ["PATCHES"]
 
@@ -51,7 +51,7 @@ def _supported_types(module: str) -> Patch:
         targets=(f"{module}._foreach_supported_types[]",),
         reason="optimizers, and clipping by norm, take parameters one by one and not as lists: an all-reduce for each",
         versions=_TESTED,
-        make=lambda types: made_class(),
+        make=lambda types: State.tensor_class,
         held="absent",
         required=False,
     )
@@ -173,6 +173,6 @@ PATCHES = PatchSet(
             required=False,
         ),
     ],
-    classes=lambda: [made_class()],
+    classes=lambda: [State.tensor_class],
     switch=allow_dtensors,
 )

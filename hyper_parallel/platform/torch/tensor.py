@@ -26,7 +26,6 @@ __all__ = [
     "is_dtensor",
     "is_local_class",
     "layout_of",
-    "made_class",
     "stand_for",
     "wrap",
 ]
@@ -42,6 +41,7 @@ class State:
 
     #: What core does for torch, once the class is made.
     core: ClassVar[Core]
+    #: None before it is made.
     tensor_class: Any = None
     #: The same class, while torch is patched.
     wrapping: Any = Unpatched("torch")
@@ -67,11 +67,6 @@ def dispatch(native_op: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 def is_dtensor(x: Any) -> bool:
     """Whether ``x`` is distributed."""
     return type(x) is State.tensor_class
-
-
-def made_class() -> Any:
-    """The DTensor class, None before it is made."""
-    return State.tensor_class
 
 
 def allow_dtensors(allowed: bool) -> None:

@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
 from hyper_parallel.platform.torch.handlers.norms import reduced, widened
-from hyper_parallel.platform.torch.tensor import State, layout_of, made_class
+from hyper_parallel.platform.torch.tensor import State, layout_of
 
 __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
 
@@ -31,7 +31,7 @@ T: Any = torch.Tensor
 
 def norm_clipping(original: Any) -> Any:
     """What stands for ``clip_grad_norm_``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
     # Torch's own as well: nothing has been replaced yet.
     total_norm, clip_with_norm = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
@@ -61,7 +61,7 @@ def norm_clipping(original: Any) -> Any:
 
 def total_norm_of_all(original: Any) -> Any:
     """What stands for ``get_total_norm``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
 
     @functools.wraps(original)
     def get_total_norm(
@@ -82,7 +82,7 @@ def total_norm_of_all(original: Any) -> Any:
 
 def scaling_to_norm(original: Any) -> Any:
     """What stands for ``clip_grads_with_norm_``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
 
     @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
@@ -101,7 +101,7 @@ def scaling_to_norm(original: Any) -> Any:
 
 def value_clipping(original: Any) -> Any:
     """What stands for ``clip_grad_value_``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
 
     @functools.wraps(original)
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
