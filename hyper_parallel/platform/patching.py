@@ -57,8 +57,8 @@ class Patch:
 
     Attributes:
         targets: the places, by dotted name, all of which hold one and the same object. ``"torch.optim.Adam.step"`` is
-            an attribute; ``"package.module.names[]"`` a further entry of a list or set; ``"package.module.table[key]"``
-            an entry of a dict.
+            an attribute; ``"package.module.names[]"`` a further entry of a list or set, or several where ``make`` gives
+            a tuple; ``"package.module.table[key]"`` an entry of a dict.
         reason: what would go wrong without it.
         versions: of the framework, with which it was tested.
         make: the original -> what is put there; of an entry, the list, set or dict -> the entry. All are made before
@@ -166,18 +166,23 @@ class _Entry:
         if self._key:
             self._holder[self._key] = value
         elif isinstance(self._holder, set):
-            self._holder.add(value)
+            self._holder.update(_several(value))
         else:
-            self._holder.append(value)
+            self._holder.extend(_several(value))
 
     def put_back(self, patch: Patch, replacement: Any, original: Any) -> bool:
         if self._key and self._holder.get(self._key) is replacement:
             del self._holder[self._key]
             return True
-        if not self._key and replacement in self._holder:
-            self._holder.remove(replacement)
+        if not self._key and all(entry in self._holder for entry in _several(replacement)):
+            for entry in _several(replacement):
+                self._holder.remove(entry)
             return True
         return False
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 _Place = _Attribute | _Entry

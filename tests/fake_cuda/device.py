@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel import Platform, get_platform
-from hyper_parallel.platform.torch import tensor as dtensor_class
+from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.cuda import TorchCudaPlatform
 
 __all__ = ["CUDA", "FakeCudaMode", "fake_platform", "fake_world", "usable_gpu"]
@@ -100,14 +100,14 @@ def fake_platform() -> Platform:
     Raises:
         RuntimeError: when this process has made the DTensor class for real tensors already.
     """
-    made = dtensor_class._State.tensor_class
+    made = tensor.State.tensor_class
     if made is not None and not issubclass(made, FakeTensor):
         raise RuntimeError("tests/fake_cuda needs a process of its own: this one has used DTensors of real tensors")
     with usable_gpu():
         platform = get_platform("torch-cuda")
 
-    def make(self: Any, mixin: type, dispatch: Any) -> type:
-        return dtensor_class.make_dtensor_class(mixin, dispatch, FakeTensor)
+    def make(self: Any, mixin: type, core: Any) -> type:
+        return dtensor_class.make_dtensor_class(mixin, core, FakeTensor)
 
     def gather(self: Any, value: Any, group: Any, size: int) -> list[Any]:
         return [value] * size

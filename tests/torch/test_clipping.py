@@ -148,6 +148,22 @@ def not_finite(mesh: Any) -> None:
 
 
 @on_mesh()
+def without_elements(mesh: Any) -> None:
+    """Some norms of a tensor without elements are errors, on all ranks, whoever counts the tensor."""
+    empty = torch.zeros(0, 3, device=device())
+    some = shard(randn(6, 3), mesh, Shard(0))
+    for other in (empty, shard(empty, mesh, Replicate()), shard(empty, mesh, Shard(1))):
+        for order in ORDERS:
+            if order > 0 and order != INFINITY:
+                close(nn.utils.get_total_norm([other, some], order), torch.linalg.vector_norm(full(some), order))
+            elif order:
+                with pytest.raises(RuntimeError, match="empty tensor"):
+                    nn.utils.get_total_norm([other, some], order)
+            else:
+                assert float(nn.utils.get_total_norm([other, some], order)) == 1.0
+
+
+@on_mesh()
 def short_and_complex_numbers(mesh: Any) -> None:
     """Squares of norms do not overflow on the way; dtypes of norms are torch's."""
     for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.complex64, 1e-5)):
@@ -222,6 +238,7 @@ def gradients_that_nobody_has_looked_at(mesh: Any) -> None:
 JOBS = [
     one_mesh,
     not_finite,
+    without_elements,
     short_and_complex_numbers,
     other_ways_to_clip,
     gradients_that_nobody_has_looked_at,

@@ -19,10 +19,10 @@ from hyper_parallel.core.dtensor.tensor import DTensor as CoreDTensor
 from hyper_parallel.platform import torch as torch_package
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch import op_table
+from hyper_parallel.platform.torch.dtensor_class import make_dtensor_class
 from hyper_parallel.platform.torch.handlers.copying import rebuild_dtensor
 from hyper_parallel.platform.torch.handlers.optimizers import local_step
 from hyper_parallel.platform.torch.op_table.binding import find
-from hyper_parallel.platform.torch.tensor import make_dtensor_class
 from hyper_parallel.testing.spmd import on_mesh
 from tests.conftest import PLATFORM
 from tests.torch.support import close, device, randn, shard
@@ -48,11 +48,11 @@ def copies(mesh: Any) -> None:
     x = shard(randn(5, 3), mesh, Shard(0))
     twice = copy.deepcopy([x, x])
     assert twice[0] is twice[1] and twice[0] is not x
-    rebuild, (local, layout, requires_grad, is_parameter, _) = x.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    restore, (rebuild, layout, coordinate, local, *flags) = x.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     assert rebuild is rebuild_dtensor
-    close(rebuild(local.clone(), layout, requires_grad, is_parameter), randn(5, 3))
+    close(restore(rebuild, layout, coordinate, local.clone(), *flags), randn(5, 3))
     with pytest.raises(RuntimeError, match=r"saved with a local shape of \(7, 3\).*load the file of this rank"):
-        rebuild(torch.zeros(7, 3), layout, requires_grad, is_parameter)
+        restore(rebuild, layout, coordinate, torch.zeros(7, 3), *flags)
 
 
 @on_mesh()

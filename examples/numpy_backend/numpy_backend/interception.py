@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.contract import Core, NativeOp
 from numpy_backend.array import Array
 
 __all__ = ["TABLE", "DistributedArray", "dispatching", "no_dispatch", "operation"]
@@ -47,7 +47,7 @@ def no_dispatch() -> Iterator[None]:
 class DistributedArray(Array):
     """What is special about a distributed array; core's methods come with its mixin (`platform.make_dtensor_class`)."""
 
-    _dispatch: Any
+    _core: Core
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ def check_logits(logits: Array, dim: int) -> None:
     """Let core refuse plain logits that are one rank's part of the classes."""
     found = DistributedArray.__subclasses__()
     if found and not _STATE.depth and not _is_distributed(logits):
-        found[0]._dispatch.refuse_part_of_classes(logits.shape[dim])
+        found[0]._core.refuse_part_of_classes(logits.shape[dim])
 
 
 def operation(canonical: str = "", operands: int = 1, memory: str = "", writes: bool = False) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def operation(canonical: str = "", operands: int = 1, memory: str = "", writes: 
             if not _STATE.depth:
                 found = next(filter(_is_distributed, _flat(args, kwargs)), None)
                 if found is not None:
-                    return type(found)._dispatch(TABLE.get(call), call, args, kwargs)
+                    return type(found)._core.dispatch(TABLE.get(call), call, args, kwargs)
             result = function(*args, **kwargs)
             if writes:
                 args[0].writes[0] += 1

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hyper_parallel.platform.contract import Dispatch, ModuleKind, NativeOp, Platform
+from hyper_parallel.platform.contract import Core, ModuleKind, NativeOp, Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from numpy_backend import (
     interception,
@@ -190,8 +190,8 @@ class NumpyPlatform(Platform):
         return operations.scatter_add(x, source, index, dim)
 
     # ------------------------------------------------------------------------------ interception
-    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
-        members = {"_dispatch": staticmethod(dispatch), "grad": property(self._grad_of)}
+    def make_dtensor_class(self, mixin: type, core: Core) -> type:
+        members = {"_core": core, "grad": property(self._grad_of)}
         distributed = type("DistributedArray", (mixin, interception.DistributedArray), members)
         parameter = type("DistributedParameter", (distributed, Parameter), {})
         distributed._parameter_class = parameter  # type: ignore[attr-defined]

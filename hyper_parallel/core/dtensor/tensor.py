@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
@@ -12,10 +12,10 @@ from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_
 from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.dtensor.operations.dispatch import dispatch
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.operations.views import CurrentLayout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
 
 __all__ = ["DTensor", "bind_platform", "dtensor_class"]
@@ -244,9 +244,39 @@ class DTensor:
 def bind_platform(platform: Platform) -> Platform:
     """Make sure that the platform has its DTensor class; returns the platform."""
     if platform not in _BOUND:
-        cls = _BOUND[platform] = platform.make_dtensor_class(DTensor, dispatch)
+        cls = _BOUND[platform] = platform.make_dtensor_class(DTensor, _SERVICES)
         DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
     return platform
+
+
+def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, ...] | None, *parts: Any) -> Any:
+    """What is called to unpickle a DTensor, perhaps in a process that has made none yet.
+
+    Args:
+        rebuild: the backend's ``rebuild(layout, *parts)``, which makes the DTensor.
+        layout: where it was pickled, and here.
+        coordinate: in the mesh, of the rank that has pickled it.
+        parts: its local tensor and what else the backend has saved.
+
+    Raises:
+        RuntimeError: when another rank has saved it, which holds another part.
+    """
+    mesh = layout.mesh
+    here = mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(layout.placements):
+        if coordinate is None or placement.is_replicate() or (here and here[mesh_dim] == coordinate[mesh_dim]):
+            continue
+        raise RuntimeError(
+            f"a distributed tensor of shape {tuple(layout.shape)} placed {list(layout.placements)} was saved by the "
+            f"rank at {coordinate} of {mesh}, and this one is at {here}: along mesh dimension "
+            f"{mesh.dim_label(mesh_dim)} it "
+            "holds another part. Let each rank load its own file, or save full_tensor(), which all ranks must call"
+        )
+    bind_platform(mesh.platform)
+    return rebuild(layout, *parts)
+
+
+_SERVICES = Services(restore)
 
 
 def dtensor_class(platform: Platform) -> type:

@@ -20,9 +20,9 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.held import name_module, path_of, remember_layouts, title, watch
 from hyper_parallel.core.tensor_parallel.lengths import compare_lengths, uneven_on
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = [
-    "APPLIED",
     "ModuleStyle",
     "ParallelStyle",
     "check_flag",
@@ -32,9 +32,6 @@ __all__ = [
     "of_style",
     "title",
 ]
-
-#: Attribute of a module: (style, mesh) for each style that was applied to it.
-APPLIED = "_hyper_parallel_styles"
 
 
 class ParallelStyle(ABC):

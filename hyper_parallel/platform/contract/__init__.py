@@ -9,12 +9,13 @@ must bring:
   emulated once, in `core.dtensor.communication.collectives`;
 * `autograd` - one way to define a function with a forward and a backward;
 * `tensors` - types and checks, and the few local operations that redistribution and losses need;
-* `interception` - a tensor class whose operations arrive at `Dispatch`, a guard that turns that off, and the table that
-  maps native operations to the canonical ones of `core.dtensor.operations.rules`;
+* `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
+  table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
 * `devices` - this rank's device, factories, random numbers.
 
-`fast` is optional: what is there for speed alone. `hyper_parallel.platform.torch.base` and
-`hyper_parallel.platform.mindspore.base` are the two to learn from.
+`core` is the other direction: what core hands to the backend, which imports nothing of it. `fast` is optional: what is
+there for speed alone. `hyper_parallel.platform.torch.base` and `hyper_parallel.platform.mindspore.base` are the two to
+learn from.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import ClassVar
 
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
+from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
 from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast
 from hyper_parallel.platform.contract.groups import GroupRole
@@ -30,7 +32,7 @@ from hyper_parallel.platform.contract.interception import Dispatch, Interception
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
-__all__ = ["NOTHING_FASTER", "Dispatch", "Fast", "ModuleKind", "NativeOp", "Platform", "cached_view"]
+__all__ = ["NOTHING_FASTER", "Core", "Dispatch", "Fast", "ModuleKind", "NativeOp", "Platform", "cached_view"]
 
 
 class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole):

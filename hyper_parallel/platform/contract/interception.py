@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["Dispatch", "InterceptionRole", "NativeOp"]
+if TYPE_CHECKING:
+    from hyper_parallel.platform.contract.core import Core
+
+__all__ = ["Dispatch", "InterceptionRole", "NativeOp", "name_of"]
 
 Tensor = Any
 Layout = Any
@@ -44,6 +47,11 @@ class NativeOp:
     memory: str = ""
 
 
+def name_of(func: Any) -> str:
+    """Name of a native operation, for messages."""
+    return getattr(func, "__name__", None) or getattr(func, "name", None) or repr(func)
+
+
 class Dispatch(Protocol):
     """Core's dispatcher, which runs native operations of which some argument is a DTensor."""
 
@@ -53,18 +61,15 @@ class Dispatch(Protocol):
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
 
-    def refuse_part_of_classes(self, count: int) -> None:
-        """To be called where a loss of the framework takes plain logits of ``count`` classes; raises ValueError where
-        they are one rank's part of the classes that a module gives."""
-
 
 class InterceptionRole(ABC):
     """A tensor class whose operations arrive at core, a guard that turns that off, and the table of operations."""
 
     @abstractmethod
-    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
+    def make_dtensor_class(self, mixin: type, core: Core) -> type:
         """The DTensor class of this platform: a subclass of ``mixin`` (core's public methods) and of ``Tensor`` with
-        the global shape as its shape. Every native operation on an instance arrives at ``dispatch``. Called once."""
+        the global shape as its shape. Every native operation on an instance arrives at ``core.dispatch``. What else
+        the backend needs of core is in ``core`` too. Called once."""
 
     @abstractmethod
     def wrap(self, local: Tensor, layout: Layout) -> Any:

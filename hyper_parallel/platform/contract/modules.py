@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = ["ModuleKind", "ModuleRole"]
+__all__ = ["APPLIED", "ModuleKind", "ModuleRole"]
+
+#: Attribute of a module: (style, mesh) for each style that core has applied to it.
+APPLIED = "_hyper_parallel_styles"
 
 Tensor = Any
 Module = Any

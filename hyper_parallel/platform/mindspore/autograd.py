@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 from mindspore import Tensor, nn
 
-from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS, coalesce_gradients
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
 from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy, drop_recordings, is_recording
 from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
-from hyper_parallel.platform.mindspore.tensor import NoDispatch
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 
 __all__ = ["AutogradVerbs", "DelayedGradients", "closed_forward", "counted_backward", "counted_begin", "counted_end"]
 
@@ -172,11 +171,10 @@ class DelayedGradients:
 
     def __init__(self, weights: Any) -> None:
         self._sums: dict[int, Tensor] = {}
-        self._block: coalesce_gradients | None = None
+        self._waits = frozenset(map(id, weights if isinstance(weights, (tuple, list)) else (weights,)))
         # What is recorded for a gradient of the gradient must contain the collective.
-        if BLOCKS and not is_recording():
-            self._waits = frozenset(map(id, weights if isinstance(weights, (tuple, list)) else (weights,)))
-            self._block = coalesce_gradients()
+        core = None if is_recording() else InterceptedTensor._core
+        self._block: AbstractContextManager | None = None if core is None else core.open_block()
 
     def __enter__(self) -> DelayedGradients:
         if self._block is not None:

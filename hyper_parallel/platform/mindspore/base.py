@@ -10,16 +10,17 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor
 
-from hyper_parallel.platform.contract import Dispatch, NativeOp, Platform
+from hyper_parallel.platform.contract import Core, NativeOp, Platform
 from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
 from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
+from hyper_parallel.platform.mindspore.dtensor_class import make_dtensor_class
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.fast import MindSporeFast
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_tensors import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
-from hyper_parallel.platform.mindspore.parameter import Classes, make_dtensor_class
+from hyper_parallel.platform.mindspore.parameter import Classes
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
 
@@ -48,8 +49,8 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
             return "mindspore is not installed"
         return None
 
-    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
-        return make_dtensor_class(mixin, dispatch)
+    def make_dtensor_class(self, mixin: type, core: Core) -> type:
+        return make_dtensor_class(mixin, core)
 
     def wrap(self, local: Tensor, layout: Any) -> Any:
         if isinstance(local, (InterceptedTensor, Parameter)):

@@ -13,9 +13,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor
 
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.platform.mindspore.autograd import DelayedGradients
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor
 
 __all__ = ["grad", "value_and_grad", "wrap_gradients"]
 
@@ -78,7 +78,7 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
     platform = layout.mesh.platform
     if layout.summed_mesh_dims:
         with platform.no_dispatch():
-            gradients = transitions_of(platform).to_owner(gradients, layout)
+            gradients = InterceptedTensor._core.to_owner(gradients, layout)
     return platform.wrap(platform.alias(gradients), layout.cotangent)
 
 

@@ -1,4 +1,4 @@
-"""Distributed parameters, and making the DTensor class.
+"""Distributed parameters.
 
 A parameter becomes distributed by changing its class and its data: the object stays, so ties between cells, parameter
 groups and optimizers that hold it keep seeing it.
@@ -11,12 +11,10 @@ from typing import Any
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
-from hyper_parallel.platform.contract import Dispatch
-from hyper_parallel.platform.mindspore.handlers.likes import NEW_METHODS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 from hyper_parallel.platform.unpatched import Unpatched
 
-__all__ = ["Classes", "DistributedParameter", "make_distributed", "make_dtensor_class"]
+__all__ = ["Classes", "DistributedParameter", "make_distributed"]
 
 
 class DistributedParameter:
@@ -129,23 +127,3 @@ class Classes:
     def allow(cls, allowed: bool) -> None:
         """Whether DTensors may be made."""
         cls.dtensor, cls.parameter = cls.made if allowed else (Unpatched("mindspore"),) * 2
-
-
-def make_dtensor_class(mixin: type, dispatch: Dispatch) -> type:
-    """The DTensor class: core's ``mixin`` over `InterceptedTensor`; and the parameter class that goes with it."""
-    # The patches are imported here, because they use this module.
-    from hyper_parallel.platform.mindspore.patches import PATCHES
-
-    names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
-    members = {**names, **NEW_METHODS}
-    InterceptedTensor._dispatch = staticmethod(dispatch)  # type: ignore[assignment]
-    dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), members)
-    parameter = type(Tensor)(
-        "DTensorParameter",
-        (DistributedParameter, dtensor, Parameter, Tensor),
-        {**names, "__init__": Parameter.__init__},
-    )
-    Classes.made = (dtensor, parameter)
-    Parameter._get_base_class(Tensor)  # the class of plain parameters, which MindSpore makes with the first of them
-    PATCHES.install()
-    return dtensor

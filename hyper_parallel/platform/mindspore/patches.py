@@ -153,6 +153,13 @@ PATCHES = PatchSet(
             everywhere=True,
         ),
         _patch(
+            "mindspore.ops.function.clip_func._cal_total_norm",
+            "``ops.clip_by_norm`` is right and slow: an all-reduce for each gradient",
+            clipping.norm_of_all,
+            check=takes("x norm_type"),
+            required=False,
+        ),
+        _patch(
             "mindspore.nn.ClipByNorm.construct",
             _NORM_OF_A_PART,
             partial(clipping.clipping, name="nn.ClipByNorm", place=1),

@@ -9,12 +9,11 @@ process draw what it likes.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mindspore import ops
-
-from hyper_parallel.core.dtensor.operations.random import of_first_rank, synchronize
 
 __all__ = ["COUNTERS", "is_of_one_call", "layer_stream", "undo_draw"]
 
@@ -50,16 +49,20 @@ def is_of_one_call(primitive: Any) -> bool:
     return primitive.attrs.get("random_cache") is False
 
 
-def layer_stream(primitive: Any, mesh: Any) -> Any:
+def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
     """The dropout that stands for that of a layer on a mesh: with the layer's seeds as the mesh's first rank has them,
     and a stream that begins anew, so that all ranks draw the same, and what the unsharded layer draws.
+
+    Args:
+        primitive: the layer's.
+        mesh: the mesh.
+        of_first_rank: core's function.
 
     Returns:
         A primitive, the same for each call; None for a layer without a seed, of which each call may draw its own.
     """
     streams = _STREAMS.setdefault(primitive, WeakKeyDictionary())
     if mesh not in streams:
-        synchronize(mesh)
         seeds = of_first_rank((primitive.Seed0, primitive.Seed1), mesh)
         streams[mesh] = None if seeds == (0, 0) else ops.Dropout(primitive.keep_prob, *seeds)
     return streams[mesh]

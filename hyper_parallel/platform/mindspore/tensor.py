@@ -20,7 +20,7 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.ops import Primitive
 
-from hyper_parallel.platform.contract import Dispatch
+from hyper_parallel.platform.contract import Core, Dispatch
 from hyper_parallel.platform.mindspore.handlers.communication import is_collective, run_collective
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
 from hyper_parallel.platform.mindspore.op_table.binding import Function
@@ -110,10 +110,11 @@ class LegacyFunction:
 class InterceptedTensor(Tensor):
     """What makes a tensor class a distributed one, without what users see of it (that is core's mixin).
 
-    `_dispatch` is core's dispatcher, set by `make_dtensor_class`; `_layout` is set by `wrap`.
+    `_core` and `_dispatch`, core's dispatcher, are set by `make_dtensor_class`; `_layout` is set by `wrap`.
     """
 
     _layout: Any = None
+    _core: Core = None  # type: ignore[assignment]
     _dispatch: Dispatch
 
     def __new__(cls, local: Any, *args: Any, **kwargs: Any) -> Any:

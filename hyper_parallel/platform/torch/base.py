@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch import tensor
+from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
@@ -143,7 +143,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
 
     # ------------------------------------------------------------------------------------------------ interception
     #: See `Platform`: the functions and the class themselves, which saves a call.
-    make_dtensor_class: Any = staticmethod(tensor.make_dtensor_class)
+    make_dtensor_class: Any = staticmethod(dtensor_class.make_dtensor_class)
     wrap: Any = staticmethod(tensor.wrap)
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)
 
@@ -158,8 +158,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
 
     def why_no_rule(self, function: Any) -> str | None:
         """See `Platform.why_no_rule`."""
-        from hyper_parallel.platform.torch import handlers  # noqa: F401  # which register themselves
-
         if function in tensor.HANDLERS:
             return (
                 "hyper_parallel.platform.torch.handlers serves it, because it does not compute or by other operations: "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.tensor import refuse_part_of_classes, stand_for
+from hyper_parallel.platform.torch.tensor import State, stand_for
 
 __all__ = ["whole_classes_only"]
 
@@ -19,7 +19,7 @@ def whole_classes_only(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if type(input) is torch.Tensor and input.dim():
-            refuse_part_of_classes(input.shape[min(1, input.dim() - 1)])
+            State.core.refuse_part_of_classes(input.shape[min(1, input.dim() - 1)])
         return original(input, target, *args, **kwargs)
 
     # torch looks itself up by name when it asks a DTensor.

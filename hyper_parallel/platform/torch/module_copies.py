@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.core.tensor_parallel.base import APPLIED
+from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["copying_methods"]
 

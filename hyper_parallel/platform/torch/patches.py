@@ -15,7 +15,7 @@ import torch
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
 from hyper_parallel.platform.torch import checkpoints, class_losses, levels, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
-from hyper_parallel.platform.torch.tensor import allow_dtensors, made_class
+from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
 __all__ = ["PATCHES"]
 
@@ -84,7 +84,7 @@ PATCHES = PatchSet(
                 targets=(f"{module}._foreach_supported_types[]",),
                 reason="optimizers, and clipping by norm, take parameters one by one and not as lists: an all-reduce "
                 "for each",
-                make=lambda types: made_class(),
+                make=lambda types: State.tensor_class,
                 held="absent",
             )
             for module in ("torch.optim.optimizer", "torch.utils._foreach_utils")
@@ -122,14 +122,11 @@ PATCHES = PatchSet(
             )
             for name in ("cross_entropy", "nll_loss")
         ),
-        *(
-            _optional(
-                targets=("torch._weights_only_unpickler._marked_safe_globals_set[]",),
-                reason="``torch.load(weights_only=True)`` refuses DTensors",
-                make=lambda safe, value=value: value,
-                held="absent",
-            )
-            for value in copying.SAFE
+        _optional(
+            targets=("torch._weights_only_unpickler._marked_safe_globals_set[]",),
+            reason="``torch.load(weights_only=True)`` refuses DTensors",
+            make=lambda safe: copying.needed_to_load(),
+            held="absent",
         ),
         _patch(
             targets=(f"{_STATES}._gather_state_dict",),
@@ -160,6 +157,6 @@ PATCHES = PatchSet(
             after=_FSDP2,
         ),
     ],
-    classes=lambda: [made_class()],
+    classes=lambda: [State.tensor_class],
     switch=allow_dtensors,
 )

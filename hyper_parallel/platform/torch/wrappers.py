@@ -14,8 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.core.dtensor.communication.local_collectives import check_local_collective
-from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of
+from hyper_parallel.platform.torch.tensor import State, is_dtensor, layout_of
 
 __all__ = ["refuse_distributed_parameters", "refuse_flat_parameter", "watch_wrappers"]
 
@@ -45,7 +44,7 @@ def _check_data_parallel(wrapper: Any, model: Any) -> None:
         if layout is None or path in wrapper.parameters_to_ignore:
             continue
         try:
-            check_local_collective("an average of gradients", layout, ranks)
+            State.core.check_local_collective("an average of gradients", layout, ranks)
         except ValueError as error:
             raise ValueError(
                 f"DistributedDataParallel over ranks {ranks} would average {path!r} over ranks that hold different "

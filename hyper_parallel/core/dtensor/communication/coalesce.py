@@ -12,7 +12,7 @@ from hyper_parallel.platform.contract import NOTHING_FASTER
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["BLOCKS", "coalesce_gradients"]
+__all__ = ["BLOCKS", "coalesce_gradients", "open_block"]
 
 #: The blocks that are open, the innermost last. Not one a thread: backward runs its hooks in threads of its own.
 BLOCKS: list[coalesce_gradients] = []
@@ -74,3 +74,8 @@ class coalesce_gradients:
                     part = platform.narrow(summed, 0, start, math.prod(shape))
                     fast.add_to_gradient(parameter, part.reshape(shape))
                     start += math.prod(shape)
+
+
+def open_block() -> coalesce_gradients | None:
+    """A further block inside of one; None outside."""
+    return coalesce_gradients() if BLOCKS else None

@@ -94,13 +94,21 @@ class Layout:
             self._tells_strides = all(part > 1 or (part == 1 and (size == 1 or wide == 1)) for size, part in parts)
         return self._tells_strides
 
-    def smallest_part(self, dim: int) -> int:
-        """The size of tensor dimension ``dim`` on the rank that has the least of it."""
-        sizes: tuple[int, ...] = (self.shape[dim],)
+    def part_sizes(self, dim: int) -> frozenset[int]:
+        """The sizes that tensor dimension ``dim`` has on the ranks of the mesh."""
+        sizes = frozenset({self.shape[dim]})
         for mesh_dim in self.shard_mesh_dims(dim):
             placement: Any = self.placements[mesh_dim]
-            sizes = tuple(n for size in sizes for n in shard_sizes(placement, size, self.mesh.shape[mesh_dim]))
-        return min(sizes)
+            sizes = frozenset(n for size in sizes for n in shard_sizes(placement, size, self.mesh.shape[mesh_dim]))
+        return sizes
+
+    def smallest_part(self, dim: int) -> int:
+        """The size of tensor dimension ``dim`` on the rank that has the least of it."""
+        return min(self.part_sizes(dim))
+
+    def may_be_local(self, shape: tuple[int, ...]) -> bool:
+        """Whether some rank may have a part of that shape."""
+        return len(shape) == self.ndim and all(size in self.part_sizes(dim) for dim, size in enumerate(shape))
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The layout of the same tensor placed otherwise."""

@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.layouts.strides import Strides, contiguous_stri
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = ["UNKNOWN", "ones_like_whole", "strides_of"]
+__all__ = ["UNKNOWN", "is_contiguous_whole", "ones_like_whole", "strides_of"]
 
 #: `DTensor._strides` of a tensor whose elements may lie in any order.
 UNKNOWN: Any = "unknown"
@@ -51,3 +51,11 @@ def ones_like_whole(x: Any, layout: Layout) -> Any:
     if strides is UNKNOWN or is_contiguous(layout.shape, strides) or 0 in strides:
         return platform.ones(layout.shape, x)
     return platform.ones_in_memory(layout.shape, dense_strides(layout.shape, strides), x)
+
+
+def is_contiguous_whole(x: Any) -> bool:
+    """Whether the tensor of the DTensor ``x`` would be contiguous on a single device; False where that is not known."""
+    layout: Layout = x._layout
+    with layout.mesh.platform.no_dispatch():
+        strides = strides_of(x, layout)
+    return strides is not UNKNOWN and is_contiguous(layout.shape, strides)

@@ -17,7 +17,6 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.aliasing import aliasing_of
 from hyper_parallel.core.dtensor.operations.call_cache import ELEMENTWISE, call_key, remembered_call
-from hyper_parallel.core.dtensor.operations.class_parts import refuse_part_of_classes
 from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.operations.fallback import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.operations.loss_operands import distribute_targets
@@ -231,8 +230,6 @@ class _Dispatch:
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
-
-    refuse_part_of_classes = staticmethod(refuse_part_of_classes)
 
 
 def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:

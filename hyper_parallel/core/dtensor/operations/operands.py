@@ -7,6 +7,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.platform.contract.interception import name_of
 
 __all__ = [
     "DTENSOR_CLASSES",
@@ -72,11 +73,6 @@ def refuse_foreign(x: Any, platform: Any, what: str) -> None:
     foreign = platform.foreign_tensor(x)
     if foreign is not None:
         raise TypeError(f"{what} got {foreign}")
-
-
-def name_of(func: Any) -> str:
-    """Name of a native operation, for messages."""
-    return getattr(func, "__name__", None) or getattr(func, "name", None) or repr(func)
 
 
 def all_replicated(mesh: DeviceMesh) -> tuple[Replicate, ...]:

@@ -20,9 +20,11 @@ from hyper_parallel.core.dtensor.communication.collectives import all_gather_obj
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_values
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 
 __all__ = [
     "check_generators",
+    "draw",
     "is_held_alike",
     "manual_seed",
     "of_first_rank",
@@ -96,6 +98,13 @@ def take_part(drawn: Any, layout: Layout, alike: bool = True) -> Any:
             if not placement.is_shard():
                 drawn = broadcast(drawn, mesh, mesh_dim, 0)
     return drawn
+
+
+def draw(fill: Callable[[Any], Any], x: Any, layout: Layout, alike: bool = True) -> Any:
+    """See `platform.contract.Core.draw`."""
+    if alike:
+        synchronize(layout.mesh)
+    return take_part(fill(ones_like_whole(x, layout)), layout, alike)
 
 
 def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:

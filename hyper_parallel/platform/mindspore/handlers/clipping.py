@@ -14,9 +14,13 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients, layout_of_gradient
 from hyper_parallel.platform.mindspore.private import is_recording
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
-__all__ = ["clipping", "looking"]
+__all__ = ["clipping", "looking", "norm_of_all"]
+
+#: Orders of norms that can be computed of parts and added up. MindSpore adds up powers of numbers with their signs, so
+#: the sum of a part may be negative, and has no root.
+_ORDERS = (1, 2, float("inf"))
 
 
 def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., Any]:
@@ -32,13 +36,10 @@ def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., 
         if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
             return plain(*args, **kwargs)
         # What is not distributed is whole on every rank.
-        # Core imports this package, so not at the top.
-        from hyper_parallel.core.dtensor.operations.modes import implicit_replication
-
         whole = [_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True)]
         argument: Any = whole[0] if isinstance(given, Tensor) else tuple(whole)
         args, kwargs = _with_argument(args, kwargs, place, argument)
-        with implicit_replication():
+        with InterceptedTensor._core.implicit_replication():
             clipped = plain(*args, **kwargs)
         if isinstance(given, Tensor):
             return _as_given(clipped, given, layouts[0])
@@ -46,6 +47,29 @@ def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., 
         return tuple(parts) if isinstance(clipped, tuple) else parts
 
     return clip
+
+
+def norm_of_all(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the function that `ops.clip_by_norm` computes the norm with: one all-reduce for all gradients."""
+
+    @functools.wraps(plain)
+    def total_norm(x: Any, norm_type: Any) -> Any:
+        layouts = [t._layout if isinstance(t, InterceptedTensor) else None for t in x]
+        core = InterceptedTensor._core
+        if (
+            not is_dispatching()
+            or is_recording()  # the norm may be differentiated
+            or norm_type not in _ORDERS
+            or len({t.dtype for t in x}) != 1
+            or not any(layouts)
+            or any(layout is not None and layout.cotangent is not layout for layout in layouts)
+        ):
+            return plain(x, norm_type)
+        with NoDispatch():
+            total, mesh = core.total_norm(x, layouts, norm_type, lambda some: plain(some, norm_type))
+            return core.replicated(total, mesh)
+
+    return total_norm
 
 
 def looking(plain: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
@@ -59,11 +83,9 @@ def looking(plain: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
         layouts = [_layout_of(t) for t in tensors]
         if all(layout is None for layout in layouts):
             return plain(*args, **kwargs)
-        from hyper_parallel.core.dtensor.operations.modes import implicit_replication
-
         whole = tuple(_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True))
         args, kwargs = _with_argument(args, kwargs, place, whole)
-        with implicit_replication():
+        with InterceptedTensor._core.implicit_replication():
             answer = plain(*args, **kwargs)
         return answer.full_tensor() if isinstance(answer, InterceptedTensor) else answer
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.core.dtensor.communication.local_collectives import check_local_collective
 from hyper_parallel.platform.mindspore.collectives import dense
 
 __all__ = ["is_collective", "run_collective"]
@@ -57,7 +56,7 @@ def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
     else:
         reduction, where = args[1], args[2]
     ranks, parts = dist.get_process_group_ranks(where), name == "DistCommReduce"
-    check_local_collective(name, layout, ranks, linear=reduction in ("sum", "avg"), parts=parts)
+    x._core.check_local_collective(name, layout, ranks, linear=reduction in ("sum", "avg"), parts=parts)
     if name in _OUT_OF_PLACE:
         result = func(dense(x), *args[1:], **kwargs)
         first = result[0] if isinstance(result, tuple) else result

@@ -8,13 +8,9 @@ ranks' parts count.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from mindspore import Tensor
-
-from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes, shard_sizes
 
 __all__ = ["LocalGradients", "is_part", "layout_of_gradient"]
 
@@ -65,7 +61,7 @@ class LocalGradients:
     def could_have(cls, gradient: Any) -> Any:
         """The layout of a gradient that plain, unmarked ``gradient`` may have been computed from, or None."""
         shape = tuple(gradient.shape)
-        return next((layout for layout in cls.parts if shape in _shapes_of(layout)), None)
+        return next((layout for layout in cls.parts if layout.may_be_local(shape)), None)
 
 
 def is_part(layout: Any) -> bool:
@@ -77,25 +73,3 @@ def layout_of_gradient(gradient: Any) -> tuple[bool, Any]:
     """Whether a tensor is what a backward gave, and the layout of the distributed gradient that it is a part of."""
     marks = gradient.__dict__
     return _MARK in marks, marks.get(_MARK)
-
-
-class _Shapes:
-    """The local shapes that some rank may have."""
-
-    def __init__(self, layout: Any) -> None:
-        self._sizes: list[Iterable[int]] = []
-        for dim, size in enumerate(layout.shape):
-            mesh_dims = layout.shard_mesh_dims(dim)
-            if not mesh_dims:
-                self._sizes.append((size,))
-            elif len(mesh_dims) == 1:
-                placement = layout.placements[mesh_dims[0]]
-                self._sizes.append(frozenset(shard_sizes(placement, size, layout.mesh.shape[mesh_dims[0]])))
-            else:
-                self._sizes.append(range(max(chunk_sizes(size, layout.shard_count(dim))) + 1))
-
-    def __contains__(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == len(self._sizes) and all(n in own for n, own in zip(shape, self._sizes, strict=True))
-
-
-_shapes_of: Callable[[Any], _Shapes] = functools.lru_cache(1 << 12)(_Shapes)

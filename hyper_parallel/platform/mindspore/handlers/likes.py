@@ -14,9 +14,6 @@ from typing import Any
 from mindspore import Tensor, ops
 from mindspore.ops.function import array_func
 
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations.operands import all_replicated
-from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.op_table.binding import Function
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
@@ -53,10 +50,8 @@ def _draw_like(plain: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
     """Every rank draws the whole tensor and keeps its part."""
     layout = x._layout.cotangent
     platform = layout.mesh.platform
-    synchronize(layout.mesh)
     with platform.no_dispatch():
-        whole = plain(ops.zeros(tuple(layout.shape), x.dtype), *args, **kwargs)
-        return platform.wrap(take_part(whole, layout), layout)
+        return platform.wrap(x._core.draw(lambda whole: plain(whole, *args, **kwargs), x, layout), layout)
 
 
 def _full_like(plain: Callable[..., Any], x: Any, fill_value: Any, *, dtype: Any = None) -> Any:
@@ -89,7 +84,7 @@ def _method(name: str) -> Callable[..., Any]:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             made = platform.factory("full", size, fill, self.dtype if dtype is None else dtype)
-            return platform.wrap(made, get_layout(layout.mesh, all_replicated(layout.mesh), size))
+            return self._core.replicated(made, layout.mesh)
 
     new.__name__, new.__doc__ = (
         name,

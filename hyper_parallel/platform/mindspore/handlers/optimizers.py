@@ -117,10 +117,7 @@ def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
 
 def _replicated_state() -> Any:
     """State that an optimizer made for itself is whole on every rank, and so are learning rates."""
-    # Core imports this package, so not at the top.
-    from hyper_parallel.core.dtensor.operations.modes import implicit_replication
-
-    return implicit_replication()
+    return InterceptedTensor._core.implicit_replication()
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
                 return type(found)._dispatch(native, function, args, kwargs)
             if found is None and args and name != "logsumexp":
                 shape = args[0].shape
-                InterceptedTensor._dispatch.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
+                InterceptedTensor._core.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
         return plain(*args, **kwargs)
 
     return loss

@@ -8,7 +8,6 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.empty_shards import guarded
 from hyper_parallel.platform.mindspore.op_table.binding import arguments, row
@@ -27,7 +26,7 @@ def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]
     if is_of_one_call(func.prim):
         given, stream = undo_draw("dropout", (seeds[0], seeds[1])), None
     else:
-        given, stream = None, layer_stream(func.prim, x._layout.mesh)
+        given, stream = None, layer_stream(func.prim, x._layout.mesh, x._core.of_first_rank)
     return (x,), (1.0 - float(keep), True, given, stream)
 
 
@@ -103,9 +102,6 @@ def drawn_by_first_rank(result: Any) -> Any:
     if not isinstance(result, Tensor) or getattr(result, "_layout", None) is None:
         return result
     layout = result._layout
-    mesh, platform = layout.mesh, layout.mesh.platform
+    platform = layout.mesh.platform
     with platform.no_dispatch(), platform.no_grad():
-        local = platform.clone(platform.detach(result))
-        for mesh_dim in range(mesh.ndim):
-            local = collectives.broadcast(local, mesh, mesh_dim, 0)
-        return platform.wrap(local, layout)
+        return platform.wrap(result._core.take_part(platform.detach(result), layout), layout)

@@ -1,8 +1,7 @@
 """Gradient clipping: the functions of `torch.nn.utils` work on local gradients, with one all-reduce for the norm.
 
 They are wrapped (`platform.torch.patches`). Torch's own code computes the norm of the gradients that this
-rank counts, and scales local gradients; what the ranks counted is added up in between. A tensor that is the same on
-several ranks is counted by the first of them.
+rank counts, and scales local gradients; core adds up what the ranks counted in between.
 
 A program that imported ``clip_grad_norm_`` before that has torch's own function, which calls the wrapped ones.
 """
@@ -10,10 +9,8 @@ A program that imported ``clip_grad_norm_`` before that has torch's own function
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
@@ -21,10 +18,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
-from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.placement_types import Shard
-from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
-from hyper_parallel.platform.torch.tensor import layout_of, made_class, replicated
+from hyper_parallel.platform.torch.handlers.norms import reduced, widened
+from hyper_parallel.platform.torch.tensor import State, layout_of
 
 __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
 
@@ -36,7 +31,7 @@ T: Any = torch.Tensor
 
 def norm_clipping(original: Any) -> Any:
     """What stands for ``clip_grad_norm_``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
     # Torch's own as well: nothing has been replaced yet.
     total_norm, clip_with_norm = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
@@ -59,14 +54,14 @@ def norm_clipping(original: Any) -> Any:
             with _plain(gradients, tensor_class):
                 total, mesh = _global_norm(total_norm, gradients, layouts, norm_type, error_if_nonfinite, foreach)
                 clip_with_norm(parameters, max_norm, total, foreach)
-        return replicated(total, mesh)
+        return State.core.replicated(total, mesh)
 
     return clip_grad_norm_
 
 
 def total_norm_of_all(original: Any) -> Any:
     """What stands for ``get_total_norm``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
 
     @functools.wraps(original)
     def get_total_norm(
@@ -80,14 +75,14 @@ def total_norm_of_all(original: Any) -> Any:
             layouts = [layout_of(x) for x in tensors]
             with no_dispatch(), _plain(tensors, tensor_class):
                 total, mesh = _global_norm(original, tensors, layouts, norm_type, error_if_nonfinite, foreach)
-        return replicated(total, mesh)
+        return State.core.replicated(total, mesh)
 
     return get_total_norm
 
 
 def scaling_to_norm(original: Any) -> Any:
     """What stands for ``clip_grads_with_norm_``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
 
     @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
@@ -106,7 +101,7 @@ def scaling_to_norm(original: Any) -> Any:
 
 def value_clipping(original: Any) -> Any:
     """What stands for ``clip_grad_value_``."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
 
     @functools.wraps(original)
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
@@ -161,25 +156,6 @@ def _plain(tensors: list[Any], tensor_class: Any) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- the norm
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What this rank counts of the tensors on one mesh.
-
-    Attributes:
-        mesh: the mesh.
-        mesh_dims: those that some of the tensors are sharded by, along which is summed.
-        members: indices of all the tensors.
-        counted: those that this rank counts.
-        first: index of one that is distributed.
-    """
-
-    mesh: Any
-    mesh_dims: tuple[int, ...]
-    members: list[int]
-    counted: list[int]
-    first: int
-
-
 def _global_norm(
     total_norm: Callable[..., torch.Tensor],
     tensors: list[Any],
@@ -189,78 +165,18 @@ def _global_norm(
     foreach: bool | None,
 ) -> tuple[torch.Tensor, Any]:
     """The norm, a plain tensor, and the first mesh. ``tensors`` are plain, ``total_norm`` is torch's function."""
-    order, shares = float(order), _SHARES[tuple(layouts)]
+    order, device = float(order), tensors[0].device
     # Ranks that count nothing, or tensors of one dtype only, must agree with the others.
     dtype = functools.reduce(torch.promote_types, {_real(x.dtype) for x in tensors})
-    norms = [_norm_of_share(share, total_norm, tensors, order, foreach, dtype) for share in shares]
-    if len(norms) == 1:
-        total = norms[0]
-    else:
-        together = torch.stack([norm.to(tensors[0].device) for norm in norms])
-        total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
-    total = total.to(tensors[0].device)
+    wide = widened(dtype)
+    total, mesh = State.core.total_norm(
+        tensors, layouts, order, lambda some: total_norm(some, order, False, foreach).to(device, wide)
+    )
+    total = total.to(dtype)
     if error_if_nonfinite:
         # Of one number; all ranks have the same one.
         total_norm([total], order, True, foreach)
-    return total, shares[0].mesh
-
-
-def _norm_of_share(
-    share: _Share,
-    total_norm: Callable[..., torch.Tensor],
-    tensors: list[Any],
-    order: float,
-    foreach: bool | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The global norm of the tensors of a share."""
-    one = tensors[share.first]
-    if order == 0:
-        # The number of tensors that are not zero: all ranks must know of each.
-        counted = set(share.counted)
-        rows = [[tensors[i] if i in counted else one.new_zeros(1)] for i in share.members]
-        numbers = torch.stack([total_norm(row, order, False, foreach).to(one.device, dtype) for row in rows])
-        return torch.linalg.vector_norm(combined(numbers, share.mesh, share.mesh_dims, order), order)
-    mine = [tensors[i] for i in share.counted] or [one.new_full((1,), neutral(order))]
-    norm = total_norm(mine, order, False, foreach)
-    return combined(norm.to(one.device, dtype), share.mesh, share.mesh_dims, order) if share.mesh_dims else norm
-
-
-def _shares(layouts: Sequence[Any]) -> list[_Share]:
-    """One a mesh, in the order of the tensors. Plain tensors, the same on all ranks, go with the first mesh."""
-    meshes = list({layout.mesh: None for layout in layouts if layout is not None})
-    shares = []
-    for mesh in meshes:
-        members = [
-            i for i, layout in enumerate(layouts) if (layout.mesh is mesh if layout is not None else mesh is meshes[0])
-        ]
-        first = next(i for i in members if layouts[i] is not None)
-        sharding = {i: _sharding(layouts[i]) for i in members}
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            shares.append(_Share(mesh, (), members, [], first))
-            continue
-        mesh_dims = tuple(sorted(set().union(*sharding.values())))
-        counted = [
-            i
-            for i in members
-            if all(d in sharding[i] or not coordinate[d] for d in mesh_dims) and not _lacks_elements(layouts[i])
-        ]
-        shares.append(_Share(mesh, mesh_dims, members, counted, first))
-    return shares
-
-
-#: layouts of all tensors -> `_shares` of them.
-_SHARES = Table(_shares, 1 << 8, "shares of norms")
-
-
-def _sharding(layout: Any) -> set[int]:
-    return set() if layout is None else {d for d, p in enumerate(layout.placements) if isinstance(p, Shard)}
-
-
-def _lacks_elements(layout: Any) -> bool:
-    """Whether this rank has nothing of a tensor that has something: some norms of nothing are errors."""
-    return layout is not None and math.prod(layout.local_shape) == 0 != math.prod(layout.shape)
+    return total, mesh
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.distributed import distributed_c10d
 
-from hyper_parallel.core.dtensor.communication.local_collectives import check_local_collective, check_rows
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import handles, is_dtensor
+from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor
 
 __all__: list[str] = []
 
@@ -62,7 +61,7 @@ def collective(func: Any, args: tuple, kwargs: dict) -> Any:
         linear, apart = kwargs.get("op", dist.ReduceOp.SUM) in _LINEAR, name in _GATHERING and not is_distributed
         parts = is_distributed and name in _PARTING
         for x in _dtensors(args):
-            check_local_collective(name, x._layout, ranks, linear=linear, apart=apart, parts=parts)
+            State.core.check_local_collective(name, x._layout, ranks, linear=linear, apart=apart, parts=parts)
         if is_distributed and len(args) == 2 and is_dtensor(args[1]):
             _check_rows(name, args, len(ranks))
     return _on_local(func, args, kwargs)
@@ -72,9 +71,9 @@ def _check_rows(name: str, args: tuple, count: int) -> None:
     """What is joined or cut along dimension 0 of local tensors is to be joined or cut there in the global ones too."""
     if name in _OF_ROWS:
         large = _OF_ROWS[name]
-        check_rows(name, args[large]._layout, args[1 - large]._layout, count)
+        State.core.check_rows(name, args[large]._layout, args[1 - large]._layout, count)
     elif name == "all_to_all_single":
-        check_rows(name, args[0]._layout, args[1]._layout, 1)
+        State.core.check_rows(name, args[0]._layout, args[1]._layout, 1)
 
 
 @handles(*_functions("send recv isend irecv"))
@@ -87,7 +86,7 @@ def between_two(func: Any, args: tuple, kwargs: dict) -> Any:
         if peer is None and in_group is not None:
             peer = dist.get_global_rank(group or dist.group.WORLD, in_group)
         if peer is not None:  # else from anybody, who has checked it
-            check_local_collective(name, args[0]._layout, sorted({dist.get_rank(), peer}))
+            State.core.check_local_collective(name, args[0]._layout, sorted({dist.get_rank(), peer}))
     return _on_local(func, args, kwargs)
 
 

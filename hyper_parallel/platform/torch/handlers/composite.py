@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.layouts.memory_order import UNKNOWN, strides_of
-from hyper_parallel.core.dtensor.layouts.strides import is_contiguous
-from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
@@ -18,7 +15,8 @@ from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import Bound, find, signature, sizes, to_dims
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
-from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dispatch_on, is_dtensor, replicated
+from hyper_parallel.platform.torch.private import is_dispatch_on
+from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor
 
 __all__ = ["set_method"]
 
@@ -134,7 +132,7 @@ def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
         return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *fill, **options)
     # What is made does not depend on the values of x: a tensor without elements, with its dtype and device, stands for
     # it, so that nothing is gathered.
-    stand_in = replicated(torch.empty(0, dtype=x.dtype, device=x.device), x._layout.mesh)
+    stand_in = State.core.replicated(torch.empty(0, dtype=x.dtype, device=x.device), x._layout.mesh)
     return run_unknown(func, (stand_in, size, *fill), options)
 
 
@@ -179,9 +177,7 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.as_strided(...)`` names places in memory: in a gathered copy, if the single device's memory looks like it."""
     x = args[0] if args else kwargs["input"]
     if is_dtensor(x) and not _is_where_one_device_has_it(x):
-        with no_dispatch():
-            strides = strides_of(x, x._layout)
-        if strides is UNKNOWN or not is_contiguous(x._layout.shape, strides):
+        if not State.core.is_contiguous(x):
             raise ValueError(
                 f"{func.__name__} names places in memory, and a DTensor that is not contiguous, placed "
                 f"{list(x._layout.placements)}, has others than on one device: call it on x.contiguous(), or index x"
@@ -231,7 +227,7 @@ def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
     if any(not -layout.ndim <= d < layout.ndim for d in asked):
         raise IndexError(f"squeeze_{asked} is out of range for a tensor of {layout.ndim} dimension(s)")
     removed = tuple(d for d in {d % layout.ndim: None for d in asked} if layout.shape[d] == 1)
-    if any(isinstance(p, Shard) and p.dim in removed for p in layout.placements):
+    if any(map(layout.shard_mesh_dims, removed)):
         raise ValueError(
             f"squeeze_ cannot remove a dimension that is sharded, of a tensor of shape {tuple(layout.shape)} placed "
             f"{list(layout.placements)}: use x = x.squeeze(...)"

@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor import device_mesh
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
-from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
+from hyper_parallel.platform.torch.tensor import State, is_dtensor, wrap
 
-__all__ = ["SAFE", "deepcopy_dtensor", "rebuild_dtensor", "reduce_dtensor"]
+__all__ = ["deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dtensor"]
 
 T: Any = torch.Tensor
 
@@ -53,41 +49,23 @@ def reduce_dtensor(x: Any, protocol: Any) -> tuple:
     with no_dispatch():
         local = x.detach().as_subclass(T)
         requires_grad = x.requires_grad
-    coordinate = x._layout.mesh.get_coordinate()
-    return (rebuild_dtensor, (local, x._layout, requires_grad, getattr(x, "_is_param", False), coordinate))
+    layout, is_parameter = x._layout, getattr(x, "_is_param", False)
+    coordinate = layout.mesh.get_coordinate()
+    return State.core.restore, (rebuild_dtensor, layout, coordinate, local, requires_grad, is_parameter)
 
 
-def rebuild_dtensor(
-    local: torch.Tensor,
-    layout: Any,
-    requires_grad: bool,
-    is_parameter: bool,
-    coordinate: tuple[int, ...] | None = None,
-) -> Any:
-    """The inverse of `reduce_dtensor`.
+def rebuild_dtensor(layout: Any, local: torch.Tensor, requires_grad: bool, is_parameter: bool) -> Any:
+    """The inverse of `reduce_dtensor`, which core calls.
 
     Raises:
-        RuntimeError: when the tensor was saved by another rank or on another mesh, so that it does not fit.
+        RuntimeError: when the tensor was saved on another mesh, so that it does not fit.
     """
-    mesh = layout.mesh
-    here = mesh.get_coordinate()
-    for mesh_dim, placement in enumerate(layout.placements):
-        if coordinate is None or placement.is_replicate() or (here and here[mesh_dim] == coordinate[mesh_dim]):
-            continue
-        raise RuntimeError(
-            f"a distributed tensor of shape {tuple(layout.shape)} placed {list(layout.placements)} was saved by the "
-            f"rank at {coordinate} of {mesh}, and this one is at {here}: along mesh dimension "
-            f"{mesh.dim_label(mesh_dim)} it "
-            "holds another part. Let each rank load its own file, or save full_tensor(), which all ranks must call"
-        )
-    # In a new process the class may not have been made yet.
-    bind_platform(mesh.platform)
     if tuple(local.shape) != tuple(layout.local_shape):
         raise RuntimeError(
             f"a distributed tensor was saved with a local shape of {tuple(local.shape)}, but on this rank its layout "
             f"has {tuple(layout.local_shape)}: load the file of this rank, on a mesh of the same shape"
         )
-    own = mesh.platform.device()
+    own = layout.mesh.platform.device()
     with no_dispatch():
         local = local.detach() if not is_dtensor(local) else local
         if local.device.type == own.type:
@@ -99,5 +77,6 @@ def rebuild_dtensor(
     return result
 
 
-#: What ``torch.load(weights_only=True)`` has to call to make DTensors.
-SAFE = (rebuild_dtensor, get_layout, device_mesh._rebuild, Replicate, Shard, PackedShard, Partial)
+def needed_to_load() -> tuple[Any, ...]:
+    """What ``torch.load(weights_only=True)`` has to call to make DTensors."""
+    return (rebuild_dtensor, *State.core.unpickling)

@@ -6,18 +6,15 @@ first list, which is the one that is written, says how.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations.views import after_write, before_write
-from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
-from hyper_parallel.platform.torch.handlers.norms import combined, neutral, reduced
-from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
+from hyper_parallel.platform.torch.handlers.norms import reduced, widened
+from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, wrap
 
 __all__: list[str] = []
 
@@ -46,11 +43,11 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
     writes = func.__name__.endswith("_")
     shared = [x for x in _tensors(args, kwargs) if x._family is not None] if writes else []
     for x in shared:
-        before_write(x)
+        State.core.before_write(x)
     with no_dispatch():
         results = func(*args, **kwargs)
     for x in shared:
-        after_write(x)
+        State.core.after_write(x)
     if results is None:
         return None
     return type(results)(
@@ -126,8 +123,9 @@ def norm_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     with no_dispatch():
         # An empty shard adds nothing; torch has no maximum of it.
-        locals_ = [x if x.numel() else x.new_full((1,), neutral(order)) for x in tensors]
-        return _whole(list(func(locals_, order, dtype=dtype)), tensors, order)
+        nothing = math.inf if order < 0 else 0.0
+        locals_ = [x if x.numel() else x.new_full((1,), nothing) for x in tensors]
+        return _over_ranks(func(locals_, order, dtype=dtype), tensors, order)
 
 
 @handles(getattr(torch, "_foreach_powsum", None))
@@ -135,33 +133,17 @@ def power_sum_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     """Global sums of powers: the norms without the root."""
     tensors = [reduced(x) for x in args[0]]
     with no_dispatch():
-        return _whole(list(func(tensors, *args[1:], **kwargs)), tensors, 1)
+        return _over_ranks(func(tensors, *args[1:], **kwargs), tensors, 1)
 
 
-def _whole(values: list[Any], tensors: list[Any], order: float) -> list[Any]:
-    """Norms of whole tensors from those of this rank's parts, with one all-reduce for all that are sharded alike; with
-    order 1 the values are summed."""
-    for indices, mesh, mesh_dims in _by_sharding(tensors):
-        stacked = torch.stack([values[i] for i in indices])
-        for i, value in zip(indices, combined(stacked, mesh, mesh_dims, order).unbind(), strict=True):
-            values[i] = value
-    return [v if layout_of(x) is None else wrap(v.view_as(v), _scalar(x)) for v, x in zip(values, tensors, strict=True)]
-
-
-def _by_sharding(tensors: Sequence[Any]) -> list[tuple[list[int], Any, tuple[int, ...]]]:
-    """Indices of the sharded tensors, grouped by mesh and the mesh dimensions that shard them."""
-    groups: dict[tuple, list[int]] = {}
-    for i, x in enumerate(tensors):
-        layout = layout_of(x)
-        if layout is not None and not layout.replicated:
-            sharded = tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Shard))
-            groups.setdefault((layout.mesh, sharded), []).append(i)
-    return [(indices, mesh, mesh_dims) for (mesh, mesh_dims), indices in groups.items()]
-
-
-def _scalar(x: Any) -> Any:
-    mesh = x._layout.mesh
-    return get_layout(mesh, (Replicate(),) * mesh.ndim, ())
+def _over_ranks(norms: Sequence[Any], tensors: list[Any], order: float) -> list[Any]:
+    """The norms of whole tensors, as DTensors, from those of local ones. Interception is off."""
+    layouts = [layout_of(x) for x in tensors]
+    wide = State.core.norms_over_ranks([n.to(widened(n.dtype)) for n in norms], layouts, order)
+    return [
+        n if layout is None else State.core.replicated(w.to(n.dtype).view_as(n), layout.mesh)
+        for n, w, layout in zip(norms, wide, layouts, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- loss scaling
@@ -173,6 +155,4 @@ def unscale_each(func: Any, args: tuple, kwargs: dict) -> None:
     gradients, found_inf = args[0], args[1]
     with no_dispatch():
         func(*args, **kwargs)
-        pairs = {(mesh, d) for _, mesh, mesh_dims in _by_sharding(gradients) for d in mesh_dims}
-        for mesh, mesh_dim in sorted(pairs, key=lambda p: (p[0].mesh.ravel().tolist(), p[1])):
-            found_inf.copy_(collectives.all_reduce(found_inf, mesh, mesh_dim, "max"))
+        found_inf.copy_(State.core.largest_over_ranks(found_inf, [layout_of(x) for x in gradients]))

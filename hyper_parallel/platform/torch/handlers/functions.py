@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
-from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of, wrap
+from hyper_parallel.platform.torch.tensor import State, is_dtensor, layout_of, wrap
 
 __all__ = ["hooked_apply"]
 
@@ -64,7 +62,7 @@ def _hook_node(args: tuple, results: tuple) -> None:
 def _tagged(cotangent: Any, layout: Any) -> Any:
     with no_dispatch():
         if layout.summed_mesh_dims:
-            cotangent = transitions_of(layout.mesh.platform).to_owner(cotangent, layout)
+            cotangent = State.core.to_owner(cotangent, layout)
         cotangent = cotangent.view_as(cotangent)
     return wrap(cotangent, layout.cotangent)
 
@@ -73,12 +71,10 @@ def _local(cotangent: Any, layout: Any) -> Any:
     """A plain tensor: the object may become the gradient of a plain tensor further down."""
     if not is_dtensor(cotangent):
         return cotangent
-    mesh = cotangent._layout.mesh
     # The gradient of a plain input is whole.
-    wanted = (Replicate(),) * mesh.ndim if layout is None else layout.cotangent.placements
-    cotangent = cotangent.redistribute(placements=list(wanted))
+    cotangent = cotangent.redistribute(placements=None if layout is None else layout.cotangent.placements)
     with no_dispatch():
         cotangent = cotangent.as_subclass(T)
         if layout is not None and layout.summed_mesh_dims:
-            cotangent = transitions_of(mesh.platform).to_summands(cotangent, layout)
+            cotangent = State.core.to_summands(cotangent, layout)
         return cotangent

@@ -14,10 +14,9 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.platform.torch.op_table.binding import signature
 from hyper_parallel.platform.torch.private import make_grads, run_engine
-from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
+from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, wrap
 
 __all__ = ["as_cotangent", "forget_data"]
 
@@ -38,7 +37,7 @@ def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
         layout = x._layout
         if layout.summed_mesh_dims and gradient.requires_grad:
             # Made with create_graph=True. Kept, because x.grad is one object until it is accumulated into.
-            gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)
+            gradient = State.core.to_owner(gradient, layout)
             T.grad.__set__(x, gradient)
     return wrap(gradient, layout.cotangent)
 
@@ -165,7 +164,7 @@ def _as_owned(gradient: Any, layout: Any) -> Any:
     """A new plain tensor with the gradient that reached a tensor of ``layout``, to be shown to the user."""
     with no_dispatch():
         if layout.summed_mesh_dims:
-            gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)
+            gradient = State.core.to_owner(gradient, layout)
         return gradient.view_as(gradient)
 
 
@@ -192,7 +191,7 @@ def _root_to_reduce(x: Any, gradient: Any) -> tuple[Any, Any]:
     cotangent = _root_cotangent(x, gradient)
     if cotangent is not None:
         with no_dispatch():
-            cotangent = transitions_of(layout.mesh.platform).to_summands(cotangent, layout)
+            cotangent = State.core.to_summands(cotangent, layout)
     return x, cotangent
 
 
@@ -255,7 +254,7 @@ def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
         result = as_cotangent(result, layout, "what a hook returns for the gradient")
         with no_dispatch():
             result = result.as_subclass(T)
-            return transitions_of(layout.mesh.platform).to_summands(result, layout)
+            return State.core.to_summands(result, layout)
 
     with no_dispatch():
         return func(x, local_hook)

@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.handlers.gradients import as_cotangent
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import made_class, wrap
+from hyper_parallel.platform.torch.tensor import State, wrap
 
 __all__ = ["ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
 
@@ -35,7 +35,7 @@ _ATTRIBUTE = "_hyper_parallel_step"
 
 def local_step(step: Any) -> Any:
     """What stands for ``step`` of an optimizer of `ELEMENTWISE`."""
-    tensor_class = made_class()
+    tensor_class = State.tensor_class
     # Once a class has an instance, torch has put profiling and hooks around its step: these stay outside.
     is_hooked = getattr(step, "hooked", False)
     inner = step.__wrapped__ if is_hooked else step
@@ -81,7 +81,7 @@ def _hooked(step: Any) -> Any:
 
 def clear_locally(zero_grad: Any) -> Any:
     """What stands for ``zero_grad`` of all optimizers: what it does is done to local gradients."""
-    tensor_class: Any = made_class()
+    tensor_class: Any = State.tensor_class
     local_classes = {tensor_class, tensor_class.__bases__[-1], torch.nn.Parameter}
 
     @functools.wraps(zero_grad)

@@ -12,12 +12,9 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
-from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
-from hyper_parallel.core.dtensor.operations.views import after_write, before_write
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, wrap
+from hyper_parallel.platform.torch.tensor import State, handles, layout_of, wrap
 
 __all__: list[str] = []
 
@@ -55,17 +52,15 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     layout = x._layout
     if layout.cotangent is not layout:
         raise TypeError(f"{func.__name__} cannot fill a partial sum ({list(layout.placements)}): redistribute it first")
-    before_write(x)
+    core = State.core
+    core.before_write(x)
     with no_dispatch():
         if x.is_meta:
             return x
-        if kwargs.get("generator") is None:
-            synchronize(layout.mesh)
-        whole = ones_like_whole(x, layout)
-        func(whole, *args, **kwargs)
-        # The program itself answers for a generator of its own, and constants are the same on all ranks anyway.
-        x.copy_(take_part(whole, layout, kwargs.get("generator") is None and func is not nn.init.constant_))
-    after_write(x)
+        # A generator of the program's own is its own affair, and constants are alike by themselves.
+        alike = kwargs.get("generator") is None and func is not nn.init.constant_
+        x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, alike))
+    core.after_write(x)
     return x
 
 
@@ -74,10 +69,8 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     """``torch.randn_like(x)``, laid out like ``x``."""
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
-    layout = layout_of(x).cotangent
-    synchronize(layout.mesh)
+    layout, alike = layout_of(x).cotangent, rest.get("generator") is None
     with no_dispatch():
-        local = take_part(func(ones_like_whole(x, layout), *args[1:], **rest), layout, rest.get("generator") is None)
+        local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, alike)
         local.requires_grad_(kwargs.get("requires_grad", False))
-    assert not is_dtensor(local)
     return wrap(local, layout)

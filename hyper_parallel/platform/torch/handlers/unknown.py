@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.core.dtensor.operations.operands import name_of
+from hyper_parallel.platform.contract.interception import name_of
 from hyper_parallel.platform.torch.op_table.binding import UnboundCallError
 from hyper_parallel.platform.torch.private import OpOverload, OpOverloadPacket, graph_task, in_dispatch_mode
 from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor

@@ -8,6 +8,7 @@ import torch
 
 from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
+from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["table"]
 
@@ -36,11 +37,9 @@ def _encode(x: Any, index: Any) -> tuple[tuple, tuple]:
 
 def _to_tensor(index: Any, x: Any) -> Any:
     """A list or an array as a tensor of indices, the same on every rank."""
-    from hyper_parallel.platform.torch.tensor import replicated
-
     layout = getattr(x, "_layout", None)
     tensor = torch.tensor(index, device=x.device)
-    return tensor if layout is None else replicated(tensor, layout.mesh)
+    return tensor if layout is None else State.core.replicated(tensor, layout.mesh)
 
 
 def _is_array(x: Any) -> bool:

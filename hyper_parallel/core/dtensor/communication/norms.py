@@ -1,0 +1,145 @@
+"""Norms of distributed tensors from those of the parts that ranks hold, for clipping gradients.
+
+There is one all-reduce for each mesh dimension that shards some of the tensors, whatever their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.placement_types import Shard
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.dtensor.layouts.layout import Layout
+
+__all__ = ["largest_over_ranks", "norms_over_ranks", "total_norm"]
+
+
+def total_norm(
+    tensors: Sequence[Any], layouts: Sequence[Layout | None], order: float, norm_of: Callable[[Sequence[Any]], Any]
+) -> tuple[Any, DeviceMesh]:
+    """See `platform.contract.Core.total_norm`. A tensor that is the same on several ranks is counted by the first."""
+    shares = _SHARES[tuple(layouts)]
+    norms = [_norm_of_share(share, tensors, order, norm_of) for share in shares]
+    total = norms[0]
+    if len(norms) > 1:
+        total = sum(norms[1:], total) if order == 0 else norm_of(norms)
+    return total, shares[0].mesh
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank counts of the tensors on one mesh.
+
+    Attributes:
+        mesh: the mesh.
+        mesh_dims: those that some of the tensors are sharded by, along which is summed.
+        members: indices of all the tensors.
+        counted: those that this rank counts.
+        perhaps_empty: others, which may have no elements on any rank.
+        first: index of one that is distributed.
+    """
+
+    mesh: DeviceMesh
+    mesh_dims: tuple[int, ...]
+    members: list[int]
+    counted: list[int]
+    perhaps_empty: list[int]
+    first: int
+
+
+def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
+    """One a mesh, in the order of the tensors. Plain tensors, the same on all ranks, go with the first mesh."""
+    meshes = list({layout.mesh: None for layout in layouts if layout is not None})
+    shares = []
+    for mesh in meshes:
+        members = [i for i, layout in enumerate(layouts) if (meshes[0] if layout is None else layout.mesh) is mesh]
+        sharding = {i: _sharding(layouts[i]) for i in members}
+        mesh_dims = tuple(sorted(set().union(*sharding.values())))
+        first = next(i for i in members if layouts[i] is not None)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            shares.append(_Share(mesh, (), members, [], [], first))
+            continue
+        # The first of the ranks that hold the same part, if that has elements.
+        counted = [
+            i
+            for i in members
+            if all(d in sharding[i] or not coordinate[d] for d in mesh_dims)
+            and ((layout := layouts[i]) is None or 0 not in layout.local_shape)
+        ]
+        others = [i for i in members if i not in counted and ((layout := layouts[i]) is None or 0 in layout.shape)]
+        shares.append(_Share(mesh, mesh_dims, members, counted, others, first))
+    return shares
+
+
+#: layouts of all tensors -> `_shares` of them.
+_SHARES = Table(_shares, 1 << 8, "shares of norms")
+
+
+def _sharding(layout: Layout | None) -> tuple[int, ...]:
+    """The mesh dimensions that shard a tensor."""
+    return () if layout is None else tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Shard))
+
+
+def _norm_of_share(share: _Share, tensors: Sequence[Any], order: float, norm_of: Callable[[Sequence[Any]], Any]) -> Any:
+    platform = share.mesh.platform
+
+    def nothing() -> Any:
+        """The element that does not count in a norm of this order."""
+        return platform.full((1,), math.inf if order < 0 else 0.0, tensors[share.first])
+
+    if order:
+        mine = [tensors[i] for i in share.counted]
+        # Some norms of nothing are errors, which all ranks should raise.
+        mine += [tensors[i] for i in share.perhaps_empty if 0 in platform.shape_of(tensors[i])]
+        return _combined(norm_of(mine or [nothing()]), share.mesh, share.mesh_dims, order)
+    # The number of tensors that are not zero: all ranks must know of each.
+    counted = set(share.counted)
+    found = [norm_of([tensors[i] if i in counted else nothing()]).reshape((1,)) for i in share.members]
+    return norm_of(list(_combined(platform.cat(found, 0), share.mesh, share.mesh_dims, order)))
+
+
+def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: float) -> Any:
+    """Norms of whole tensors, from the ``norms`` of what this rank holds, which may be overwritten."""
+    if math.isinf(order):
+        for mesh_dim in mesh_dims:
+            norms = collectives.all_reduce_extreme(norms, mesh, mesh_dim, "max" if order > 0 else "min")
+        return norms
+    along, is_sum = [d for d in mesh_dims if mesh.shape[d] > 1], order in (0, 1)
+    if not along:
+        return norms
+    powers = norms if is_sum else norms**order
+    for mesh_dim in along:
+        powers = collectives.all_reduce(powers, mesh, mesh_dim)
+    return powers if is_sum else powers ** (1.0 / order)
+
+
+def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], order: float) -> list[Any]:
+    """See `platform.contract.Core.norms_over_ranks`."""
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for i, layout in enumerate(layouts):
+        if layout is not None and (mesh_dims := _sharding(layout)):
+            groups.setdefault((layout.mesh, mesh_dims), []).append(i)
+    found = list(norms)
+    for (mesh, mesh_dims), indices in groups.items():
+        platform = mesh.platform
+        together = platform.cat([norms[i].reshape((1,)) for i in indices], 0)
+        together = _combined(together, mesh, mesh_dims, order)
+        for position, i in enumerate(indices):
+            found[i] = platform.narrow(together, 0, position, 1).reshape(())
+    return found
+
+
+def largest_over_ranks(value: Any, layouts: Iterable[Layout | None]) -> Any:
+    """See `platform.contract.Core.largest_over_ranks`."""
+    along = {(layout.mesh, d) for layout in layouts if layout is not None for d in _sharding(layout)}
+    # In an order that all ranks share.
+    for mesh, mesh_dim in sorted(along, key=lambda pair: (pair[0].mesh.ravel().tolist(), pair[1])):
+        value = collectives.all_reduce(value, mesh, mesh_dim, "max")
+    return value

@@ -1,0 +1,58 @@
+"""What core hands to a backend with the DTensor class: `platform.contract.Core`, which says what each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor import device_mesh
+from hyper_parallel.core.dtensor.communication import local_collectives, norms
+from hyper_parallel.core.dtensor.communication.coalesce import open_block
+from hyper_parallel.core.dtensor.communication.transitions import transitions_of
+from hyper_parallel.core.dtensor.layouts import memory_order
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations import class_parts, modes, random, views
+from hyper_parallel.core.dtensor.operations.dispatch import dispatch
+from hyper_parallel.core.dtensor.operations.operands import all_replicated
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
+
+__all__ = ["Services"]
+
+
+class Services:
+    """`platform.contract.Core`.
+
+    Args:
+        restore: see there.
+    """
+
+    dispatch = dispatch
+    implicit_replication = staticmethod(modes.implicit_replication)
+    before_write, after_write = staticmethod(views.before_write), staticmethod(views.after_write)
+    is_contiguous = staticmethod(memory_order.is_contiguous_whole)
+    open_block = staticmethod(open_block)
+    total_norm = staticmethod(norms.total_norm)
+    norms_over_ranks = staticmethod(norms.norms_over_ranks)
+    largest_over_ranks = staticmethod(norms.largest_over_ranks)
+    draw, take_part = staticmethod(random.draw), staticmethod(random.take_part)
+    of_first_rank = staticmethod(random.of_first_rank)
+    refuse_part_of_classes = staticmethod(class_parts.refuse_part_of_classes)
+    check_local_collective = staticmethod(local_collectives.check_local_collective)
+    check_rows = staticmethod(local_collectives.check_rows)
+
+    def __init__(self, restore: Callable[..., Any]) -> None:
+        self.restore = restore
+        self.unpickling = (restore, get_layout, device_mesh._rebuild, Replicate, Shard, PackedShard, Partial)
+
+    def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
+        """See `platform.contract.Core`."""
+        platform = mesh.platform
+        return platform.wrap(local, get_layout(mesh, all_replicated(mesh), tuple(platform.shape_of(local))))
+
+    def to_owner(self, gradient: Any, layout: Layout) -> Any:
+        """See `platform.contract.Core`."""
+        return transitions_of(layout.mesh.platform).to_owner(gradient, layout)
+
+    def to_summands(self, gradient: Any, layout: Layout) -> Any:
+        """See `platform.contract.Core`."""
+        return transitions_of(layout.mesh.platform).to_summands(gradient, layout)

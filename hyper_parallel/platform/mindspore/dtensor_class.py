@@ -1,0 +1,30 @@
+"""Making the DTensor class of MindSpore."""
+
+from __future__ import annotations
+
+from mindspore import Parameter, Tensor
+
+from hyper_parallel.platform.contract import Core
+from hyper_parallel.platform.mindspore.handlers.likes import NEW_METHODS
+from hyper_parallel.platform.mindspore.parameter import Classes, DistributedParameter
+from hyper_parallel.platform.mindspore.patches import PATCHES
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor
+
+__all__ = ["make_dtensor_class"]
+
+
+def make_dtensor_class(mixin: type, core: Core) -> type:
+    """The DTensor class: core's ``mixin`` over `InterceptedTensor`; and the parameter class that goes with it."""
+    names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
+    members = {**names, **NEW_METHODS}
+    InterceptedTensor._core, InterceptedTensor._dispatch = core, staticmethod(core.dispatch)  # type: ignore[assignment]
+    dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), members)
+    parameter = type(Tensor)(
+        "DTensorParameter",
+        (DistributedParameter, dtensor, Parameter, Tensor),
+        {**names, "__init__": Parameter.__init__},
+    )
+    Classes.made = (dtensor, parameter)
+    Parameter._get_base_class(Tensor)  # the class of plain parameters, which MindSpore makes with the first of them
+    PATCHES.install()
+    return dtensor

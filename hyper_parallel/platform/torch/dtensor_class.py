@@ -1,0 +1,107 @@
+"""The DTensor class of torch: a tensor that carries a layout, and whose operations are intercepted.
+
+What torch does below Python sees an ordinary tensor of the local shape. What it does in Python arrives at
+``__torch_function__``, which looks the function up once:
+
+* `tensor.HANDLERS` holds what torch needs from a tensor besides computing: metadata, ``.grad``, backward, hooks,
+  optimizers' kernels, random initialisation (the modules of `platform.torch.handlers`);
+* `op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row;
+* everything else goes to core's dispatch without a row, which gathers the operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.contract import Core
+from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
+from hyper_parallel.platform.torch.functional import calls_in_place, direct_calls
+from hyper_parallel.platform.torch.op_table import OP_TABLE
+from hyper_parallel.platform.torch.operators import make_methods, make_operators
+from hyper_parallel.platform.torch.private import is_dispatch_on
+from hyper_parallel.platform.torch.tensor import HANDLERS, Handler, State
+
+__all__ = ["make_dtensor_class"]
+
+T: Any = torch.Tensor
+
+_NO_KWARGS: dict[str, Any] = {}
+_local_shape = T.shape.__get__
+
+
+def _local_property(name: str, base: Any) -> property:
+    """A property that the local tensor answers, without the way through ``__torch_function__``."""
+    read = getattr(base, name).__get__
+
+    def get(self: Any) -> Any:
+        if not is_dispatch_on():
+            return read(self)
+        with no_dispatch():
+            return read(self)
+
+    return property(get, doc=getattr(T, name).__doc__)
+
+
+def _complex_part(name: str) -> property:
+    """``x.real`` and ``x.imag``, which torch lets nobody intercept when they are set."""
+    read = getattr(T, name).__get__
+
+    def set_part(self: Any, value: Any) -> None:
+        read(self).copy_(value)
+
+    return property(read, set_part, doc=getattr(T, name).__doc__)
+
+
+def make_dtensor_class(mixin: type, core: Core, base: type = torch.Tensor) -> type:
+    """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it.
+
+    ``base`` is the class of local tensors. It is another one where torch's own tensors are a subclass that computes by
+    ``__torch_dispatch__``, which retagging must not take away: the tests with fake tensors give ``FakeTensor``.
+    """
+    if State.tensor_class is not None:
+        if not issubclass(State.tensor_class, mixin):
+            raise RuntimeError(f"the DTensor class has been made already, with {State.tensor_class.__mro__[1]}")
+        return State.tensor_class
+    bind = core.dispatch.bind
+    computing: dict[Any, Handler] = {func: bind(row) for func, row in OP_TABLE.items()}
+    computing.update(calls_in_place(OP_TABLE, computing))
+    table = State.table = {**computing, **direct_calls(computing), **HANDLERS}
+    look_up = table.get
+    unknown, recover = handlers.run_unknown, handlers.recover
+
+    def torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        try:
+            return look_up(func, unknown)(func, args, kwargs or _NO_KWARGS)
+        except RuntimeError as error:
+            return recover(error, func, args, kwargs or _NO_KWARGS)
+
+    def shape(self: Any) -> Any:
+        """Global shape; of the local tensor where dispatch is off."""
+        return self._layout.shape if is_dispatch_on() else _local_shape(self)
+
+    namespace = {
+        **{name: _local_property(name, base) for name in ("dtype", "device", "ndim")},
+        **{name: _complex_part(name) for name in ("real", "imag")},
+        "__doc__": mixin.__doc__,
+        "__module__": mixin.__module__,
+        "__torch_function__": classmethod(torch_function),
+        "shape": property(shape),
+        "__deepcopy__": handlers.deepcopy_dtensor,
+        "__reduce_ex__": handlers.reduce_dtensor,
+        "set_": handlers.composite.set_method,
+        "_is_flat_param": wrappers.refuse_flat_parameter,
+        **checkpoints.REFUSALS,
+        **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, recover),
+        **make_operators(table, recover),
+    }
+    State.tensor_class = type(mixin)("DTensor", (mixin, base), namespace)
+    State.core = core
+    try:
+        patches.PATCHES.install()
+    except RuntimeError:
+        State.tensor_class = None  # every attempt is to say so
+        raise
+    return State.tensor_class

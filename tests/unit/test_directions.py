@@ -1,0 +1,193 @@
+"""Which part of the package may import which, and that no imports go in a circle; on the parsed files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "hyper_parallel"
+
+#: layer -> its modules: a package with all below it, unless a longer name puts them into another layer.
+LAYERS = {
+    "contract": ["platform.contract"],
+    "platforms": ["platform"],
+    "torch": ["platform.torch"],
+    "mindspore": ["platform.mindspore"],
+    "tools": ["core", "core.caches", "core.weak", "core.lookalikes"],
+    "placements": ["core.dtensor.placement_types"],
+    "layouts": ["core.dtensor.layouts"],
+    "communication": ["core.dtensor.communication"],
+    "mesh": ["core.dtensor.device_mesh"],
+    "operations": ["core.dtensor.operations"],
+    "dtensor": ["core.dtensor"],
+    "tensor_parallel": ["core.tensor_parallel"],
+    "data_parallel": ["core.data_parallel"],
+    "integrations": ["integrations"],
+    "debug": ["debug"],
+    "testing": ["testing"],
+    "labs": ["testing.labs"],
+    "names": [""],
+    "names of mindspore": ["mindspore"],
+}
+_BELOW_OPERATIONS = {"contract", "platforms", "tools", "placements", "layouts", "communication", "mesh"}
+_BELOW_STYLES = {*_BELOW_OPERATIONS, "operations", "dtensor"}
+#: The arrows: layer -> the layers that its modules may import. Their own they may import always.
+MAY_IMPORT = {
+    "contract": set(),
+    "platforms": {"contract"},
+    "torch": {"platforms", "contract"},
+    "mindspore": {"platforms", "contract"},
+    "tools": {"names"},
+    "placements": {"tools"},
+    "layouts": {"tools", "placements"},
+    "communication": {"contract", "platforms", "tools", "placements", "layouts"},
+    "mesh": {"contract", "platforms", "tools", "communication"},
+    "operations": _BELOW_OPERATIONS,
+    "dtensor": {*_BELOW_OPERATIONS, "operations"},
+    "tensor_parallel": _BELOW_STYLES,
+    "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
+    "integrations": {*_BELOW_STYLES, "tensor_parallel"},
+    "debug": _BELOW_STYLES,
+    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "labs", "names"},
+    "labs": {"names", "names of mindspore", "torch", "mindspore"},
+    "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
+    "names of mindspore": {"mindspore", "platforms"},
+}
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Module -> source, of the whole package."""
+    found = {}
+    for path in sorted((ROOT / NAME).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def layer_of(module: str) -> str:
+    """The layer whose name for the module is the longest."""
+    prefixes = [(f"{NAME}.{name}".rstrip("."), layer) for layer, names in LAYERS.items() for name in names]
+    return max((len(prefix), layer) for prefix, layer in prefixes if f"{module}.".startswith(f"{prefix}."))[1]
+
+
+@cache
+def imports_of(text: str) -> tuple[tuple[int, str, str], ...]:
+    """See `imports`."""
+    return tuple(imports(ast.parse(text)))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of what is imported when the program runs, also inside functions and as a call."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"line {node.lineno}: a relative import"
+            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from ((node.lineno, str(name.value), "") for name in node.args[:1] if isinstance(name, ast.Constant))
+        yield from imports(node)
+
+
+def graph(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """Module -> the modules that it imports, each with a line. A module's own package does not count: Python imports
+    that first in any case, and a package whose modules fill a table, as that of the rules is, imports them."""
+    found: dict[str, dict[str, int]] = {module: {} for module in texts}
+    for module, text in texts.items():
+        for line, package, name in imports_of(text):
+            target = f"{package}.{name}" if f"{package}.{name}" in texts else package
+            if target in texts and target not in (module, module.rpartition(".")[0]):
+                found[module].setdefault(target, line)
+    return found
+
+
+def wrong_arrows(arrows: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Imports that `MAY_IMPORT` does not have."""
+    return [
+        f"{module}:{line}: {here} may not import {there} ({target})"
+        for module, targets in arrows.items()
+        for target, line in targets.items()
+        if (here := layer_of(module)) != (there := layer_of(target)) and there not in MAY_IMPORT[here]
+    ]
+
+
+def circle(arrows: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Modules of which each imports the next, and the last the first; nothing where there are none."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module not in done:
+            path.append(module)
+            for target in arrows[module]:
+                if found := visit(target):
+                    return found
+            done.add(path.pop())
+        return []
+
+    return next(filter(None, map(visit, arrows)), [])
+
+
+def test_every_import_goes_along_an_arrow() -> None:
+    assert wrong_arrows(graph(sources())) == []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert circle(graph(sources())) == []
+
+
+def test_the_arrows_themselves_go_one_way() -> None:
+    """Layers can be built one upon the other."""
+    assert circle({layer: dict.fromkeys(targets, 0) for layer, targets in MAY_IMPORT.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "arrow"),
+    [
+        ("platform.torch.levels", "from hyper_parallel.core.caches import Cache", "torch may not import tools"),
+        ("platform.mindspore.grad", "import hyper_parallel.core.weak", "mindspore may not import tools"),
+        ("platform.contract.core", "from hyper_parallel.platform import registry", "contract may not import platforms"),
+        ("core.dtensor.tensor", "from hyper_parallel.platform.torch import base", "dtensor may not import torch"),
+        ("core.dtensor.api", "import_module('hyper_parallel.platform.torch.cpu')", "dtensor may not import torch"),
+        (
+            "core.dtensor.layouts.layout",
+            "from hyper_parallel.core.dtensor import api",
+            "layouts may not import dtensor",
+        ),
+        ("core.dtensor.rest", "import hyper_parallel.core.tensor_parallel.api", "may not import tensor_parallel"),
+        ("platform.torch.tensor", "import hyper_parallel.platform.mindspore.base", "torch may not import mindspore"),
+        ("testing.worker", "import hyper_parallel.platform.torch.base", "testing may not import torch"),
+    ],
+)
+def test_a_wrong_arrow_is_seen(module: str, line: str, arrow: str) -> None:
+    """At the top of a module and inside a function."""
+    name = f"{NAME}.{module}"
+    for planted in (line, f"def f():\n    {line}"):
+        found = wrong_arrows(graph({**sources(), name: f"{sources()[name]}\n{planted}\n"}))
+        assert len(found) == 1 and found[0].startswith(name) and arrow in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("module", "other"),
+    [
+        ("core.dtensor.operations.op_sharding", "core.dtensor.operations.dispatch"),
+        ("platform.torch.tensor", "platform.torch.patches"),
+        ("core.dtensor.communication.rank_check", "core.dtensor.communication.redistribute"),
+    ],
+)
+def test_a_circle_is_seen(module: str, other: str) -> None:
+    """Within a layer too, and inside a function; not where only types are meant."""
+    name, line = f"{NAME}.{module}", f"import {NAME}.{other}"
+    for planted, seen in ((line, True), (f"def f():\n    {line}", True), (f"if TYPE_CHECKING:\n    {line}", False)):
+        found = circle(graph({**sources(), name: f"{sources()[name]}\n{planted}\n"}))
+        assert bool(found) is seen and (not seen or {name, f"{NAME}.{other}"} <= set(found)), found
