@@ -182,7 +182,7 @@ def test_a_wrong_arrow_is_seen(module: str, line: str, arrow: str) -> None:
     [
         ("core.dtensor.operations.op_sharding", "core.dtensor.operations.dispatch"),
         ("platform.torch.tensor", "platform.torch.patches"),
-        ("core.dtensor.communication.rank_check", "core.dtensor.communication.redistribute"),
+        ("core.dtensor.communication.recorder", "core.dtensor.communication.redistribute"),
     ],
 )
 def test_a_circle_is_seen(module: str, other: str) -> None:
