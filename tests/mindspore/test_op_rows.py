@@ -31,19 +31,21 @@ def run_row(name: str, func: Any, args: tuple, kwargs: dict | None = None) -> An
 @pytest.mark.parametrize(
     ("args", "kwargs", "wanted"),
     [
-        (("x", 1, True), {}, ["x", 1, True]),
-        (("x",), {"axis": 2}, ["x", 2, False]),
-        ((), {"input": "x", "dim": 1, "keepdims": True}, ["x", 1, True]),
-        (("x", 1, True, "dropped"), {}, ["x", 1, True]),
+        (("x", 1, True), {}, (1, True)),
+        (("x",), {"axis": 2}, (2, False)),
+        ((), {"input": "x", "dim": 1, "keepdims": True}, (1, True)),
+        (("x", 1, True, "dropped"), {}, (1, True)),
     ],
 )
-def test_arguments(args: tuple, kwargs: dict, wanted: list) -> None:
-    assert arguments(("x", "dim", "keepdim"), (False,), args, kwargs) == wanted
+def test_arguments(args: tuple, kwargs: dict, wanted: tuple) -> None:
+    assert arguments("x dim keepdim=False")(None, args, kwargs) == (("x",), wanted)
+    swapped = arguments("x dim keepdim=False -> x | keepdim dim")
+    assert swapped(None, args, kwargs) == (("x",), wanted[::-1])
 
 
 def test_missing_argument() -> None:
     with pytest.raises(TypeError, match="argument 'dim' is missing"):
-        arguments(("x", "dim", "keepdim"), (False,), ("x",), {"keepdim": True})
+        arguments("x dim keepdim=False")(None, ("x",), {"keepdim": True})
 
 
 def test_dims_and_sizes_in_tensors() -> None:

@@ -16,7 +16,7 @@ from mindspore import ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_table.binding import Function, arguments, dims_of, row
+from hyper_parallel.platform.mindspore.op_table.binding import Function, by_name, row
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["LOSSES", "dispatched_loss"]
@@ -45,28 +45,9 @@ def _smooths(args: tuple, kwargs: dict) -> bool:
     return bool(args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0))
 
 
-def _bind_cross_entropy(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    kwargs = {"x" if key == "input" else key: value for key, value in kwargs.items()}
-    x, target, weight, ignore, reduction, smoothing = arguments(
-        ("x", "target", "weight", "ignore_index", "reduction", "label_smoothing"),
-        (None, -100, "mean", 0.0),
-        args,
-        kwargs,
-    )
-    return (x, target, weight), (reduction, int(ignore), float(smoothing))
-
-
-def _bind_nll_loss(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    kwargs = {"x" if key == "inputs" else key: value for key, value in kwargs.items()}
-    x, target, weight, ignore, reduction = arguments(
-        ("x", "target", "weight", "ignore_index", "reduction"), (None, -100, "mean"), args, kwargs
-    )
-    return (x, target, weight), (reduction, int(ignore))
-
-
-def _bind_log_sum_exp(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, dim, keepdim = arguments(("x", "dim", "keepdim"), (False,), args, kwargs)
-    return (x,), (dims_of(dim), bool(keepdim))
+def _on_device(func: Any, on_cpu: Any) -> Any:
+    """The functions of mint have no kernels on CPU."""
+    return on_cpu if device_target() == "CPU" else func
 
 
 def _cross_entropy(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -79,18 +60,20 @@ def _nll_loss(func: Any, xs: tuple, statics: tuple) -> Any:
     return _on_device(func, ops.nll_loss)(*xs, ignore, reduction)
 
 
-def _on_device(func: Any, on_cpu: Any) -> Any:
-    """The functions of mint have no kernels on CPU."""
-    return on_cpu if device_target() == "CPU" else func
-
-
-_CROSS_ENTROPY = row("cross_entropy", _bind_cross_entropy, _cross_entropy)
-_NLL_LOSS = row("nll_loss", _bind_nll_loss, _nll_loss)
 #: Name of the function -> row.
-LOSSES: dict[str, NativeOp] = {
-    "cross_entropy": _CROSS_ENTROPY,
-    "cross_entropy_ext": _CROSS_ENTROPY,
-    "nll_loss": _NLL_LOSS,
-    "nll_loss_ext": _NLL_LOSS,
-    "logsumexp": row("logsumexp", _bind_log_sum_exp, lambda func, xs, statics: func(xs[0], *statics)),
-}
+LOSSES: dict[str, NativeOp] = by_name(
+    {
+        "cross_entropy cross_entropy_ext": row(
+            "cross_entropy",
+            "x target weight=None ignore_index=-100 reduction='mean' label_smoothing=0.0"
+            " -> x target weight | reduction ignore_index label_smoothing",
+            _cross_entropy,
+        ),
+        "nll_loss nll_loss_ext": row(
+            "nll_loss",
+            "x target weight=None ignore_index=-100 reduction='mean' -> x target weight | reduction ignore_index",
+            _nll_loss,
+        ),
+        "logsumexp": row("logsumexp", "x dims keepdim=False"),
+    }
+)
