@@ -30,7 +30,6 @@ _CPU_OPS = {"sum", "max"}
 _CPU_FLOAT32_OPS = {"sum", "max", "min"}
 _HCCL_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int16, ms.int32, ms.int64}
 _HCCL_OPS = {"sum", "max", "min"}
-_NAMES = {"sum": "sum", "max": "max", "min": "min"}
 
 
 def dense(x: Tensor) -> Tensor:
@@ -65,7 +64,7 @@ class CollectiveVerbs:
 
     def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
         local = dense(local)
-        dist.all_reduce(local, _NAMES[op], group)
+        dist.all_reduce(local, op, group)
         return local
 
     def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
@@ -86,7 +85,7 @@ class CollectiveVerbs:
 
     def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
         out = mint.empty((local.shape[0] // size, *local.shape[1:]), dtype=local.dtype)
-        dist.reduce_scatter_tensor(out, local, _NAMES[op], group)
+        dist.reduce_scatter_tensor(out, local, op, group)
         return out
 
     def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:

@@ -24,14 +24,13 @@ from hyper_parallel.platform.mindspore.handlers.optimizers import run_compiled_s
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, distributed_in, is_dispatching
 
 __all__ = [
+    "allowed_again",
     "checked_begin",
     "checked_compile",
+    "checked_enter",
     "checked_jit",
     "checked_parser",
     "checked_preparation",
-    "guarded_enter",
-    "lifted_end",
-    "lifted_exit",
     "reachable",
 ]
 
@@ -136,41 +135,41 @@ def _is_filled(cell: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ from the source
-def checked_jit(plain_call: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the call of a function that is compiled with jit."""
+def checked_jit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the call of a function that is compiled with jit."""
 
-    @functools.wraps(plain_call)
+    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatching():
-            return plain_call(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+            return original(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
         if isinstance(self.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
-            return run_compiled_step(plain_call, self, args, kwargs)
+            return run_compiled_step(original, self, args, kwargs)
         found = next(distributed_in((args, kwargs)), None)
         if found is not None and self.fn.__module__ == "mindspore.amp":
             return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only
         _refuse(f"the function {self.fn.__name__!r} compiled with jit", args, kwargs, self.obj, self.fn)
-        return plain_call(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return call
 
 
-def checked_compile(plain_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for compiling a cell, in graph mode."""
+def checked_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of compiling a cell, in graph mode."""
 
-    @functools.wraps(plain_compile)
+    @functools.wraps(original)
     def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse(f"{type(obj).__name__} in graph mode", args, kwargs, obj)
-        return plain_compile(self, obj, *args, **kwargs)
+        return original(self, obj, *args, **kwargs)
 
     return compile_cell
 
 
-def checked_parser(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the functions of its own that MindSpore asks for what the parser comes across."""
+def checked_parser(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the functions of its own that MindSpore asks for what the parser comes across."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def ask(*args: Any) -> Any:
-        answer = plain(*args)
+        answer = original(*args)
         # Not looked through: of a module or a dict of names only a part is used.
         found = next(distributed_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
         if found is not None and is_dispatching():
@@ -181,66 +180,56 @@ def checked_parser(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ------------------------------------------------------------------------------------------------ from a run
-class _Guard:
+_original_enter = NoDispatch.__enter__
+
+
+def _refuse_operations(what: str, clean_up: Callable[[], None] = lambda: None) -> None:
     """While a graph is made of what runs in this thread, whatever works on local tensors is an error."""
+    thread = threading.get_ident()
 
-    def __init__(self) -> None:
-        self._plain_enter = NoDispatch.__enter__
-        self._thread: int | None = None
-        self._what = ""
-        self._clean_up: Callable[[], None] = lambda: None
+    def enter(guard: NoDispatch) -> None:
+        if threading.get_ident() != thread:
+            return _original_enter(guard)
+        _allow_operations()
+        clean_up()
+        raise graph_error(what, None)
 
-    def set(self, what: str, clean_up: Callable[[], None] = lambda: None) -> None:
-        self._thread, self._what, self._clean_up = threading.get_ident(), what, clean_up
-        plain_enter = self._plain_enter
-
-        def enter(guard: NoDispatch) -> None:
-            if threading.get_ident() != self._thread:
-                return plain_enter(guard)
-            what, clean_up = self._what, self._clean_up
-            self.lift()
-            clean_up()
-            raise graph_error(what, None)
-
-        NoDispatch.__enter__ = enter  # type: ignore[method-assign]
-
-    def lift(self) -> None:
-        self._thread = None
-        NoDispatch.__enter__ = self._plain_enter  # type: ignore[method-assign]
+    NoDispatch.__enter__ = enter  # type: ignore[method-assign]
 
 
-_WHILE_RECORDING = _Guard()
+def _allow_operations() -> None:
+    NoDispatch.__enter__ = _original_enter  # type: ignore[method-assign]
 
 
-def checked_begin(plain_begin: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the beginning of a run that is recorded."""
+def allowed_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the end of a run of which a graph is made."""
 
-    @functools.wraps(plain_begin)
+    @functools.wraps(original)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        _allow_operations()
+        return original(*args, **kwargs)
+
+    return end
+
+
+def checked_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the beginning of a run that is recorded."""
+
+    @functools.wraps(original)
     def begin(name: str, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatching():
-            return plain_begin(name, *args, **kwargs)
+            return original(name, *args, **kwargs)
         caller = sys._getframe(1).f_locals
         function, given = caller.get("fn"), caller.get("args", args)
         what = f"the function {getattr(function, '__name__', name)!r} compiled with jit"
         # A graph of an earlier call may be there already: then nothing runs that could be caught later.
         _refuse(what, args, given, function)
-        made = plain_begin(name, *args, **kwargs)
+        made = original(name, *args, **kwargs)
         if made:
-            _WHILE_RECORDING.set(what, _forget_recording)
+            _refuse_operations(what, _forget_recording)
         return made
 
     return begin
-
-
-def lifted_end(plain_end: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the end of such a run."""
-
-    @functools.wraps(plain_end)
-    def end(*outputs: Any, **kwargs: Any) -> Any:
-        _WHILE_RECORDING.lift()
-        return plain_end(*outputs, **kwargs)
-
-    return end
 
 
 def _forget_recording() -> None:
@@ -255,40 +244,26 @@ def _forget_recording() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ from the bytecode
-_WHILE_CAPTURING = _Guard()
-
-
-def checked_preparation(plain_prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the look at the arguments before the bytecode is compiled."""
+def checked_preparation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the look at the arguments before the bytecode is compiled."""
 
     def prepare(args: tuple, kwargs: dict) -> Any:
         if is_dispatching():
             capturing = sys._getframe(1).f_locals.get("self")
             function = getattr(capturing, "fn", None)
             _refuse(f"the function {getattr(function, '__name__', '?')!r} compiled with jit", args, kwargs, function)
-        return plain_prepare(args, kwargs)
+        return original(args, kwargs)
 
     return prepare
 
 
-def guarded_enter(plain_enter: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the beginning of a run whose bytecode is compiled."""
+def checked_enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the beginning of a run whose bytecode is compiled."""
 
-    @functools.wraps(plain_enter)
+    @functools.wraps(original)
     def enter(self: Any) -> Any:
         if is_dispatching():
-            _WHILE_CAPTURING.set(f"the function {self.fn.__name__!r} compiled with jit")
-        return plain_enter(self)
+            _refuse_operations(f"the function {self.fn.__name__!r} compiled with jit")
+        return original(self)
 
     return enter
-
-
-def lifted_exit(plain_exit: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the end of such a run."""
-
-    @functools.wraps(plain_exit)
-    def leave(self: Any, *error: Any) -> Any:
-        _WHILE_CAPTURING.lift()
-        return plain_exit(self, *error)
-
-    return leave

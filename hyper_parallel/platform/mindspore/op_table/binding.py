@@ -26,6 +26,7 @@ from hyper_parallel.platform.mindspore.empty_shards import safe_when_empty
 __all__ = [
     "Bind",
     "Call",
+    "Choose",
     "Function",
     "arguments",
     "binds",
@@ -41,6 +42,8 @@ __all__ = [
 
 Bind = Callable[[Any, tuple, dict], tuple[tuple, tuple]]
 Call = Callable[[Any, tuple, Any], Any]
+#: Picks the row by (args, kwargs) where one primitive is several operations; None for a call without a rule.
+Choose = Callable[[tuple, dict], NativeOp | None]
 
 
 class Function:
@@ -229,23 +232,11 @@ def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- element-wise operations
-class _Template:
-    """Where the operands of an element-wise call go among its other arguments."""
-
-    __slots__ = ("args", "kwargs", "places")
-
-    def __init__(self, args: tuple, kwargs: dict, places: tuple) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.places = places
-
-
 def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
-    if statics is None or (template := statics[-1]) is None:
+    if statics is None or (others := statics[-1]) is None:
         return func(*operands)
-    args = list(template.args)
-    kwargs = dict(template.kwargs)
-    for place, operand in zip(template.places, operands, strict=True):
+    args, kwargs, places = list(others[0]), dict(others[1]), others[2]
+    for place, operand in zip(places, operands, strict=True):
         if isinstance(place, int):
             args[place] = operand
         else:
@@ -295,7 +286,10 @@ def elementwise(name: str, count: int | None = None, flat: bool = False) -> Nati
             positional = min(count, len(args))
             places = (*range(positional), *by_keyword[: count - positional])
         operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
-        return operands, (*head, _Template(args, kwargs, places))
+        # Not the operands themselves: plans of divisions are kept under this.
+        others = tuple(None if i in places else a for i, a in enumerate(args))
+        named = tuple((k, None if k in places else a) for k, a in kwargs.items())
+        return operands, (*head, (others, named, places))
 
     call = _call_inplace if name.endswith("_") else _call_elementwise
     return NativeOp(name, bind, safe_when_empty(name, call, flat), False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from mindspore import Tensor
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
-from hyper_parallel.platform.mindspore.op_table.binding import Call, by_name, elementwise, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import Call, Choose, by_name, elementwise, instead, row
 from hyper_parallel.platform.mindspore.private import type_id_to_type
 
 __all__ = ["OPS", "VARIANTS"]
@@ -103,6 +102,4 @@ def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
     return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
 
 
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = by_name(
-    {"Cast ToDtype ToOther": _cast, "BiasAdd": _bias_add}
-)
+VARIANTS: dict[str, Choose] = by_name({"Cast ToDtype ToOther": _cast, "BiasAdd": _bias_add})

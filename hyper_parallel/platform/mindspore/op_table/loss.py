@@ -1,9 +1,9 @@
 """Losses, and logsumexp, that MindSpore composes of many primitives: taken whole, before they fall apart.
 
-``ops.cross_entropy`` is some twenty primitives, of which each is right on DTensors, and which together gather the
-classes. So wrappers stand for the functions (`platform.mindspore.patches`), which hand them to core as one operation
-and do nothing for plain tensors. A name that a program has imported from MindSpore before the first DTensor was made
-stays what it was: right, but with gathered classes.
+``ops.cross_entropy`` runs some twenty primitives. Each is right on DTensors, but together they gather the classes. So
+the functions are replaced (`platform.mindspore.patches`): DTensors go to core as one operation, and for plain tensors
+nothing changes. A name that a program has imported from MindSpore before the first DTensor was made stays what it was:
+right, but with gathered classes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispa
 __all__ = ["LOSSES", "dispatched_loss"]
 
 
-def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """What stands for a function of `LOSSES`."""
-    native, function = LOSSES[name], Function(name.removesuffix("_ext"), plain)
+def dispatched_loss(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The replacement of a function of `LOSSES`."""
+    native, function = LOSSES[name], Function(name.removesuffix("_ext"), original)
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def loss(*args: Any, **kwargs: Any) -> Any:
         if is_dispatching():
             found = next((x for x in (*args, *kwargs.values()) if isinstance(x, InterceptedTensor)), None)
@@ -35,7 +35,7 @@ def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
             if found is None and args and name != "logsumexp":
                 shape = args[0].shape
                 InterceptedTensor._dispatch.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return loss
 

@@ -9,7 +9,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_table.binding import binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import Choose, binds, by_name, instead, row
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 
@@ -165,7 +165,7 @@ OPS: dict[str, NativeOp] = by_name(
     }
 )
 
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {
+VARIANTS: dict[str, Choose] = {
     "Gather": _choose_gather,
     "Embedding": _choose_embedding,
     "EmbeddingLookup": _choose_embedding_lookup,

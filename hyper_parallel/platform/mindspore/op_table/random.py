@@ -13,11 +13,11 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.op_table.binding import by_name, row
 from hyper_parallel.platform.mindspore.seeds import is_of_one_call, layer_stream, undo_draw
 
-__all__ = ["DRAWS", "OPS", "RESULTS", "VARIANTS", "drawn_by_first_rank", "refuse_draw"]
+__all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 
 
 # -------------------------------------------------------------------- dropout
-def _bind_layer(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     """``Dropout(x, keep_prob, seed, seed)``. `ops.dropout` has drawn the seeds before it arrives here, and `_dropout`
     calls it again; a layer has drawn them once for all."""
     x, keep, *seeds = args
@@ -33,7 +33,7 @@ def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
     return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])[0]
 
 
-def _bind_layer_of_channels(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     """``Dropout2D`` and ``Dropout3D`` keep their probability in the primitive."""
     return args[:1], (1.0 - float(func.prim.keep_prob), True)
 
@@ -51,14 +51,12 @@ def _dropout_of_channels(func: Any, xs: tuple, statics: tuple) -> Any:
 
 OPS: dict[str, NativeOp] = by_name(
     {
-        "Dropout": row("dropout", _bind_layer, _dropout, by_function=True),
+        "Dropout": row("dropout", _bind_primitive, _dropout, by_function=True),
         "FuncDropoutExt DropoutExt": row("dropout", "x p=0.5 training=True -> x | p training None None", _dropout),
-        "Dropout2D Dropout3D": row("dropout", _bind_layer_of_channels, _dropout_of_channels, by_function=True),
+        "Dropout2D Dropout3D": row("dropout", _bind_channels_primitive, _dropout_of_channels, by_function=True),
         "Dropout2dExt": row("dropout", "x p=0.5 training=True", _dropout_of_channels),
     }
 )
-
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
 
 RESULTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(
     ("Dropout", "DropoutExt", "Dropout2D", "Dropout3D"), lambda y: (y, None)

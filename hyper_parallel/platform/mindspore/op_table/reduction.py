@@ -8,7 +8,7 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.op_table.binding import Call, binds, by_name, dims_of, repeated, row
+from hyper_parallel.platform.mindspore.op_table.binding import Call, Choose, binds, by_name, dims_of, repeated, row
 
 __all__ = ["OPS", "VARIANTS"]
 
@@ -78,7 +78,7 @@ def _choose_extreme(of_all: str) -> Callable[[tuple, dict], NativeOp]:
     return lambda args, kwargs: rows[bool(len(args) > 1 or kwargs)]
 
 
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = by_name(
+VARIANTS: dict[str, Choose] = by_name(
     {"Max DeprecatedMax": _choose_extreme("ReduceMax"), "Min DeprecatedMin": _choose_extreme("ReduceMin")}
 )
 

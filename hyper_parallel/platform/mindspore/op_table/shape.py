@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
 from hyper_parallel.platform.mindspore.empty_shards import getitem_of_nothing
-from hyper_parallel.platform.mindspore.op_table.binding import binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import Choose, binds, by_name, instead, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
@@ -216,7 +215,7 @@ def _choose_one_hot(args: tuple, kwargs: dict) -> NativeOp | None:
 
 OPS: dict[str, NativeOp] = by_name({**_VIEWS, **_PARTS, **_INDEXING})
 
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = by_name(
+VARIANTS: dict[str, Choose] = by_name(
     {
         "RepeatInterleaveInt DeprecatedRepeatInterleave RepeatInterleave": _choose_repeat_interleave,
         "StridedSlice": _choose_strided_slice,
