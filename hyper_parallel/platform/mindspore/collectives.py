@@ -18,7 +18,7 @@ from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.mindspore.launch import device_target, wait_for_group
 
-__all__ = ["CollectiveVerbs", "copied", "dense"]
+__all__ = ["CollectiveVerbs", "copied", "dense", "is_dense"]
 
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
 #: what travels as another dtype
@@ -32,12 +32,17 @@ _HCCL_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int16, ms.int32
 _HCCL_OPS = {"sum", "max", "min"}
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether ``x`` is all of its storage, in order: collectives and in-place operations on CPU take nothing else."""
+    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+
+
 def dense(x: Tensor) -> Tensor:
-    """``x`` itself if it is contiguous and all of its storage, else a copy. Differentiable."""
-    if x.is_contiguous():
-        # `contiguous` would give the beginning of a larger storage back as it is.
-        return x if x.untyped_storage().nbytes() == x.nbytes else copied(x)
-    return x.contiguous()
+    """``x`` itself if `is_dense`, else a copy. Differentiable."""
+    if is_dense(x):
+        return x
+    # `contiguous` would give the beginning of a larger storage back as it is.
+    return copied(x) if x.is_contiguous() else x.contiguous()
 
 
 def copied(x: Tensor) -> Tensor:

@@ -19,12 +19,15 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.indexing import decode_index
 from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import NoFallbackGuard, no_grad
+from hyper_parallel.platform.mindspore.private import NoFallbackGuard, TensorPy, no_grad
 
 __all__ = ["connected_zeros", "getitem_of_nothing", "safe_when_empty"]
 
 Call = Callable[[Any, tuple, Any], Any]
 WhenEmpty = Callable[[Call, Any, tuple, Any], Any]
+
+#: The same data, to which nothing leads.
+_data = TensorPy.data.__get__
 
 
 class _Zeros(_Function):
@@ -80,21 +83,21 @@ def _connected(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 # -------------------------------------------------------------------- what has the shape of other results
-def _zeros(make: Callable[..., Tensor], connected: bool = True) -> WhenEmpty:
+def _zeros(stand_in: Callable[[Tensor, tuple[int, ...]], Tensor], connected: bool = True) -> WhenEmpty:
     """Zeros of the shapes and dtypes that the operation would give: sums of nothing, or results without elements.
 
     The operation runs on stand-ins, in which each empty dimension has size 1, and again with size 2. What a dimension
     of a result grows by in between is what it lacks where there is nothing.
 
     Args:
-        make: makes a stand-in of a shape and dtype; of zeros where some are indices.
+        stand_in: (operand, shape) -> tensor of that shape and of the operand's dtype.
         connected: whether gradients lead back. Else no rank's do: collectives of backward run on all ranks or none.
     """
 
     def when_empty(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
         def results(size: int) -> Any:
             stand_ins = [
-                make(tuple(n or size for n in x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands
+                stand_in(x, tuple(n or size for n in x.shape)) if isinstance(x, Tensor) else x for x in operands
             ]
             return call(func, tuple(stand_ins), statics)
 
@@ -111,9 +114,18 @@ def _zeros(make: Callable[..., Tensor], connected: bool = True) -> WhenEmpty:
     return when_empty
 
 
-_of_values = _zeros(ops.ones)
-_of_indices = _zeros(ops.zeros)
-_flat = _zeros(ops.ones, connected=False)
+def _ones(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return ops.ones(shape, x.dtype) if 0 in x._shape else _data(x)  # which may be a large weight
+
+
+def _first_indices(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """All zeros, because some are indices, of which others are out of range where the table is a stand-in."""
+    return ops.zeros(shape, x.dtype)
+
+
+_of_values = _zeros(_ones)
+_of_indices = _zeros(_first_indices)
+_flat = _zeros(_ones, connected=False)
 
 
 def _quotient(call: Call, func: Any, operands: tuple, statics: Any) -> Any:

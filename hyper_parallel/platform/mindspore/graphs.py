@@ -12,8 +12,8 @@ import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import mindspore as ms
@@ -72,38 +72,39 @@ def _walk(x: Any, names: frozenset[str], seen: set[int]) -> Iterator[Any]:
     if x is None or isinstance(x, (bool, int, float, str, bytes, type)) or id(x) in seen:
         return
     seen.add(id(x))
-    for part, further in _parts(x, names):
-        yield from _walk(part, further, seen)
+    if isinstance(x, FunctionType):
+        parts, names = _parts_of_function(x)
+    else:
+        parts = _parts(x, names)
+    for part in parts:
+        yield from _walk(part, names, seen)
 
 
-def _parts(x: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[str]]]:
+def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
+    """None of them is made here: what is known by its id must stay."""
     if isinstance(x, (tuple, list, set, frozenset)):
-        yield from ((item, names) for item in x)
-    elif isinstance(x, dict):
-        yield from ((item, names) for item in x.values())
-    elif isinstance(x, FunctionType):
-        yield from _parts_of_function(x)
-    elif isinstance(x, MethodType):
-        yield from ((part, names) for part in (x.__func__, x.__self__))
-    elif isinstance(x, functools.partial):
-        yield from ((part, names) for part in (x.func, x.args, x.keywords))
-    elif isinstance(x, nn.Cell):
-        yield tuple(x.get_parameters()), names
-        yield tuple(vars(x).values()), names
-        yield type(x).construct, names
-    elif isinstance(x, ModuleType) or hasattr(x, "__dict__"):
-        own = vars(x)
-        yield from ((own[name], names) for name in names if name in own)
+        return x
+    if isinstance(x, dict):
+        return x.values()
+    if isinstance(x, MethodType):
+        return x.__func__, x.__self__
+    if isinstance(x, functools.partial):
+        return x.func, x.args, x.keywords
+    if isinstance(x, nn.Cell):
+        return *x.get_parameters(), *vars(x).values(), type(x).construct
+    own = getattr(x, "__dict__", {})  # a module's names, an object's attributes
+    return [own[name] for name in names if name in own]
 
 
-def _parts_of_function(function: FunctionType) -> Iterator[tuple[Any, frozenset[str]]]:
+def _parts_of_function(function: FunctionType) -> tuple[Iterable[Any], frozenset[str]]:
+    """And the names of attributes that it uses."""
     loaded, attributes = _names_in(function.__code__)
     closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    given = (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None), *closure)
-    yield from ((part, attributes) for part in given)
+    parts = [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None), *closure]
     if not (function.__module__ or "").startswith(_LIBRARIES):
         module = function.__globals__
-        yield from ((module[name], attributes) for name in loaded if name in module)
+        parts += [module[name] for name in loaded if name in module]
+    return parts, attributes
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,7 +27,15 @@ from hyper_parallel.platform.mindspore.op_table.binding import Function
 from hyper_parallel.platform.mindspore.op_table.random import DRAWS, drawn_by_first_rank, refuse_draw
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
-__all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "Unknown", "distributed_in", "is_dispatching"]
+__all__ = [
+    "InterceptedTensor",
+    "LegacyFunction",
+    "NoDispatch",
+    "Unknown",
+    "copy_of",
+    "distributed_in",
+    "is_dispatching",
+]
 
 _SHAPE = Tensor.shape.__get__
 
@@ -258,8 +266,7 @@ class InterceptedTensor(Tensor):
 
     # ---------------------------------------------------------------- copies
     def __deepcopy__(self, memo: dict) -> Any:
-        with NoDispatch():
-            new = _copy_of(self)
+        new: Any = copy_of(self)
         new.__class__ = type(self)
         new._layout = self._layout
         memo[id(self)] = new
@@ -288,8 +295,8 @@ def distributed_in(tree: Any) -> Iterator[Any]:
         yield from distributed_in(tuple(tree.get_parameters()))
 
 
-def _copy_of(x: Tensor) -> Tensor:
+def copy_of(x: Tensor) -> Tensor:
     """A plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an operation
     writes, and what `copy_` writes arrives in both."""
-    plain = Tensor._make_subclass(Tensor, x)
-    return Tensor(Tensor.asnumpy(plain), plain.dtype)
+    with NoDispatch():
+        return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, x)), x.dtype)

@@ -21,6 +21,7 @@ from typing import Any
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.collectives import is_dense
 from hyper_parallel.platform.mindspore.empty_shards import safe_when_empty
 
 __all__ = [
@@ -248,7 +249,7 @@ def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
     """On CPU most primitives that should write in place return a new tensor and write nothing, and those that write
     lose what is written to a view."""
     target = operands[0]
-    if not _is_whole(target):
+    if not is_dense(target):
         value = _call_inplace(func, (mint.add(target, 0), *operands[1:]), statics)
         Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
         return target
@@ -256,11 +257,6 @@ def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
     if result._data_ptr() != target._data_ptr():
         target.copy_(result)
     return target
-
-
-def _is_whole(x: Tensor) -> bool:
-    """Whether ``x`` is all of its memory, in order, so that it is as good as no view."""
-    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
 def elementwise(name: str, count: int | None = None, flat: bool = False) -> NativeOp:
