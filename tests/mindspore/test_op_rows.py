@@ -48,6 +48,13 @@ def test_missing_argument() -> None:
         arguments("x dim keepdim=False")(None, ("x",), {"keepdim": True})
 
 
+def test_arguments_by_keyword_in_any_order() -> None:
+    x = Tensor(X)
+    assert OPS["Narrow"].bind(None, (x,), {"length": 2, "start": 0, "axis": 1})[1] == (1, 0, 2)
+    assert OPS["TransposeExt"].bind(None, (x,), {"dim1": 0, "dim0": 1})[1] == ((1, 0),)
+    assert OPS["Reshape"].bind(None, (x,), {"shape": [3, 2]})[1] == ((3, 2),)
+
+
 def test_dims_and_sizes_in_tensors() -> None:
     assert dims_of(Tensor([1, -1])) == (1, -1) and dims_of(Tensor(2)) == (2,)
     assert dims_of(()) is None and dims_of(None) is None and dims_of([0, Tensor(1)]) == (0, 1)
@@ -72,6 +79,8 @@ def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -
     calls = (Tensor(X), Tensor(np.float32(2)), *args)
     _, statics = OPS["DivMod"].bind(None, calls, kwargs)
     assert statics[0] == (args[0] if args else kwargs.get("rounding_mode"))
+    _, again = OPS["DivMod"].bind(None, (Tensor(X + 1), *calls[1:]), kwargs)
+    assert again == statics and hash(again) == hash(statics), "one plan serves both calls"
 
     def divide(x: Any, y: Any, mode: Any = None, rounding_mode: Any = None) -> Any:
         return ops.div(x, y, rounding_mode=mode or rounding_mode)

@@ -72,10 +72,10 @@ _REDUCTIONS: dict[str, NativeOp] = {
 }
 
 
-def _choose_extreme(of_all: str) -> Callable[[tuple, dict], NativeOp]:
-    """Without dims the largest or smallest element alone, otherwise with its index."""
-    rows = _REDUCTIONS[of_all], repeated("reduce_whole", _REDUCED)
-    return lambda args, kwargs: rows[bool(len(args) > 1 or kwargs)]
+def _choose_extreme(of_all: str) -> Choose:
+    """Of all elements there is a rule that combines the ranks' results; along a dim the native call gives more."""
+    without_dims, with_dims = _REDUCTIONS[of_all], repeated("reduce_whole", _REDUCED)
+    return lambda args, kwargs: without_dims if len(args) == 1 and not kwargs else with_dims
 
 
 VARIANTS: dict[str, Choose] = by_name(
