@@ -26,13 +26,13 @@ __all__ = ["connected_zeros", "getitem_of_nothing", "safe_when_empty"]
 Call = Callable[[Any, tuple, Any], Any]
 WhenEmpty = Callable[[Call, Any, tuple, Any], Any]
 
-#: The same data, to which nothing leads.
+#: The same data, not connected to anything.
 _data = TensorPy.data.__get__
 
 
 class _Zeros(_Function):
-    """Zeros that lead back to tensors, to which they give the gradient zero. That leads back to them too, as the
-    gradient of what the zeros stand for does: in gradients of gradients collectives may wait on the way."""
+    """Zeros that are connected to tensors, with zero as their gradient. The gradient is connected to them again, as
+    that of the operation would be: in gradients of gradients, too, collectives may have to run."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class _Zeros(_Function):
 
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
-    """Zeros of which every operand is an input with gradient zero."""
+    """Zeros that are connected to every operand that can have a gradient, which is zero."""
     parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
     if dtype not in DIFFERENTIABLE or not parts:
         return ops.zeros(shape, dtype)
@@ -57,7 +57,7 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
 
 def safe_when_empty(name: str, call: Call, flat: bool = False) -> Call:
     """``call`` of a row of the canonical operation ``name``, made safe for empty operands. ``flat``: element-wise, and
-    MindSpore leads no gradient back."""
+    MindSpore gives the operands no gradient."""
     when_empty = _flat if flat else _WHEN_EMPTY.get(name, _connected)
     if when_empty is None:
         return call
@@ -72,8 +72,8 @@ def safe_when_empty(name: str, call: Call, flat: bool = False) -> Call:
 
 
 def _connected(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    """What the operation itself gives, where it gives nothing led back to the operands: MindSpore records few
-    operations on empty tensors."""
+    """The operation's own results, with those that are empty replaced by zeros that are connected to the operands:
+    MindSpore records few operations on empty tensors."""
 
     def connect(y: Any) -> Any:
         return connected_zeros(tuple(y.shape), y.dtype, operands) if isinstance(y, Tensor) and 0 in y.shape else y
@@ -86,12 +86,13 @@ def _connected(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
 def _zeros(stand_in: Callable[[Tensor, tuple[int, ...]], Tensor], connected: bool = True) -> WhenEmpty:
     """Zeros of the shapes and dtypes that the operation would give: sums of nothing, or results without elements.
 
-    The operation runs on stand-ins, in which each empty dimension has size 1, and again with size 2. What a dimension
-    of a result grows by in between is what it lacks where there is nothing.
+    The operation runs on stand-ins in which each empty dimension has size 1, and again on some with size 2. The sizes
+    of a result are linear in that size, so those for size 0 follow.
 
     Args:
         stand_in: (operand, shape) -> tensor of that shape and of the operand's dtype.
-        connected: whether gradients lead back. Else no rank's do: collectives of backward run on all ranks or none.
+        connected: whether the zeros are connected to the operands. No rank's result must be where that of another is
+            not: collectives of backward run on all ranks or none.
     """
 
     def when_empty(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
@@ -129,7 +130,7 @@ _flat = _zeros(_ones, connected=False)
 
 
 def _quotient(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    """MindSpore leads no gradient back through a quotient that it rounds."""
+    """MindSpore gives no gradient through a quotient that it rounds."""
     return (_flat if statics and statics[0] is not None else _of_values)(call, func, operands, statics)
 
 
@@ -168,7 +169,7 @@ def _dropout(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 def getitem_of_nothing(call: Any, func: Any, operands: tuple, statics: Any) -> Any:
-    """NumPy knows the shape."""
+    """NumPy finds out the shape."""
     indices = tuple(x.asnumpy() for x in operands[1:])
     stand_in = np.zeros(tuple(operands[0].shape), np.bool_)[decode_index(statics[0], indices)]
     return connected_zeros(stand_in.shape, operands[0].dtype, operands)
@@ -194,7 +195,7 @@ def _nothing_written(x: Tensor) -> Tensor:
 
 #: Canonical operation -> what it gives; None: what it gives by itself. Operations that are not here: `_connected`.
 _WHEN_EMPTY: dict[str, WhenEmpty | None] = {
-    "like": None,  # no gradient leads from ones or zeros to what they are like, on no rank
+    "like": None,  # on no rank are zeros or ones connected to the tensor that they are like
     **dict.fromkeys(("pointwise", "add", "mul", "linear_unary", "matmul", "repeat", "stack", "unbind"), _of_values),
     **dict.fromkeys(("sum", "amax", "amin", "reduce_whole", "reduce_pair", "vector_norm", "logsumexp"), _of_values),
     **dict.fromkeys(("layer_norm", "rms_norm", "along_dims", "softmax", "log_softmax", "topk"), _of_values),

@@ -48,7 +48,7 @@ def call_on_sequence(original: Callable[..., Any], distributed: Callable[[Any, t
     return call
 
 
-_STACK = Function("Stack", lambda tensors, dim: ops.stack(tensors, dim))
+_STACK = Function("Stack", ops.stack)
 
 
 def stack(prim: Any, tensors: tuple) -> Any:

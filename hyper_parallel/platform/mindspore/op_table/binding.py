@@ -266,7 +266,7 @@ def elementwise(name: str, count: int | None = None, flat: bool = False) -> Nati
         name: the canonical operation. The static arguments of a division begin with the rounding mode.
         count: how many arguments, counted by position, are operands, be they tensors or scalars. None: the tensors
             are, wherever they stand.
-        flat: whether MindSpore leads no gradient back, where others would give zeros.
+        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros.
     """
     divides = name in ("div", "div_")
 

@@ -41,7 +41,7 @@ _POINTWISE_INPLACE = """
     InplaceReciprocal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
 """
 
-#: MindSpore leads no gradient back through these. (Through ``Floor`` and ``Trunc`` it leads zeros.)
+#: MindSpore gives no gradient through these. (Through ``Floor`` and ``Trunc`` it gives zeros.)
 _FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
 
@@ -70,7 +70,7 @@ OPS: dict[str, NativeOp] = by_name(
         "Neg Identity Load Real Conj Positive": _LINEAR_UNARY,
         "Contiguous": replace(_LINEAR_UNARY, memory="contiguous"),
         "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, statics: copied(operands[0])),
-        # Nothing leads back from it, on an empty shard as on others.
+        # Not checked for empty operands: the result is not connected to them on any rank.
         "StopGradient": replace(
             _LINEAR_UNARY,
             call=lambda func, operands, statics: ms.ops.stop_gradient(operands[0]),
