@@ -128,9 +128,10 @@ def signature(text: str) -> Callable[[tuple, dict], list[Any]]:
         TypeError: when an argument without a default is missing.
     """
     names = _names_in(text)
-    defaults = {name: literal_eval(value) for name, equals, value in map(_partition, text.split()) if equals}
+    partitioned = [item.partition("=") for item in text.split()]
+    defaults = {name: literal_eval(value) for name, equals, value in partitioned if equals}
     spellings = [(name, *_SPELLINGS.get(name, ())) for name in names]
-    conversions = [_CONVERSIONS.get(name, _as_it_is) for name in names]
+    conversions = [(i, _CONVERSIONS[name]) for i, name in enumerate(names) if name in _CONVERSIONS]
     starred = len(names) - 1 if "*" in text else None
 
     def unpack(args: tuple, kwargs: dict) -> list[Any]:
@@ -138,25 +139,19 @@ def signature(text: str) -> Callable[[tuple, dict], list[Any]]:
             args = (*args[:starred], args[starred:] or tuple(kwargs.values()))
         values = list(args[: len(names)])
         for i in range(len(values), len(names)):
-            key = next((spelling for spelling in spellings[i] if spelling in kwargs), None)
+            key = next((spelling for spelling in spellings[i] if spelling in kwargs), None) if kwargs else None
             if key is None and names[i] not in defaults:
                 raise TypeError(f"argument {names[i]!r} is missing")
             values.append(defaults[names[i]] if key is None else kwargs[key])
-        return [convert(value) for convert, value in zip(conversions, values, strict=True)]
+        for i, convert in conversions:
+            values[i] = convert(values[i])
+        return values
 
     return unpack
 
 
-def _partition(item: str) -> tuple[str, str, str]:
-    return item.partition("=")
-
-
 def _names_in(text: str) -> list[str]:
     return [item.partition("=")[0].lstrip("*") for item in text.split()]
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def binds(text: str) -> Callable[[Callable[..., tuple[tuple, tuple]]], Bind]:
