@@ -358,15 +358,15 @@ def other_threads_during_a_recording() -> None:
             inside.append(is_dispatching())
         inside.append(is_dispatching())
 
-    guard, thread = graphs._WHILE_RECORDING, threading.Thread(target=work)
-    guard.set("a function")
+    thread = threading.Thread(target=work)
+    graphs._refuse_operations("a function")
     try:
         thread.start()
         thread.join()
         with pytest.raises(RuntimeError, match="a function uses a DTensor"), NoDispatch():
             pass
     finally:
-        guard.lift()
+        graphs._allow_operations()
     assert inside == [False, True]
     with NoDispatch():
         assert not is_dispatching()

@@ -31,19 +31,28 @@ def run_row(name: str, func: Any, args: tuple, kwargs: dict | None = None) -> An
 @pytest.mark.parametrize(
     ("args", "kwargs", "wanted"),
     [
-        (("x", 1, True), {}, ["x", 1, True]),
-        (("x",), {"axis": 2}, ["x", 2, False]),
-        ((), {"input": "x", "dim": 1, "keepdims": True}, ["x", 1, True]),
-        (("x", 1, True, "dropped"), {}, ["x", 1, True]),
+        (("x", 1, True), {}, (1, True)),
+        (("x",), {"axis": 2}, (2, False)),
+        ((), {"input": "x", "dim": 1, "keepdims": True}, (1, True)),
+        (("x", 1, True, "dropped"), {}, (1, True)),
     ],
 )
-def test_arguments(args: tuple, kwargs: dict, wanted: list) -> None:
-    assert arguments(("x", "dim", "keepdim"), (False,), args, kwargs) == wanted
+def test_arguments(args: tuple, kwargs: dict, wanted: tuple) -> None:
+    assert arguments("x dim keepdim=False")(None, args, kwargs) == (("x",), wanted)
+    swapped = arguments("x dim keepdim=False -> x | keepdim dim")
+    assert swapped(None, args, kwargs) == (("x",), wanted[::-1])
 
 
 def test_missing_argument() -> None:
     with pytest.raises(TypeError, match="argument 'dim' is missing"):
-        arguments(("x", "dim", "keepdim"), (False,), ("x",), {"keepdim": True})
+        arguments("x dim keepdim=False")(None, ("x",), {"keepdim": True})
+
+
+def test_arguments_by_keyword_in_any_order() -> None:
+    x = Tensor(X)
+    assert OPS["Narrow"].bind(None, (x,), {"length": 2, "start": 0, "axis": 1})[1] == (1, 0, 2)
+    assert OPS["TransposeExt"].bind(None, (x,), {"dim1": 0, "dim0": 1})[1] == ((1, 0),)
+    assert OPS["Reshape"].bind(None, (x,), {"shape": [3, 2]})[1] == ((3, 2),)
 
 
 def test_dims_and_sizes_in_tensors() -> None:
@@ -70,6 +79,8 @@ def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -
     calls = (Tensor(X), Tensor(np.float32(2)), *args)
     _, statics = OPS["DivMod"].bind(None, calls, kwargs)
     assert statics[0] == (args[0] if args else kwargs.get("rounding_mode"))
+    _, again = OPS["DivMod"].bind(None, (Tensor(X + 1), *calls[1:]), kwargs)
+    assert again == statics and hash(again) == hash(statics), "one plan serves both calls"
 
     def divide(x: Any, y: Any, mode: Any = None, rounding_mode: Any = None) -> Any:
         return ops.div(x, y, rounding_mode=mode or rounding_mode)

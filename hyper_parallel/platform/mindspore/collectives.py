@@ -18,7 +18,7 @@ from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.mindspore.launch import device_target, wait_for_group
 
-__all__ = ["CollectiveVerbs", "copied", "dense"]
+__all__ = ["CollectiveVerbs", "copied", "dense", "is_dense"]
 
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
 #: what travels as another dtype
@@ -30,15 +30,19 @@ _CPU_OPS = {"sum", "max"}
 _CPU_FLOAT32_OPS = {"sum", "max", "min"}
 _HCCL_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int16, ms.int32, ms.int64}
 _HCCL_OPS = {"sum", "max", "min"}
-_NAMES = {"sum": "sum", "max": "max", "min": "min"}
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether ``x`` is all of its storage, in order: collectives and in-place operations on CPU take nothing else."""
+    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` itself if it is contiguous and all of its storage, else a copy. Differentiable."""
-    if x.is_contiguous():
-        # `contiguous` would give the beginning of a larger storage back as it is.
-        return x if x.untyped_storage().nbytes() == x.nbytes else copied(x)
-    return x.contiguous()
+    """``x`` itself if `is_dense`, else a copy. Differentiable."""
+    if is_dense(x):
+        return x
+    # `contiguous` would give the beginning of a larger storage back as it is.
+    return copied(x) if x.is_contiguous() else x.contiguous()
 
 
 def copied(x: Tensor) -> Tensor:
@@ -65,7 +69,7 @@ class CollectiveVerbs:
 
     def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
         local = dense(local)
-        dist.all_reduce(local, _NAMES[op], group)
+        dist.all_reduce(local, op, group)
         return local
 
     def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
@@ -86,7 +90,7 @@ class CollectiveVerbs:
 
     def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
         out = mint.empty((local.shape[0] // size, *local.shape[1:]), dtype=local.dtype)
-        dist.reduce_scatter_tensor(out, local, _NAMES[op], group)
+        dist.reduce_scatter_tensor(out, local, op, group)
         return out
 
     def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:

@@ -2,9 +2,9 @@
 
 With uneven sharding a rank may hold no elements, and MindSpore's CPU kernels then often leave the result, or the
 gradient of another operand, uninitialised: a matrix product that contracts a dim of size 0, the gradient of what is
-broadcast to an empty tensor, the bias of an empty batch. `guarded` wraps the call of a row: with an empty operand it
-takes another way, which stays differentiable by every operand, because the collectives of backward must run on every
-rank.
+broadcast to an empty tensor, the bias of an empty batch. `safe_when_empty` wraps the call of a row: with an empty
+operand it takes another way, which stays differentiable by every operand, because the collectives of backward must run
+on every rank.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.indexing import decode_index
-from hyper_parallel.platform.mindspore.dtypes import FLOATS
+from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import NoFallbackGuard, no_grad
+from hyper_parallel.platform.mindspore.private import NoFallbackGuard, TensorPy, no_grad
 
-__all__ = ["connected_zeros", "guarded"]
+__all__ = ["connected_zeros", "getitem_of_nothing", "safe_when_empty"]
 
+Call = Callable[[Any, tuple, Any], Any]
+WhenEmpty = Callable[[Call, Any, tuple, Any], Any]
 
-_DIFFERENTIABLE = FLOATS | {ms.complex64, ms.complex128}
+#: The same data, not connected to anything.
+_data = TensorPy.data.__get__
 
 
 class _Zeros(_Function):
-    """Zeros that lead back to tensors, to which they give the gradient zero. That leads back to them too, as the
-    gradient of what the zeros stand for does: in gradients of gradients collectives may wait on the way."""
+    """Zeros that are connected to tensors, with zero as their gradient. The gradient is connected to them again, as
+    that of the operation would be: in gradients of gradients, too, collectives may have to run."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
@@ -45,21 +48,19 @@ class _Zeros(_Function):
 
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
-    """Zeros of which every operand is an input with gradient zero."""
-    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in _DIFFERENTIABLE]
-    if dtype not in _DIFFERENTIABLE or not parts:
+    """Zeros that are connected to every operand that can have a gradient, which is zero."""
+    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
+    if dtype not in DIFFERENTIABLE or not parts:
         return ops.zeros(shape, dtype)
     return _Zeros.apply(shape, dtype, *parts)
 
 
-def guarded(name: str, call: Callable[[Any, tuple, Any], Any], flat: bool = False) -> Callable[[Any, tuple, Any], Any]:
+def safe_when_empty(name: str, call: Call, flat: bool = False) -> Call:
     """``call`` of a row of the canonical operation ``name``, made safe for empty operands. ``flat``: element-wise, and
-    MindSpore leads no gradient back."""
-    when_empty = _flat if flat else _WHEN_EMPTY.get(name)
+    MindSpore gives the operands no gradient."""
+    when_empty = _flat if flat else _WHEN_EMPTY.get(name, _connected)
     if when_empty is None:
-        if name.endswith("_"):
-            return call
-        when_empty = _connected
+        return call
 
     def safe_call(func: Any, operands: tuple, statics: Any) -> Any:
         for x in operands:
@@ -70,9 +71,9 @@ def guarded(name: str, call: Callable[[Any, tuple, Any], Any], flat: bool = Fals
     return safe_call
 
 
-def _connected(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    """What the operation itself gives, where it gives nothing led back to the operands: MindSpore records few
-    operations on empty tensors."""
+def _connected(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    """The operation's own results, with those that are empty replaced by zeros that are connected to the operands:
+    MindSpore records few operations on empty tensors."""
 
     def connect(y: Any) -> Any:
         return connected_zeros(tuple(y.shape), y.dtype, operands) if isinstance(y, Tensor) and 0 in y.shape else y
@@ -81,36 +82,107 @@ def _connected(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
     return tuple(map(connect, result)) if isinstance(result, (tuple, list)) else connect(result)
 
 
-def _repeat(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, times = operands[0], tuple(statics[0])
-    shape = (1,) * (len(times) - x.ndim) + tuple(x.shape)
-    times = (1,) * (len(shape) - len(times)) + times
-    return connected_zeros(tuple(n * t for n, t in zip(shape, times, strict=True)), x.dtype, operands)
+# -------------------------------------------------------------------- what has the shape of other results
+def _zeros(stand_in: Callable[[Tensor, tuple[int, ...]], Tensor], connected: bool = True) -> WhenEmpty:
+    """Zeros of the shapes and dtypes that the operation would give: sums of nothing, or results without elements.
+
+    The operation runs on stand-ins in which each empty dimension has size 1, and again on some with size 2. The sizes
+    of a result are linear in that size, so those for size 0 follow.
+
+    Args:
+        stand_in: (operand, shape) -> tensor of that shape and of the operand's dtype.
+        connected: whether the zeros are connected to the operands. No rank's result must be where that of another is
+            not: collectives of backward run on all ranks or none.
+    """
+
+    def when_empty(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+        def results(size: int) -> Any:
+            stand_ins = [
+                stand_in(x, tuple(n or size for n in x.shape)) if isinstance(x, Tensor) else x for x in operands
+            ]
+            return call(func, tuple(stand_ins), statics)
+
+        def zeros(one: Tensor, two: Tensor) -> Tensor:
+            shape = tuple(2 * n - m for n, m in zip(one.shape, two.shape, strict=True))
+            return connected_zeros(shape, one.dtype, operands if connected else ())
+
+        one, two = results(1), results(2)
+        if isinstance(one, Tensor):
+            return zeros(one, two)
+        count = 2 * len(one) - len(two)  # `unbind` of nothing has no results
+        return tuple(map(zeros, one[:count], two[:count]))
+
+    return when_empty
 
 
-def _unbind(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, dim = operands[0], statics[0] % operands[0].ndim
-    shape = tuple(x.shape)
-    return tuple(connected_zeros((*shape[:dim], *shape[dim + 1 :]), x.dtype, operands) for _ in range(shape[dim]))
+def _ones(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return ops.ones(shape, x.dtype) if 0 in x._shape else _data(x)  # which may be a large weight
 
 
-def _stack(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, dim = operands[0], statics[0] % (operands[0].ndim + 1)
-    shape = tuple(x.shape)
-    return connected_zeros((*shape[:dim], len(operands), *shape[dim:]), x.dtype, operands)
+def _first_indices(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """All zeros, because some are indices, of which others are out of range where the table is a stand-in."""
+    return ops.zeros(shape, x.dtype)
 
 
-def _elementwise(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return connected_zeros(_broadcast(operands), _with_elements(call, func, operands, statics).dtype, operands)
+_of_values = _zeros(_ones)
+_of_indices = _zeros(_first_indices)
+_flat = _zeros(_ones, connected=False)
 
 
-def _flat(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    """Leads back to nothing, as what the ranks with elements have: collectives of backward run on all ranks or none."""
-    return ops.zeros(_broadcast(operands), _with_elements(call, func, operands, statics).dtype)
+def _quotient(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    """MindSpore gives no gradient through a quotient that it rounds."""
+    return (_flat if statics and statics[0] is not None else _of_values)(call, func, operands, statics)
 
 
-def _elementwise_inplace(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
+def _linear(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    x, weight, bias = (*operands, None)[:3]
+    return _plus(_of_values(call, func, (x, weight, None), statics), bias, operands)
+
+
+def _addmm(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    c, a, b = operands
+    beta = statics[0]
+    product = _of_values(lambda func, factors, statics: mint.matmul(*factors), func, (a, b), ())
+    return _plus(product, c if beta == 1 else c * beta, operands)
+
+
+def _plus(product: Tensor, term: Any, operands: tuple) -> Tensor:
+    if 0 in product.shape or term is None:
+        return connected_zeros(tuple(product.shape), product.dtype, operands)
+    return product + term
+
+
+def _expand(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    x, shape = operands[0], statics[0]
+    own = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
+    return connected_zeros(tuple(o if n == -1 else n for o, n in zip(own, shape, strict=True)), x.dtype, operands)
+
+
+def _like_first(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    return connected_zeros(tuple(operands[0].shape), operands[0].dtype, operands)
+
+
+def _dropout(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    """Draws all the same, so that the generators of the ranks stay in step."""
+    call(func, (ops.ones((1,), ms.float32),), statics)
+    return _like_first(call, func, operands, statics)
+
+
+def getitem_of_nothing(call: Any, func: Any, operands: tuple, statics: Any) -> Any:
+    """NumPy finds out the shape."""
+    indices = tuple(x.asnumpy() for x in operands[1:])
+    stand_in = np.zeros(tuple(operands[0].shape), np.bool_)[decode_index(statics[0], indices)]
+    return connected_zeros(stand_in.shape, operands[0].dtype, operands)
+
+
+# -------------------------------------------------------------------- in place
+def _elementwise_inplace(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
     return _nothing_written(operands[0]) if 0 in operands[0].shape else call(func, operands, statics)
+
+
+def _setitem(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
+    nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
+    return operands[0] if nowhere else _elementwise_inplace(call, func, operands, statics)
 
 
 def _nothing_written(x: Tensor) -> Tensor:
@@ -121,178 +193,18 @@ def _nothing_written(x: Tensor) -> Tensor:
     return x
 
 
-def _broadcast(operands: tuple) -> tuple[int, ...]:
-    shapes = [tuple(x.shape) for x in operands if isinstance(x, Tensor)]
-    ndim = max(map(len, shapes))
-    padded = [(1,) * (ndim - len(s)) + s for s in shapes]
-    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
-
-
-def _linear(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, weight, bias = (*operands, None)[:3]
-    shape = (*x.shape[:-1], weight.shape[0])
-    if 0 in shape or bias is None:
-        return connected_zeros(shape, x.dtype, operands)
-    return connected_zeros(shape, x.dtype, (x, weight)) + bias
-
-
-def _matmul(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    a, b = operands
-    transpose_a, transpose_b = statics
-    rows = () if len(a.shape) == 1 else (a.shape[-1 if transpose_a else -2],)
-    columns = () if len(b.shape) == 1 else (b.shape[-2 if transpose_b else -1],)
-    batch = _batch(tuple(a.shape[:-2]), tuple(b.shape[:-2]))
-    return connected_zeros((*batch, *rows, *columns), a.dtype, operands)
-
-
-def _batch(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    ndim = max(len(a), len(b))
-    pairs = zip((1,) * (ndim - len(a)) + a, (1,) * (ndim - len(b)) + b, strict=True)
-    return tuple(n if m == 1 else m for m, n in pairs)
-
-
-def _addmm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    c, a, b = operands
-    beta = statics[0]
-    product = connected_zeros((a.shape[0], b.shape[1]), a.dtype, (a, b))
-    if 0 in product.shape:
-        return connected_zeros(tuple(product.shape), a.dtype, operands)
-    return product + (c if beta == 1 else c * beta)
-
-
-def _reduce(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    """Sums of nothing are zero; of what has no neutral element only results without elements are asked for."""
-    x, (dims, keepdim) = operands[0], statics[:2]
-    reduced = range(x.ndim) if dims is None else [d % x.ndim for d in dims]
-    shape = tuple(1 if d in reduced else n for d, n in enumerate(x.shape) if keepdim or d not in reduced)
-    result = _with_elements(call, func, operands, statics)
-    if isinstance(result, tuple):
-        return tuple(connected_zeros(shape, r.dtype, operands) for r in result)
-    return connected_zeros(shape, result.dtype, operands)
-
-
-def _vector_norm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return _reduce(lambda func, operands, _: call(func, operands, statics), func, operands, statics[1:])
-
-
-def _with_elements(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    """What the operation gives where empty dims have size 1: tells the dtypes and the number of results."""
-    stand_ins = [ops.ones(tuple(n or 1 for n in x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands]
-    return call(func, tuple(stand_ins), statics)
-
-
-def _expand(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, shape = operands[0], statics[0]
-    own = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
-    return connected_zeros(tuple(o if n == -1 else n for o, n in zip(own, shape, strict=True)), x.dtype, operands)
-
-
-def _like_first(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return connected_zeros(tuple(operands[0].shape), operands[0].dtype, operands)
-
-
-def _dropout(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    """Draws all the same, so that the generators of the ranks stay in step."""
-    call(func, (ops.ones((1,), ms.float32),), statics)
-    return _like_first(call, func, operands, statics)
-
-
-def _norm(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x = operands[0]
-    dims, statistics = statics[:2]
-    shape = tuple(x.shape)
-    of_statistics = (*shape[: len(shape) - dims], *(1,) * dims)
-    y = connected_zeros(shape, x.dtype, operands)
-    return (y, *(ops.zeros(of_statistics, ms.float32) for _ in range(statistics))) if statistics else y
-
-
-def _along_dims(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    shape, result = tuple(operands[0].shape), _with_elements(call, func, operands, statics)
-    if isinstance(result, tuple):
-        return tuple(connected_zeros(shape, r.dtype, operands) for r in result)
-    return connected_zeros(shape, result.dtype, operands)
-
-
-def _topk(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    k, dim = statics[:2]
-    shape = list(operands[0].shape)
-    shape[dim] = k
-    result = _with_elements(call, func, operands, statics)
-    return tuple(connected_zeros(tuple(shape), r.dtype, operands) for r in result)
-
-
-def _gather(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return connected_zeros(tuple(operands[1].shape), operands[0].dtype, operands)
-
-
-def _index_select(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    x, index = operands
-    shape = list(x.shape)
-    shape[statics[0]] = index.shape[0]
-    return connected_zeros(tuple(shape), x.dtype, operands)
-
-
-def _embedding(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    ids, weight = operands
-    return connected_zeros((*ids.shape, weight.shape[1]), weight.dtype, operands)
-
-
-def _loss(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    """Of no samples; a mean counts as 0, since the rule makes means of sums."""
-    logits = operands[0]
-    shape = (*logits.shape[:1], *logits.shape[2:]) if statics[0] == "none" else ()
-    return connected_zeros(shape, logits.dtype, operands)
-
-
-def _one_hot(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    return ops.zeros((*operands[0].shape, statics[0]), statics[3])
-
-
-def getitem_of_nothing(call: Any, func: Any, operands: tuple, statics: Any) -> Any:
-    """NumPy knows the shape."""
-    indices = tuple(x.asnumpy() for x in operands[1:])
-    stand_in = np.zeros(tuple(operands[0].shape), np.bool_)[decode_index(statics[0], indices)]
-    return connected_zeros(stand_in.shape, operands[0].dtype, operands)
-
-
-def _setitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
-    if 0 in operands[0].shape:
-        return _nothing_written(operands[0])
-    nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
-    return operands[0] if nowhere else call(func, operands, statics)
-
-
-_WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
-    **dict.fromkeys(("pointwise", "add", "mul", "linear_unary"), _elementwise),
-    # MindSpore leads no gradient back through a quotient that it rounds.
-    "div": lambda call, func, operands, statics: (_flat if statics and statics[0] is not None else _elementwise)(
-        call, func, operands, statics
-    ),
-    # No gradient leads from ones or zeros to what they are like, on no rank.
-    "like": lambda call, func, operands, statics: call(func, operands, statics),
+#: Canonical operation -> what it gives; None: what it gives by itself. Operations that are not here: `_connected`.
+_WHEN_EMPTY: dict[str, WhenEmpty | None] = {
+    "like": None,  # on no rank are zeros or ones connected to the tensor that they are like
+    **dict.fromkeys(("pointwise", "add", "mul", "linear_unary", "matmul", "repeat", "stack", "unbind"), _of_values),
+    **dict.fromkeys(("sum", "amax", "amin", "reduce_whole", "reduce_pair", "vector_norm", "logsumexp"), _of_values),
+    **dict.fromkeys(("layer_norm", "rms_norm", "along_dims", "softmax", "log_softmax", "topk"), _of_values),
+    **dict.fromkeys(("gather", "index_select", "embedding", "one_hot", "cross_entropy", "nll_loss"), _of_indices),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _elementwise_inplace),
+    "div": _quotient,
     "linear": _linear,
-    "matmul": _matmul,
     "addmm": _addmm,
-    **dict.fromkeys(("sum", "amax", "amin", "reduce_whole", "reduce_pair"), _reduce),
-    "vector_norm": _vector_norm,
     "expand": _expand,
-    "layer_norm": _norm,
-    "rms_norm": _norm,
-    "along_dims": _along_dims,
-    "softmax": _along_dims,
-    "log_softmax": _along_dims,
-    "logsumexp": _reduce,
-    "topk": _topk,
-    "gather": _gather,
-    "index_select": _index_select,
-    "embedding": _embedding,
-    "repeat": _repeat,
-    "stack": _stack,
-    "unbind": _unbind,
-    "one_hot": _one_hot,
-    "cross_entropy": _loss,
-    "nll_loss": _loss,
     "getitem": getitem_of_nothing,
     "setitem_": _setitem,
     "dropout": _dropout,

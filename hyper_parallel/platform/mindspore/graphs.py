@@ -12,8 +12,8 @@ import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import mindspore as ms
@@ -24,14 +24,13 @@ from hyper_parallel.platform.mindspore.handlers.optimizers import run_compiled_s
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, distributed_in, is_dispatching
 
 __all__ = [
+    "allowed_again",
     "checked_begin",
     "checked_compile",
+    "checked_enter",
     "checked_jit",
     "checked_parser",
     "checked_preparation",
-    "guarded_enter",
-    "lifted_end",
-    "lifted_exit",
     "reachable",
 ]
 
@@ -73,38 +72,39 @@ def _walk(x: Any, names: frozenset[str], seen: set[int]) -> Iterator[Any]:
     if x is None or isinstance(x, (bool, int, float, str, bytes, type)) or id(x) in seen:
         return
     seen.add(id(x))
-    for part, further in _parts(x, names):
-        yield from _walk(part, further, seen)
+    if isinstance(x, FunctionType):
+        parts, names = _parts_of_function(x)
+    else:
+        parts = _parts(x, names)
+    for part in parts:
+        yield from _walk(part, names, seen)
 
 
-def _parts(x: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[str]]]:
+def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
+    """None of them is made here: what is known by its id must stay."""
     if isinstance(x, (tuple, list, set, frozenset)):
-        yield from ((item, names) for item in x)
-    elif isinstance(x, dict):
-        yield from ((item, names) for item in x.values())
-    elif isinstance(x, FunctionType):
-        yield from _parts_of_function(x)
-    elif isinstance(x, MethodType):
-        yield from ((part, names) for part in (x.__func__, x.__self__))
-    elif isinstance(x, functools.partial):
-        yield from ((part, names) for part in (x.func, x.args, x.keywords))
-    elif isinstance(x, nn.Cell):
-        yield tuple(x.get_parameters()), names
-        yield tuple(vars(x).values()), names
-        yield type(x).construct, names
-    elif isinstance(x, ModuleType) or hasattr(x, "__dict__"):
-        own = vars(x)
-        yield from ((own[name], names) for name in names if name in own)
+        return x
+    if isinstance(x, dict):
+        return x.values()
+    if isinstance(x, MethodType):
+        return x.__func__, x.__self__
+    if isinstance(x, functools.partial):
+        return x.func, x.args, x.keywords
+    if isinstance(x, nn.Cell):
+        return *x.get_parameters(), *vars(x).values(), type(x).construct
+    own = getattr(x, "__dict__", {})  # a module's names, an object's attributes
+    return [own[name] for name in names if name in own]
 
 
-def _parts_of_function(function: FunctionType) -> Iterator[tuple[Any, frozenset[str]]]:
+def _parts_of_function(function: FunctionType) -> tuple[Iterable[Any], frozenset[str]]:
+    """And the names of attributes that it uses."""
     loaded, attributes = _names_in(function.__code__)
     closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    given = (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None), *closure)
-    yield from ((part, attributes) for part in given)
+    parts = [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None), *closure]
     if not (function.__module__ or "").startswith(_LIBRARIES):
         module = function.__globals__
-        yield from ((module[name], attributes) for name in loaded if name in module)
+        parts += [module[name] for name in loaded if name in module]
+    return parts, attributes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,41 +136,41 @@ def _is_filled(cell: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ from the source
-def checked_jit(plain_call: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the call of a function that is compiled with jit."""
+def checked_jit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the call of a function that is compiled with jit."""
 
-    @functools.wraps(plain_call)
+    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatching():
-            return plain_call(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+            return original(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
         if isinstance(self.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
-            return run_compiled_step(plain_call, self, args, kwargs)
+            return run_compiled_step(original, self, args, kwargs)
         found = next(distributed_in((args, kwargs)), None)
         if found is not None and self.fn.__module__ == "mindspore.amp":
             return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only
         _refuse(f"the function {self.fn.__name__!r} compiled with jit", args, kwargs, self.obj, self.fn)
-        return plain_call(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return call
 
 
-def checked_compile(plain_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for compiling a cell, in graph mode."""
+def checked_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of compiling a cell, in graph mode."""
 
-    @functools.wraps(plain_compile)
+    @functools.wraps(original)
     def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse(f"{type(obj).__name__} in graph mode", args, kwargs, obj)
-        return plain_compile(self, obj, *args, **kwargs)
+        return original(self, obj, *args, **kwargs)
 
     return compile_cell
 
 
-def checked_parser(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the functions of its own that MindSpore asks for what the parser comes across."""
+def checked_parser(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the functions of its own that MindSpore asks for what the parser comes across."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def ask(*args: Any) -> Any:
-        answer = plain(*args)
+        answer = original(*args)
         # Not looked through: of a module or a dict of names only a part is used.
         found = next(distributed_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
         if found is not None and is_dispatching():
@@ -181,66 +181,56 @@ def checked_parser(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ------------------------------------------------------------------------------------------------ from a run
-class _Guard:
+_original_enter = NoDispatch.__enter__
+
+
+def _refuse_operations(what: str, clean_up: Callable[[], None] = lambda: None) -> None:
     """While a graph is made of what runs in this thread, whatever works on local tensors is an error."""
+    thread = threading.get_ident()
 
-    def __init__(self) -> None:
-        self._plain_enter = NoDispatch.__enter__
-        self._thread: int | None = None
-        self._what = ""
-        self._clean_up: Callable[[], None] = lambda: None
+    def enter(guard: NoDispatch) -> None:
+        if threading.get_ident() != thread:
+            return _original_enter(guard)
+        _allow_operations()
+        clean_up()
+        raise graph_error(what, None)
 
-    def set(self, what: str, clean_up: Callable[[], None] = lambda: None) -> None:
-        self._thread, self._what, self._clean_up = threading.get_ident(), what, clean_up
-        plain_enter = self._plain_enter
-
-        def enter(guard: NoDispatch) -> None:
-            if threading.get_ident() != self._thread:
-                return plain_enter(guard)
-            what, clean_up = self._what, self._clean_up
-            self.lift()
-            clean_up()
-            raise graph_error(what, None)
-
-        NoDispatch.__enter__ = enter  # type: ignore[method-assign]
-
-    def lift(self) -> None:
-        self._thread = None
-        NoDispatch.__enter__ = self._plain_enter  # type: ignore[method-assign]
+    NoDispatch.__enter__ = enter  # type: ignore[method-assign]
 
 
-_WHILE_RECORDING = _Guard()
+def _allow_operations() -> None:
+    NoDispatch.__enter__ = _original_enter  # type: ignore[method-assign]
 
 
-def checked_begin(plain_begin: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the beginning of a run that is recorded."""
+def allowed_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the end of a run of which a graph is made."""
 
-    @functools.wraps(plain_begin)
+    @functools.wraps(original)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        _allow_operations()
+        return original(*args, **kwargs)
+
+    return end
+
+
+def checked_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the beginning of a run that is recorded."""
+
+    @functools.wraps(original)
     def begin(name: str, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatching():
-            return plain_begin(name, *args, **kwargs)
+            return original(name, *args, **kwargs)
         caller = sys._getframe(1).f_locals
         function, given = caller.get("fn"), caller.get("args", args)
         what = f"the function {getattr(function, '__name__', name)!r} compiled with jit"
         # A graph of an earlier call may be there already: then nothing runs that could be caught later.
         _refuse(what, args, given, function)
-        made = plain_begin(name, *args, **kwargs)
+        made = original(name, *args, **kwargs)
         if made:
-            _WHILE_RECORDING.set(what, _forget_recording)
+            _refuse_operations(what, _forget_recording)
         return made
 
     return begin
-
-
-def lifted_end(plain_end: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the end of such a run."""
-
-    @functools.wraps(plain_end)
-    def end(*outputs: Any, **kwargs: Any) -> Any:
-        _WHILE_RECORDING.lift()
-        return plain_end(*outputs, **kwargs)
-
-    return end
 
 
 def _forget_recording() -> None:
@@ -255,40 +245,26 @@ def _forget_recording() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ from the bytecode
-_WHILE_CAPTURING = _Guard()
-
-
-def checked_preparation(plain_prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the look at the arguments before the bytecode is compiled."""
+def checked_preparation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the look at the arguments before the bytecode is compiled."""
 
     def prepare(args: tuple, kwargs: dict) -> Any:
         if is_dispatching():
             capturing = sys._getframe(1).f_locals.get("self")
             function = getattr(capturing, "fn", None)
             _refuse(f"the function {getattr(function, '__name__', '?')!r} compiled with jit", args, kwargs, function)
-        return plain_prepare(args, kwargs)
+        return original(args, kwargs)
 
     return prepare
 
 
-def guarded_enter(plain_enter: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the beginning of a run whose bytecode is compiled."""
+def checked_enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the beginning of a run whose bytecode is compiled."""
 
-    @functools.wraps(plain_enter)
+    @functools.wraps(original)
     def enter(self: Any) -> Any:
         if is_dispatching():
-            _WHILE_CAPTURING.set(f"the function {self.fn.__name__!r} compiled with jit")
-        return plain_enter(self)
+            _refuse_operations(f"the function {self.fn.__name__!r} compiled with jit")
+        return original(self)
 
     return enter
-
-
-def lifted_exit(plain_exit: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the end of such a run."""
-
-    @functools.wraps(plain_exit)
-    def leave(self: Any, *error: Any) -> Any:
-        _WHILE_CAPTURING.lift()
-        return plain_exit(self, *error)
-
-    return leave

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.contract import ModuleKind
-from hyper_parallel.platform.mindspore.collectives import dense
+from hyper_parallel.platform.mindspore.collectives import dense, is_dense
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 
@@ -49,7 +49,7 @@ class ModuleVerbs:
         return x.get_bytes()
 
     def write(self, x: Any, values: Any) -> None:
-        if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
+        if is_dense(x):
             x.copy_(dense(values))
         else:
             # Into a view, `copy_` would write nothing on CPU, and say nothing.

@@ -11,7 +11,7 @@ from typing import Any
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, copy_of, is_dispatching
 from hyper_parallel.platform.unpatched import Unpatched
 
 __all__ = ["Classes", "DistributedParameter", "make_distributed"]
@@ -23,7 +23,7 @@ class DistributedParameter:
     __slots__ = ()
 
     def __copy__(self: Any) -> Any:
-        return _new_parameter(_copied(self), self)
+        return _new_parameter(copy_of(self), self)
 
     def __deepcopy__(self: Any, memo: dict) -> Any:
         new = self.__copy__()
@@ -36,7 +36,7 @@ class DistributedParameter:
             if isinstance(init, Tensor) and not isinstance(init, InterceptedTensor):
                 local = init
             elif init == "same" or 0 in self.shape:  # MindSpore makes no parameter without elements
-                local = _copied(self)
+                local = copy_of(self)
             else:
                 local = initializer(init, self.shape, self.dtype).init_data()
         return _new_parameter(local, self)
@@ -63,12 +63,6 @@ class DistributedParameter:
 
     def init_data(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
-
-
-def _copied(parameter: Any) -> Tensor:
-    """A plain tensor with a copy of the local data."""
-    with NoDispatch():
-        return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, parameter)), parameter.dtype)
 
 
 def _new_parameter(local: Tensor, like: Any) -> Any:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from operator import index
 from typing import Any
 
-import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn, ops
 from mindspore.ops import Primitive
 
 from hyper_parallel.platform.contract import Core, Dispatch
@@ -27,11 +27,17 @@ from hyper_parallel.platform.mindspore.op_table.binding import Function
 from hyper_parallel.platform.mindspore.op_table.random import DRAWS, drawn_by_first_rank, refuse_draw
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
 
-__all__ = ["InterceptedTensor", "LegacyFunction", "NoDispatch", "Unknown", "distributed_in", "is_dispatching"]
+__all__ = [
+    "InterceptedTensor",
+    "LegacyFunction",
+    "NoDispatch",
+    "Unknown",
+    "copy_of",
+    "distributed_in",
+    "is_dispatching",
+]
 
 _SHAPE = Tensor.shape.__get__
-_plain_getitem = Tensor.__getitem__
-_plain_setitem = Tensor.__setitem__
 
 
 class _State(threading.local):
@@ -107,6 +113,37 @@ class LegacyFunction:
         return f"<primitive {self.name}>"
 
 
+def _dispatched(name: str, plain: Callable[..., Any]) -> Any:
+    """A method that MindSpore does not intercept, which goes by the row of that name."""
+    row, function = OPS[name], Function(name, plain)
+
+    def method(self: Any, *args: Any) -> Any:
+        if _STATE.depth:
+            return plain(self, *args)
+        return self._dispatch(row, function, (self, *args), {})
+
+    return method
+
+
+def _reflected(name: str, plain: Callable[[Any, Any], Any]) -> Any:
+    """The method of an operator whose left operand is not distributed."""
+    row, function = OPS[name], Function(name, plain)
+
+    def method(self: Any, other: Any) -> Any:
+        if _STATE.depth:
+            return plain(other, self)
+        if not isinstance(other, (Tensor, int, float)):
+            return NotImplemented
+        return self._dispatch(row, function, (other, self), {})
+
+    return method
+
+
+def _of_whole(read: Callable[[Any], Any]) -> Any:
+    """A method that reads values, of the whole tensor."""
+    return lambda self: read(self._whole())
+
+
 class InterceptedTensor(Tensor):
     """What makes a tensor class a distributed one, without what users see of it (that is core's mixin).
 
@@ -155,11 +192,6 @@ class InterceptedTensor(Tensor):
         result = type(self)._dispatch(None, function, args, kwargs)
         return drawn_by_first_rank(result) if draws else result
 
-    @classmethod
-    def _call_hole(cls, function: Function, *args: Any) -> Any:
-        """Dispatch an operation that MindSpore does not intercept."""
-        return cls._dispatch(OPS[function.name], function, args, {})
-
     # ---------------------------------------------------------------- sizes are global
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,83 +227,34 @@ class InterceptedTensor(Tensor):
         return shape[0]
 
     # ---------------------------------------------------------------- what __fallback__ does not see
-    def __getitem__(self, index: Any) -> Any:
-        return _plain_getitem(self, index) if _STATE.depth else self._call_hole(_GETITEM, self, index)
-
-    def __setitem__(self, index: Any, value: Any) -> Any:
-        if _STATE.depth:
-            return _plain_setitem(self, index, value)
-        return self._call_hole(_SETITEM, self, index, value)
+    __getitem__ = _dispatched("getitem", Tensor.__getitem__)
+    __setitem__ = _dispatched("setitem_", Tensor.__setitem__)
+    contiguous = _dispatched("Contiguous", Tensor.contiguous)
+    clone = _dispatched("Clone", Tensor.clone)
+    copy = _dispatched("Clone", Tensor.copy)
 
     def __iter__(self) -> Any:
         return iter([self[i] for i in range(len(self))])
 
-    def contiguous(self) -> Any:
-        return Tensor.contiguous(self) if _STATE.depth else self._call_hole(_CONTIGUOUS, self)
-
-    def clone(self) -> Any:
-        return Tensor.clone(self) if _STATE.depth else self._call_hole(_CLONE, self)
-
-    def copy(self) -> Any:
-        return Tensor.copy(self) if _STATE.depth else self._call_hole(_CLONE, self)
-
     # A subclass's reflected method goes first, so `plain - distributed` arrives here and not in MindSpore's C++ code,
     # which looks for __fallback__ on the left operand only.
-    def __radd__(self, other: Any) -> Any:
-        return self._reflected("Add", other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._reflected("Sub", other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._reflected("Mul", other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._reflected("Div", other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return self._reflected("Pow", other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._reflected("FloorDiv", other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._reflected("Mod", other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self._reflected("MatMulExt", other)
-
-    def _reflected(self, name: str, other: Any) -> Any:
-        function = _REFLECTED[name]
-        if _STATE.depth:
-            return function(other, self)
-        if not isinstance(other, (Tensor, int, float)):
-            return NotImplemented
-        return self._call_hole(function, other, self)
+    __radd__ = _reflected("Add", ops.add)
+    __rsub__ = _reflected("Sub", ops.sub)
+    __rmul__ = _reflected("Mul", ops.mul)
+    __rtruediv__ = _reflected("Div", ops.div)
+    __rpow__ = _reflected("Pow", ops.pow)
+    __rfloordiv__ = _reflected("FloorDiv", ops.floor_divide)
+    __rmod__ = _reflected("Mod", ops.floor_mod)
+    __rmatmul__ = _reflected("MatMulExt", mint.matmul)
 
     # ---------------------------------------------------------------- values leave the device: the whole tensor's
-    def asnumpy(self) -> Any:
-        return Tensor.asnumpy(self._whole())
-
-    numpy = asnumpy
-
-    def item(self) -> Any:
-        return Tensor.item(self._whole())
-
-    def tolist(self) -> Any:
-        return Tensor.tolist(self._whole())
-
-    def __bool__(self) -> bool:
-        return bool(self._whole())
-
-    def __int__(self) -> int:
-        return int(self._whole())
-
-    def __float__(self) -> float:
-        return float(self._whole())
-
-    def __index__(self) -> int:
-        return self._whole().__index__()
+    asnumpy = numpy = _of_whole(Tensor.asnumpy)
+    item = _of_whole(Tensor.item)
+    tolist = _of_whole(Tensor.tolist)
+    __bool__ = _of_whole(bool)
+    __int__ = _of_whole(int)
+    __float__ = _of_whole(float)
+    __index__ = _of_whole(index)
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
@@ -284,8 +267,7 @@ class InterceptedTensor(Tensor):
 
     # ---------------------------------------------------------------- copies
     def __deepcopy__(self, memo: dict) -> Any:
-        with NoDispatch():
-            new = _copy_of(self)
+        new: Any = copy_of(self)
         new.__class__ = type(self)
         new._layout = self._layout
         memo[id(self)] = new
@@ -314,24 +296,8 @@ def distributed_in(tree: Any) -> Iterator[Any]:
         yield from distributed_in(tuple(tree.get_parameters()))
 
 
-def _copy_of(x: Tensor) -> Tensor:
+def copy_of(x: Tensor) -> Tensor:
     """A plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an operation
     writes, and what `copy_` writes arrives in both."""
-    plain = Tensor._make_subclass(Tensor, x)
-    return Tensor(Tensor.asnumpy(plain), plain.dtype)
-
-
-_GETITEM = Function("getitem", lambda x, index: _plain_getitem(x, index))
-_SETITEM = Function("setitem_", lambda x, index, value: _plain_setitem(x, index, value))
-_CONTIGUOUS = Function("Contiguous", lambda x: Tensor.contiguous(x))
-_CLONE = Function("Clone", lambda x: x * 1)
-_REFLECTED = {
-    "Add": Function("Add", lambda a, b: ms.ops.add(a, b)),
-    "Sub": Function("Sub", lambda a, b: ms.ops.sub(a, b)),
-    "Mul": Function("Mul", lambda a, b: ms.ops.mul(a, b)),
-    "Div": Function("Div", lambda a, b: ms.ops.div(a, b)),
-    "Pow": Function("Pow", lambda a, b: ms.ops.pow(a, b)),
-    "FloorDiv": Function("FloorDiv", lambda a, b: ms.ops.floor_divide(a, b)),
-    "Mod": Function("Mod", lambda a, b: ms.ops.floor_mod(a, b)),
-    "MatMulExt": Function("MatMulExt", lambda a, b: ms.mint.matmul(a, b)),
-}
+    with NoDispatch():
+        return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, x)), x.dtype)

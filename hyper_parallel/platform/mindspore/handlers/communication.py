@@ -22,13 +22,17 @@ _IN_PLACE: dict[str, tuple[int | None, int]] = {
 }
 #: Those that return a new tensor.
 _OUT_OF_PLACE = ("AllReduce", "InnerCommAllReduce")
-_JOINING = ("AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Broadcast", "Reduce", "CollectiveScatter")
-_OTHERS = ("CollectiveGather", "NeighborExchange", "NeighborExchangeV2", "Send", "Receive", "AllGatherV")
+#: Those that join or cut tensors are refused.
+_REFUSED = """
+    AllGather ReduceScatter AlltoAll AlltoAllV Broadcast Reduce CollectiveScatter CollectiveGather NeighborExchange
+    NeighborExchangeV2 Send Receive AllGatherV
+"""
+_NAMES = frozenset((*_OUT_OF_PLACE, *_REFUSED.split()))
 
 
 def is_collective(name: str) -> bool:
     """Whether a primitive communicates."""
-    return name.startswith(("DistComm", "InnerComm")) or name in (*_OUT_OF_PLACE, *_JOINING, *_OTHERS)
+    return name in _NAMES or name.startswith(("DistComm", "InnerComm"))
 
 
 def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -1,6 +1,6 @@
 """Entry points of MindSpore that neither ``__fallback__`` nor an overridden method sees.
 
-What stands for them (`platform.mindspore.patches`) does nothing for plain tensors. Without it MindSpore would compute
+The replacements (`platform.mindspore.patches`) change nothing for plain tensors. Without them MindSpore would compute
 on the shard in silence.
 """
 
@@ -30,25 +30,25 @@ __all__ = [
 
 
 # -------------------------------------------------------------------- primitives that take a sequence of tensors
-def call_on_sequence(plain_call: Callable[..., Any], distributed: Callable[[Any, tuple], Any]) -> Any:
-    """What stands for the call of a primitive: MindSpore looks for subclasses among its arguments, not in sequences.
+def call_on_sequence(original: Callable[..., Any], distributed: Callable[[Any, tuple], Any]) -> Any:
+    """The replacement of the call of a primitive: MindSpore looks for subclasses among its arguments, not in sequences.
 
     Args:
-        plain_call: MindSpore's.
+        original: MindSpore's.
         distributed: (primitive, tensors) -> result, where one of the tensors is a DTensor.
     """
 
-    @functools.wraps(plain_call)
+    @functools.wraps(original)
     def call(self: Any, *args: Any) -> Any:
         tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
         if is_dispatching() and any(isinstance(t, InterceptedTensor) for t in tensors):
             return distributed(self, tuple(tensors))
-        return plain_call(self, *args)
+        return original(self, *args)
 
     return call
 
 
-_STACK = Function("Stack", lambda tensors, dim: ops.stack(tensors, dim))
+_STACK = Function("Stack", ops.stack)
 
 
 def stack(prim: Any, tensors: tuple) -> Any:
@@ -73,19 +73,19 @@ def _has_infinity(x: Any) -> Any:
 
 
 # -------------------------------------------------------------------- plain tensors indexed by DTensors
-def checked_index(plain_call: Callable[..., Any], name: str) -> Any:
-    """What stands for ``__getitem__`` or ``__setitem__`` of tensors: ``plain[distributed]`` would take this rank's part
-    of the index, and core says that it does not mix."""
-    function = Function(name.strip("_"), lambda x, index, *value: plain_call(x, index, *value))
+def checked_index(original: Callable[..., Any], name: str) -> Any:
+    """The replacement of ``__getitem__`` or ``__setitem__`` of tensors: ``plain[distributed]`` would take this rank's
+    part of the index. Core raises the error that says that plain and distributed tensors do not mix."""
+    function = Function(name.strip("_"), original)
     row = OPS["getitem" if name == "__getitem__" else "setitem_"]
 
-    @functools.wraps(plain_call)
+    @functools.wraps(original)
     def call(self: Any, index: Any, *value: Any) -> Any:
         if type(index) not in _PLAIN_INDICES and is_dispatching():
             found = next(distributed_in(index), None)
             if found is not None:
                 return type(found)._dispatch(row, function, (self, index, *value), {})
-        return plain_call(self, index, *value)
+        return original(self, index, *value)
 
     return call
 
@@ -94,21 +94,21 @@ _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
 # -------------------------------------------------------------------- cells that write their own backward
-def gathered_bprop(plain_call: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one
+def gathered_bprop(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one
     what it recorded, this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
 
-    @functools.wraps(plain_call)
+    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
         if found is None:
-            return plain_call(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         if next(distributed_in(self), None) is not None:
             raise ValueError(
                 f"{type(self).__name__} has a bprop of its own, which would see this rank's parts of its distributed "
                 "parameters: leave the bprop out, or give the cell parameters that are not distributed"
             )
-        function = Unknown(Function(type(self).__name__.lstrip("_"), functools.partial(plain_call, self)))
+        function = Unknown(Function(type(self).__name__.lstrip("_"), functools.partial(original, self)))
         return type(found)._dispatch(None, function, args, kwargs)
 
     return call
@@ -122,15 +122,15 @@ REFLECTED = {
 }
 
 
-def reflected_operator(plain_operator: Callable[[Any, Any], Any], reflected: str) -> Callable[[Any, Any], Any]:
-    """What stands for an operator of parameters. In ``parameter * distributed`` Python does not ask the right operand
-    first, as it does for other plain tensors, of whose class DTensors are subclasses; MindSpore then looks at the left
-    one only."""
+def reflected_operator(original: Callable[[Any, Any], Any], reflected: str) -> Callable[[Any, Any], Any]:
+    """The replacement of an operator of parameters. In ``parameter * distributed`` Python does not ask the right
+    operand first, as it does for other plain tensors, of whose class DTensors are subclasses; MindSpore then looks at
+    the left one only."""
 
-    @functools.wraps(plain_operator)
+    @functools.wraps(original)
     def operator(self: Any, other: Any) -> Any:
         if isinstance(other, InterceptedTensor) and is_dispatching():
             return getattr(other, reflected)(self)
-        return plain_operator(self, other)
+        return original(self, other)
 
     return operator

@@ -1,8 +1,8 @@
 """Tensors made after the model of a DTensor: ``ops.randn_like(x)``, ``x.new_zeros(size)`` and their relatives.
 
-MindSpore's functions read the shape, which is the global one, and make a plain tensor of it. What stands for them
-(`platform.mindspore.patches`) lays the result out like the model, and does nothing for plain tensors; what is drawn is
-what a single device draws.
+MindSpore's functions read the shape, which is the global one, and make a plain tensor of it. Their replacements
+(`platform.mindspore.patches`) lay the result out like the model, and change nothing for plain tensors. The numbers
+drawn are those that a single device draws.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for e
 
 
 def draw_like(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a function of `DRAWS`."""
+    """The replacement of a function of `DRAWS`."""
     return _wrapper(plain, _draw_like)
 
 
 def full_like(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for `ops.full_like`."""
+    """The replacement of `ops.full_like`."""
     return _wrapper(plain, _full_like)
 
 

@@ -25,21 +25,21 @@ __all__ = ["optimizer_call", "run_compiled_step"]
 _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
 
 
-def optimizer_call(plain_call: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for ``__call__`` of MindSpore's two optimizer base classes."""
+def optimizer_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of ``__call__`` of MindSpore's two optimizer base classes."""
 
-    @functools.wraps(plain_call)
+    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_elementwise(self):
             if is_dispatching():
                 _check_state(self)
             with NoDispatch():
-                return plain_call(self, *args, **kwargs)
-        if not is_dispatching() or _sharded_parameter(self) is None:
-            return plain_call(self, *args, **kwargs)
+                return original(self, *args, **kwargs)
+        if not is_dispatching() or not _sharded_parameters(self):
+            return original(self, *args, **kwargs)
         args = tuple(_distributed_gradients(self, arg) for arg in args)
         with _replicated_state(), _written_in_operations(self):
-            return plain_call(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return call
 
@@ -47,7 +47,8 @@ def optimizer_call(plain_call: Callable[..., Any]) -> Callable[..., Any]:
 def _is_elementwise(optimizer: Any) -> bool:
     names = {c.__name__ for c in type(optimizer).__mro__}
     for name in _NEED_WHOLE_PARAMETERS:
-        if name in names and (p := _sharded_parameter(optimizer)) is not None:
+        if name in names and (sharded := _sharded_parameters(optimizer)):
+            p = sharded[0]
             raise TypeError(
                 f"{type(optimizer).__name__} needs whole parameters, and {p.name!r} is placed "
                 f"{list(p._layout.placements)}: use an optimizer that updates each element by itself, such as "
@@ -56,14 +57,14 @@ def _is_elementwise(optimizer: Any) -> bool:
     if isinstance(optimizer, (nn.Adagrad, nn.AdamOffload)) or getattr(optimizer, "use_offload", False):
         _check_elements(optimizer)
     if "AdaFactor" in names:
-        return _sharded_parameter(optimizer) is None
+        return not _sharded_parameters(optimizer)
     return inspect.unwrap(type(optimizer).construct).__module__.startswith("mindspore.")
 
 
 def _check_elements(optimizer: Any) -> None:
     """Raise TypeError, on all ranks, where the optimizer's kernel fails because a rank has no elements."""
     for p in optimizer.get_parameters():
-        layout = p._layout if isinstance(p, InterceptedTensor) else None
+        layout = getattr(p, "_layout", None)
         if layout is not None and 0 in map(layout.smallest_part, range(layout.ndim)):
             raise TypeError(
                 f"{type(optimizer).__name__} cannot step on parameters of which a rank has no elements, and "
@@ -74,11 +75,7 @@ def _check_elements(optimizer: Any) -> None:
 
 def _check_state(optimizer: Any) -> None:
     """Raise ValueError for state that was made before a parameter was sharded, and has its whole shape."""
-    shapes = {
-        p.name: p._layout
-        for p in optimizer.get_parameters()
-        if isinstance(p, InterceptedTensor) and p._layout is not None and not p._layout.replicated
-    }
+    shapes = {p.name: p._layout for p in _sharded_parameters(optimizer)}
     for state in optimizer.get_parameters() if shapes else ():
         # Named after what it is and the parameter: "moment1.layers.0.weight".
         layout = shapes.get(state.name.partition(".")[2])
@@ -92,11 +89,9 @@ def _check_state(optimizer: Any) -> None:
             )
 
 
-def _sharded_parameter(optimizer: Any) -> Any:
-    for p in optimizer.get_parameters():
-        if isinstance(p, InterceptedTensor) and p._layout is not None and not p._layout.replicated:
-            return p
-    return None
+def _sharded_parameters(optimizer: Any) -> list[Any]:
+    distributed = [p for p in optimizer.get_parameters() if getattr(p, "_layout", None) is not None]
+    return [p for p in distributed if not p._layout.replicated]
 
 
 def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
@@ -133,7 +128,7 @@ def _written_in_operations(optimizer: Any) -> Iterator[None]:
             optimizer.use_fused_ada_factor = True
 
 
-def run_compiled_step(plain_call: Any, executor: Any, args: tuple, kwargs: dict) -> Any:
+def run_compiled_step(original: Any, executor: Any, args: tuple, kwargs: dict) -> Any:
     """The compiled ``construct`` of one of MindSpore's optimizers, called while interception is on.
 
     Either the optimizer goes operation by operation, then its function is called as it is written, or a class derived
@@ -142,4 +137,4 @@ def run_compiled_step(plain_call: Any, executor: Any, args: tuple, kwargs: dict)
     if isinstance(executor.obj, nn.AdaFactor):
         return executor.fn(*args, **kwargs)
     with NoDispatch():
-        return plain_call(executor, *args, **kwargs)
+        return original(executor, *args, **kwargs)

@@ -18,33 +18,33 @@ from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distribu
 __all__ = ["Fallback", "checked_assign", "checked_init", "checked_update"]
 
 
-def checked_init(plain_init: Callable[..., None]) -> Callable[..., None]:
-    """What stands for ``Tensor.__init__``."""
+def checked_init(original: Callable[..., None]) -> Callable[..., None]:
+    """The replacement of ``Tensor.__init__``."""
 
-    @functools.wraps(plain_init)
+    @functools.wraps(original)
     def init(self: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
         _refuse(self, input_data, "Tensor() of")
-        plain_init(self, input_data, *args, **kwargs)
+        original(self, input_data, *args, **kwargs)
 
     return init
 
 
-def checked_assign(plain_assign: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
+def checked_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
 
-    @functools.wraps(plain_assign)
+    @functools.wraps(original)
     def assign_value(self: Any, value: Any) -> Any:
         _refuse(self, value, f"the value of the plain {type(self).__name__} set to")
-        return plain_assign(self, value)
+        return original(self, value)
 
     return assign_value
 
 
-def checked_update(plain_update: Callable[..., None]) -> Callable[..., None]:
-    """What stands for the function by which ``load_param_into_net`` gives a parameter its value: distributed parameters
-    take whole values, and plain ones no parts."""
+def checked_update(original: Callable[..., None]) -> Callable[..., None]:
+    """The replacement of the function by which ``load_param_into_net`` gives a parameter its value: distributed
+    parameters take whole values, and plain ones no parts."""
 
-    @functools.wraps(plain_update)
+    @functools.wraps(original)
     def update(param: Any, new_param: Any, strict_load: bool) -> None:
         whole = isinstance(param, InterceptedTensor) and not isinstance(new_param, InterceptedTensor)
         # What MindSpore has saved of a distributed parameter has the shape of this rank's part.
@@ -53,7 +53,7 @@ def checked_update(plain_update: Callable[..., None]) -> Callable[..., None]:
             param.set_data(Tensor(new_param.asnumpy(), dtype=param.dtype))
             return
         _refuse(param, new_param, f"load_param_into_net: the plain parameter {param.name!r} set to")
-        plain_update(param, new_param, strict_load)
+        original(param, new_param, strict_load)
 
     return update
 

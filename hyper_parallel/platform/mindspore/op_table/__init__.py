@@ -7,21 +7,15 @@ the row by the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.op_table import elementwise, nn, random, reduction, shape
+from hyper_parallel.platform.mindspore.op_table.binding import Choose
 
 __all__ = ["OPS", "PASS_THROUGH", "RESULTS", "VARIANTS"]
 
-_PARTS = (elementwise, shape, reduction, nn, random)
+OPS: dict[str, NativeOp] = {**elementwise.OPS, **shape.OPS, **reduction.OPS, **nn.OPS, **random.OPS}
 
-OPS: dict[str, NativeOp] = {name: native for part in _PARTS for name, native in part.OPS.items()}
-
-#: name -> chooser(args, kwargs) -> row, or None for a call without a rule
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {
-    name: chooser for part in _PARTS for name, chooser in part.VARIANTS.items()
-}
+VARIANTS: dict[str, Choose] = {**elementwise.VARIANTS, **shape.VARIANTS, **reduction.VARIANTS, **nn.VARIANTS}
 
 RESULTS = {**nn.RESULTS, **random.RESULTS}
 

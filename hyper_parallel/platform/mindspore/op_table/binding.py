@@ -1,46 +1,50 @@
-"""Tools for the op table: bring a native call into canonical form, and run the canonical form natively.
+"""Rows of the op table: how a native call is brought into canonical form, and how the canonical form runs natively.
 
 The same primitive arrives in several shapes: ``mint.sum(x, 1)`` gives ``SumExt`` with all arguments by position,
-``x.sum(dim=1)`` the arguments as the user wrote them. `arguments` evens that out.
+``x.sum(dim=1)`` the arguments as the user wrote them. A row says what arguments there are and what becomes of them in
+one text, and `arguments` evens the shapes out:
+
+    "x dims=None dtype=None keepdim=False -> x | dims keepdim dtype"
+
+On the left are the names in the native order with their defaults; on the right the operands, and after the bar the
+static arguments, as the canonical operation wants them; both may be constants. Without a right side the first is the
+operand and the others are static. A last argument ``*sizes`` takes all that are left, numbers or a tuple of them.
+What is computed from the arguments is a function decorated with `binds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.empty_shards import guarded
+from hyper_parallel.platform.mindspore.collectives import is_dense
+from hyper_parallel.platform.mindspore.empty_shards import safe_when_empty
 
 __all__ = [
+    "Bind",
+    "Call",
+    "Choose",
     "Function",
     "arguments",
+    "binds",
+    "by_name",
     "dims_of",
     "elementwise",
-    "hashable",
+    "instead",
     "ints",
+    "repeated",
     "row",
-    "rows",
+    "signature",
 ]
 
-#: Names that MindSpore's functions use for one and the same argument.
-_ALIASES = {
-    "axis": "dim",
-    "axes": "dims",
-    "keep_dims": "keepdim",
-    "keepdims": "keepdim",
-    "input": "x",
-    "self": "x",
-    "tensor": "x",
-    "input_x": "x",
-    "dtype": "dtype",
-    "size": "shape",
-    "split_size_or_sections": "split_size",
-    "split_size_int": "split_size",
-    "split_size_sections": "split_size",
-}
+Bind = Callable[[Any, tuple, dict], tuple[tuple, tuple]]
+Call = Callable[[Any, tuple, Any], Any]
+#: Picks the row by (args, kwargs) where one primitive is several operations; None for a call without a rule.
+Choose = Callable[[tuple, dict], NativeOp | None]
 
 
 class Function:
@@ -59,26 +63,7 @@ class Function:
         return f"<operation {self.name}>"
 
 
-def arguments(names: Sequence[str], defaults: Sequence[Any], args: tuple, kwargs: dict) -> list:
-    """The arguments by position, in the order of ``names``; ``defaults`` belong to the last names.
-
-    Arguments beyond ``names`` are dropped: they are attributes that do not change what is computed.
-    """
-    values = list(args[: len(names)])
-    if len(values) == len(names) and not kwargs:
-        return values
-    given = {_ALIASES.get(key, key): value for key, value in kwargs.items()}
-    first_default = len(names) - len(defaults)
-    for i in range(len(values), len(names)):
-        if names[i] in given:
-            values.append(given[names[i]])
-        elif i >= first_default:
-            values.append(defaults[i - first_default])
-        else:
-            raise TypeError(f"argument {names[i]!r} is missing")
-    return values
-
-
+# -------------------------------------------------------------------- values of arguments
 def ints(values: Sequence[Any]) -> tuple[int, ...]:
     """Sizes or dims given as ``f(2, 3)`` or ``f((2, 3))``, numbers or 0-d tensors, as a tuple of ints."""
     if len(values) == 1 and isinstance(values[0], (tuple, list, Tensor)):
@@ -95,49 +80,159 @@ def dims_of(dim: Any) -> tuple[int, ...] | None:
     return (int(dim),) if not isinstance(dim, (tuple, list)) else tuple(int(d) for d in dim)
 
 
-def hashable(value: Any) -> Any:
-    """``value`` with lists turned into tuples."""
-    return tuple(hashable(v) for v in value) if isinstance(value, (list, tuple)) else value
+def _int_or_none(dim: Any) -> int | None:
+    return None if dim is None else int(dim)
 
 
-def row(
-    name: str,
-    bind: Callable[[tuple, dict], tuple[tuple, tuple]],
-    call: Callable[[Any, tuple, Any], Any] | None = None,
-    memory: str = "",
-) -> NativeOp:
-    """A row whose ``bind`` does not look at the function. Without ``call``: operands, then statics, by position."""
-    safe_call = guarded(name, call or _call_by_position)
-    return NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), safe_call, False, memory=memory)
+def _int_or_ints(size: Any) -> int | tuple[int, ...]:
+    return ints((size,)) if isinstance(size, (tuple, list)) else int(size)
 
 
-def rows(names: str, native: NativeOp) -> dict[str, NativeOp]:
-    """One row under several names, given as words."""
-    return dict.fromkeys(names.split(), native)
+#: How generated code and the attributes of primitives count them.
+_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
+
+#: What the value of an argument becomes, by its name; others stay as they are. ``dim`` is one dimension, ``dims`` are
+#: several, or None for all.
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("start", "length", "chunks", "k", "depth", "ignore_index"), int),
+    **dict.fromkeys(("eps", "p", "label_smoothing"), float),
+    **dict.fromkeys(("keepdim", "training", "transpose_a", "transpose_b"), bool),
+    "dim": _int_or_none,
+    "dims": dims_of,
+    "sizes": ints,
+    "split_size": _int_or_ints,
+    "reduction": lambda reduction: _REDUCTIONS.get(reduction, reduction),
+}
+
+#: Other names under which MindSpore's functions take an argument.
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "x": ("input", "inputs", "self", "tensor", "input_x"),
+    "other": ("mat2", "tensor2"),
+    "dim": ("axis",),
+    "dim0": ("axis0",),
+    "dim1": ("axis1",),
+    "dims": ("dim", "axis", "axes"),
+    "eps": ("epsilon",),
+    "p": ("ord",),
+    "keepdim": ("keepdims", "keep_dims"),
+    "split_size": ("split_size_or_sections", "split_size_int", "split_size_sections"),
+}
+
+
+def signature(text: str) -> Callable[[tuple, dict], list[Any]]:
+    """Make ``unpack(args, kwargs)`` that returns the values of the arguments that ``text`` names, in order.
+
+    Arguments beyond those are dropped: they are attributes that do not change what is computed.
+
+    Raises (from ``unpack``):
+        TypeError: when an argument without a default is missing.
+    """
+    names = _names_in(text)
+    partitioned = [item.partition("=") for item in text.split()]
+    defaults = {name: literal_eval(value) for name, equals, value in partitioned if equals}
+    spellings = [(name, *_SPELLINGS.get(name, ())) for name in names]
+    conversions = [(i, _CONVERSIONS[name]) for i, name in enumerate(names) if name in _CONVERSIONS]
+    starred = len(names) - 1 if "*" in text else None
+
+    def unpack(args: tuple, kwargs: dict) -> list[Any]:
+        if starred is not None:
+            args = (*args[:starred], args[starred:] or tuple(kwargs.values()))
+        values = list(args[: len(names)])
+        for i in range(len(values), len(names)):
+            key = next((spelling for spelling in spellings[i] if spelling in kwargs), None) if kwargs else None
+            if key is None and names[i] not in defaults:
+                raise TypeError(f"argument {names[i]!r} is missing")
+            values.append(defaults[names[i]] if key is None else kwargs[key])
+        for i, convert in conversions:
+            values[i] = convert(values[i])
+        return values
+
+    return unpack
+
+
+def _names_in(text: str) -> list[str]:
+    return [item.partition("=")[0].lstrip("*") for item in text.split()]
+
+
+def binds(text: str) -> Callable[[Callable[..., tuple[tuple, tuple]]], Bind]:
+    """Make a ``bind`` of the decorated function of the arguments that ``text`` names, by position."""
+    unpack = signature(text)
+    return lambda arrange: lambda func, args, kwargs: arrange(*unpack(args, kwargs))
+
+
+def arguments(text: str) -> Bind:
+    """Make the ``bind`` that a text declares: see the top of this module."""
+    taken, arrow, made = text.partition("->")
+    unpack, names = signature(taken), _names_in(taken)
+    heads, tails = (part.split() for part in made.partition("|")[::2]) if arrow else (names[:1], names[1:])
+    constants = [item for item in (*heads, *tails) if item not in names]
+    places = [*names, *constants]
+    operands, statics = [places.index(item) for item in heads], [places.index(item) for item in tails]
+    fixed = [literal_eval(item) for item in constants]
+
+    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+        values = unpack(args, kwargs) + fixed
+        return tuple([values[i] for i in operands]), tuple([values[i] for i in statics])
+
+    return bind
+
+
+# -------------------------------------------------------------------- rows
+def row(name: str, bind: str | Bind, call: Call | None = None, memory: str = "", by_function: bool = False) -> NativeOp:
+    """A row of the canonical operation ``name``.
+
+    Args:
+        name: the canonical operation.
+        bind: as a text, or see `NativeOp`.
+        call: see `NativeOp`; None: the native function with the operands, then the static arguments, by position.
+        memory: see `NativeOp`.
+        by_function: whether ``bind`` looks at the function.
+    """
+    made = arguments(bind) if isinstance(bind, str) else bind
+    return NativeOp(name, made, safe_when_empty(name, call or _call_by_position), by_function, memory=memory)
 
 
 def _call_by_position(func: Any, operands: tuple, statics: tuple) -> Any:
     return func(*operands, *statics)
 
 
+def instead(function: Callable[..., Any]) -> Call:
+    """A ``call`` that runs ``function`` in place of the native one: that has no kernel on CPU, or takes its arguments
+    otherwise."""
+    return lambda func, operands, statics: function(*operands, *statics)
+
+
+def repeated(name: str, bind: str | Bind, by_function: bool = False) -> NativeOp:
+    """A row whose native call is repeated as it came: which arguments it takes differs too much. The static arguments
+    are those of ``bind``, then all that came with the one operand."""
+    made = arguments(bind) if isinstance(bind, str) else bind
+
+    def bind_all(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+        return args[:1], (*made(func, args, kwargs)[1], _hashable(args[1:]), tuple(kwargs.items()))
+
+    return row(name, bind_all, _repeat, by_function=by_function)
+
+
+def _repeat(func: Any, operands: tuple, statics: tuple) -> Any:
+    return func(operands[0], *statics[-2], **dict(statics[-1]))
+
+
+def _hashable(value: Any) -> Any:
+    """``value`` with lists turned into tuples."""
+    return tuple(_hashable(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table by single names of one whose keys are several, as words."""
+    return {name: value for names, value in table.items() for name in names.split()}
+
+
 # -------------------------------------------------------------------- element-wise operations
-class _Template:
-    """Where the operands of an element-wise call go among its other arguments."""
-
-    __slots__ = ("args", "kwargs", "places")
-
-    def __init__(self, args: tuple, kwargs: dict, places: tuple) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.places = places
-
-
 def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
-    if statics is None or (template := statics[-1]) is None:
+    if statics is None or (others := statics[-1]) is None:
         return func(*operands)
-    args = list(template.args)
-    kwargs = dict(template.kwargs)
-    for place, operand in zip(template.places, operands, strict=True):
+    args, kwargs, places = list(others[0]), dict(others[1]), others[2]
+    for place, operand in zip(places, operands, strict=True):
         if isinstance(place, int):
             args[place] = operand
         else:
@@ -149,7 +244,7 @@ def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
     """On CPU most primitives that should write in place return a new tensor and write nothing, and those that write
     lose what is written to a view."""
     target = operands[0]
-    if not _is_whole(target):
+    if not is_dense(target):
         value = _call_inplace(func, (mint.add(target, 0), *operands[1:]), statics)
         Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
         return target
@@ -159,26 +254,19 @@ def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
     return target
 
 
-def _is_whole(x: Tensor) -> bool:
-    """Whether ``x`` is all of its memory, in order, so that it is as good as no view."""
-    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-
-
-def elementwise(
-    name: str, count: int | None = None, mode: Callable[[tuple, dict], Any] | None = None, flat: bool = False
-) -> NativeOp:
+def elementwise(name: str, count: int | None = None, flat: bool = False) -> NativeOp:
     """A row for an element-wise primitive.
 
     Args:
-        name: the canonical operation.
+        name: the canonical operation. The static arguments of a division begin with the rounding mode.
         count: how many arguments, counted by position, are operands, be they tensors or scalars. None: the tensors
             are, wherever they stand.
-        mode: for ``div``: gives the rounding mode.
-        flat: whether MindSpore leads no gradient back, where others would give zeros.
+        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros.
     """
+    divides = name in ("div", "div_")
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple | None]:
-        head = () if mode is None else (mode(args, kwargs),)
+        head = (kwargs.get("rounding_mode", args[2] if len(args) > 2 else None),) if divides else ()
         if not kwargs and (len(args) == count or (count is None and all(isinstance(a, Tensor) for a in args))):
             return args, (*head, None) if head else None
         if count is None:
@@ -189,10 +277,13 @@ def elementwise(
             positional = min(count, len(args))
             places = (*range(positional), *by_keyword[: count - positional])
         operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
-        return operands, (*head, _Template(args, kwargs, places))
+        # Not the operands themselves: plans of divisions are kept under this.
+        others = tuple(None if i in places else a for i, a in enumerate(args))
+        named = tuple((k, None if k in places else a) for k, a in kwargs.items())
+        return operands, (*head, (others, named, places))
 
     call = _call_inplace if name.endswith("_") else _call_elementwise
-    return NativeOp(name, bind, guarded(name, call, flat), False)
+    return NativeOp(name, bind, safe_when_empty(name, call, flat), False)
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,8 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.empty_shards import guarded
-from hyper_parallel.platform.mindspore.op_table.binding import elementwise, row, rows
+from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
+from hyper_parallel.platform.mindspore.op_table.binding import Call, Choose, by_name, elementwise, instead, row
 from hyper_parallel.platform.mindspore.private import type_id_to_type
 
 __all__ = ["OPS", "VARIANTS"]
@@ -31,7 +30,7 @@ _POINTWISE = """
     RemainderScalarTensor RemainderTensorScalar RemainderTensorTensor Rsqrt SeLU SeLUExt Select SelectV2 SiLU
     Sigmoid Sin Sinc Sinh SoftShrink Softplus SoftplusExt Softsign Sqrt Square SquaredDifference Tan Tanh
     Threshold Trunc TruncateMod Xdivy XLogYScalarOther XLogYScalarSelf Xlogy XlogyExt
-    NotEqualScalar EqualScalar ReciprocalExt
+    NotEqualScalar EqualScalar ReciprocalExt Lerp LerpScalar
 """
 
 _POINTWISE_INPLACE = """
@@ -42,35 +41,16 @@ _POINTWISE_INPLACE = """
     InplaceReciprocal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
 """
 
-#: MindSpore leads no gradient back through these. (Through ``Floor`` and ``Trunc`` it leads zeros.)
+#: MindSpore gives no gradient through these. (Through ``Floor`` and ``Trunc`` it gives zeros.)
 _FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
-_LINEAR_UNARY = "Neg Clone Contiguous Identity Load Real Conj Positive"
+
+def _like(value: float) -> Call:
+    return lambda func, operands, statics: _full(operands[0], value, *statics)
 
 
-def _rounding(args: tuple, kwargs: dict) -> Any:
-    """The rounding mode of ``DivMod(a, b, mode)``."""
-    return kwargs.get("rounding_mode", args[2] if len(args) > 2 else None)
-
-
-def _no_rounding(args: tuple, kwargs: dict) -> None:
-    return None
-
-
-def _clone(func: Any, operands: tuple, statics: Any) -> Any:
-    return copied(operands[0])
-
-
-def _stop_gradient(func: Any, operands: tuple, statics: Any) -> Any:
-    return ms.ops.stop_gradient(operands[0])
-
-
-def _like(value: float | None) -> Callable[[Any, tuple, tuple], Any]:
-    def call(func: Any, operands: tuple, statics: tuple) -> Any:
-        x, fill, dtype = operands[0], statics[0] if value is None else value, statics[1]
-        return ms.ops.full(tuple(x.shape), fill, dtype=x.dtype if dtype is None else _dtype(dtype))
-
-    return call
+def _full(x: Any, value: float, dtype: Any) -> Any:
+    return ms.ops.full(tuple(x.shape), value, dtype=x.dtype if dtype is None else _dtype(dtype))
 
 
 def _dtype(dtype: Any) -> Any:
@@ -78,62 +58,48 @@ def _dtype(dtype: Any) -> Any:
     return type_id_to_type(dtype) if isinstance(dtype, int) else dtype
 
 
-def _bind_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-    return (args[0],), (0, dtype)
+_LINEAR_UNARY = elementwise("linear_unary", 1)
+_POINTWISE_UNARY = elementwise("pointwise", 1)
+_ADD = elementwise("add", 2)
 
-
-def _bind_full_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    fill = kwargs.get("fill_value", args[1] if len(args) > 1 else None)
-    return (args[0],), (fill, kwargs.get("dtype", args[2] if len(args) > 2 else None))
-
-
-OPS: dict[str, NativeOp] = rows(_POINTWISE, elementwise("pointwise"))
-OPS.update(rows(_FLAT, elementwise("pointwise", flat=True)))
-OPS.update(rows(_POINTWISE_INPLACE, elementwise("pointwise_")))
-OPS.update(rows(_LINEAR_UNARY, elementwise("linear_unary", 1)))
-OPS.update(rows("Add AddExt AddScalar Sub SubExt SubScalar AddV2", elementwise("add", 2)))
-OPS.update(rows("Mul Muls MulNoNan", elementwise("mul", 2)))
-OPS.update(rows("Div Divs RealDiv DivNoNan", elementwise("div", 2, _no_rounding)))
-OPS.update(rows("DivMod DivMods", elementwise("div", 2, _rounding)))
-OPS.update(rows("InplaceDiv InplaceDivs", elementwise("div_", 2, _no_rounding)))
-OPS.update(rows("InplaceDivMod InplaceDivMods", elementwise("div_", 2, _rounding)))
-OPS.update(rows("InplaceMul InplaceMuls", elementwise("mul_", 2)))
-OPS.update(rows("InplaceCopy Assign", elementwise("linear_", 2)))
-OPS["InplaceZero"] = elementwise("linear_", 1)
-OPS.update(
-    rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
+OPS: dict[str, NativeOp] = by_name(
+    {
+        _POINTWISE: elementwise("pointwise"),
+        _FLAT: elementwise("pointwise", flat=True),
+        _POINTWISE_INPLACE: elementwise("pointwise_"),
+        "Neg Identity Load Real Conj Positive": _LINEAR_UNARY,
+        "Contiguous": replace(_LINEAR_UNARY, memory="contiguous"),
+        "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, statics: copied(operands[0])),
+        # Not checked for empty operands: the result is not connected to them on any rank.
+        "StopGradient": replace(
+            _LINEAR_UNARY,
+            call=lambda func, operands, statics: ms.ops.stop_gradient(operands[0]),
+            memory="shared",
+        ),
+        "Add AddExt AddScalar Sub SubExt SubScalar AddV2": _ADD,
+        "Mul Muls MulNoNan": elementwise("mul", 2),
+        "Div Divs RealDiv DivNoNan DivMod DivMods": elementwise("div", 2),
+        "InplaceDiv InplaceDivs InplaceDivMod InplaceDivMods": elementwise("div_", 2),
+        "InplaceMul InplaceMuls": elementwise("mul_", 2),
+        "InplaceCopy Assign": elementwise("linear_", 2),
+        "InplaceZero": elementwise("linear_", 1),
+        "InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub": elementwise("add_", 2),
+        "ZerosLike ZerosLikeExt EmptyLike": row("like", "x dtype=None", _like(0)),
+        "OnesLike OnesLikeExt": row("like", "x dtype=None", _like(1)),
+        "FullLike": row("like", "x fill_value dtype=None", instead(_full)),
+    }
 )
-OPS["Contiguous"] = replace(OPS["Contiguous"], memory="contiguous")
-# Not guarded: on an empty shard nothing leads back either.
-OPS["StopGradient"] = NativeOp("linear_unary", OPS["Neg"].bind, _stop_gradient, False, memory="shared")
-OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, guarded("linear_unary", _clone), False)
-OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
-OPS.update(rows("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0))))
-OPS.update(rows("OnesLike OnesLikeExt", row("like", _bind_like, _like(1))))
-OPS["FullLike"] = row("like", _bind_full_like, _like(None))
-
-_TO_FLOAT = elementwise("linear_unary", 1)
-_TO_OTHER = elementwise("pointwise", 1)
-_BIAS_ADD = elementwise("add", 2)
 
 
 def _cast(args: tuple, kwargs: dict) -> NativeOp:
     """A conversion is linear only if it does not round to integers or truth values."""
     dtype = _dtype(kwargs.get("dtype", args[1] if len(args) > 1 else None))
-    return _TO_FLOAT if dtype is None or dtype in _FLOATS else _TO_OTHER
+    return _LINEAR_UNARY if dtype is None or dtype in DIFFERENTIABLE else _POINTWISE_UNARY
 
 
 def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
     """BiasAdd adds along dim 1: an ordinary broadcast for matrices, which is how nn.Dense uses it."""
-    return _BIAS_ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
+    return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
 
 
-_FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64, ms.complex64, ms.complex128)
-
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {
-    "Cast": _cast,
-    "ToDtype": _cast,
-    "ToOther": _cast,
-    "BiasAdd": _bias_add,
-}
+VARIANTS: dict[str, Choose] = by_name({"Cast ToDtype ToOther": _cast, "BiasAdd": _bias_add})

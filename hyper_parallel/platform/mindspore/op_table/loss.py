@@ -1,9 +1,9 @@
 """Losses, and logsumexp, that MindSpore composes of many primitives: taken whole, before they fall apart.
 
-``ops.cross_entropy`` is some twenty primitives, of which each is right on DTensors, and which together gather the
-classes. So wrappers stand for the functions (`platform.mindspore.patches`), which hand them to core as one operation
-and do nothing for plain tensors. A name that a program has imported from MindSpore before the first DTensor was made
-stays what it was: right, but with gathered classes.
+``ops.cross_entropy`` runs some twenty primitives. Each is right on DTensors, but together they gather the classes. So
+the functions are replaced (`platform.mindspore.patches`): DTensors go to core as one operation, and for plain tensors
+nothing changes. A name that a program has imported from MindSpore before the first DTensor was made stays what it was:
+right, but with gathered classes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mindspore import ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_table.binding import Function, arguments, dims_of, row
+from hyper_parallel.platform.mindspore.op_table.binding import Function, by_name, row
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["LOSSES", "dispatched_loss"]
 
 
-def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """What stands for a function of `LOSSES`."""
-    native, function = LOSSES[name], Function(name.removesuffix("_ext"), plain)
+def dispatched_loss(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The replacement of a function of `LOSSES`."""
+    native, function = LOSSES[name], Function(name.removesuffix("_ext"), original)
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def loss(*args: Any, **kwargs: Any) -> Any:
         if is_dispatching():
             found = next((x for x in (*args, *kwargs.values()) if isinstance(x, InterceptedTensor)), None)
@@ -35,7 +35,7 @@ def dispatched_loss(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
             if found is None and args and name != "logsumexp":
                 shape = args[0].shape
                 InterceptedTensor._core.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return loss
 
@@ -45,28 +45,9 @@ def _smooths(args: tuple, kwargs: dict) -> bool:
     return bool(args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0))
 
 
-def _bind_cross_entropy(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    kwargs = {"x" if key == "input" else key: value for key, value in kwargs.items()}
-    x, target, weight, ignore, reduction, smoothing = arguments(
-        ("x", "target", "weight", "ignore_index", "reduction", "label_smoothing"),
-        (None, -100, "mean", 0.0),
-        args,
-        kwargs,
-    )
-    return (x, target, weight), (reduction, int(ignore), float(smoothing))
-
-
-def _bind_nll_loss(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    kwargs = {"x" if key == "inputs" else key: value for key, value in kwargs.items()}
-    x, target, weight, ignore, reduction = arguments(
-        ("x", "target", "weight", "ignore_index", "reduction"), (None, -100, "mean"), args, kwargs
-    )
-    return (x, target, weight), (reduction, int(ignore))
-
-
-def _bind_log_sum_exp(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, dim, keepdim = arguments(("x", "dim", "keepdim"), (False,), args, kwargs)
-    return (x,), (dims_of(dim), bool(keepdim))
+def _on_device(func: Any, on_cpu: Any) -> Any:
+    """The functions of mint have no kernels on CPU."""
+    return on_cpu if device_target() == "CPU" else func
 
 
 def _cross_entropy(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -79,18 +60,20 @@ def _nll_loss(func: Any, xs: tuple, statics: tuple) -> Any:
     return _on_device(func, ops.nll_loss)(*xs, ignore, reduction)
 
 
-def _on_device(func: Any, on_cpu: Any) -> Any:
-    """The functions of mint have no kernels on CPU."""
-    return on_cpu if device_target() == "CPU" else func
-
-
-_CROSS_ENTROPY = row("cross_entropy", _bind_cross_entropy, _cross_entropy)
-_NLL_LOSS = row("nll_loss", _bind_nll_loss, _nll_loss)
 #: Name of the function -> row.
-LOSSES: dict[str, NativeOp] = {
-    "cross_entropy": _CROSS_ENTROPY,
-    "cross_entropy_ext": _CROSS_ENTROPY,
-    "nll_loss": _NLL_LOSS,
-    "nll_loss_ext": _NLL_LOSS,
-    "logsumexp": row("logsumexp", _bind_log_sum_exp, lambda func, xs, statics: func(xs[0], *statics)),
-}
+LOSSES: dict[str, NativeOp] = by_name(
+    {
+        "cross_entropy cross_entropy_ext": row(
+            "cross_entropy",
+            "x target weight=None ignore_index=-100 reduction='mean' label_smoothing=0.0"
+            " -> x target weight | reduction ignore_index label_smoothing",
+            _cross_entropy,
+        ),
+        "nll_loss nll_loss_ext": row(
+            "nll_loss",
+            "x target weight=None ignore_index=-100 reduction='mean' -> x target weight | reduction ignore_index",
+            _nll_loss,
+        ),
+        "logsumexp": row("logsumexp", "x dims keepdim=False"),
+    }
+)

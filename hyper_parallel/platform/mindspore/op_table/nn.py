@@ -9,81 +9,43 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_table.binding import arguments, row
+from hyper_parallel.platform.mindspore.op_table.binding import Choose, binds, by_name, instead, row
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 
-OPS: dict[str, NativeOp] = {}
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
-
-
-def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
-    for name in names.split():
-        OPS[name] = row(canonical, bind, call)
-
 
 # -------------------------------------------------------------------- products
-def _bind_linear(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    return tuple(arguments(("x", "weight", "bias"), (None,), args, kwargs)), ()
-
-
-def _bind_matmul(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    a, b, ta, tb = arguments(("x", "mat2", "transpose_a", "transpose_b"), (False, False), _by_place(args, kwargs), {})
-    return (a, b), (bool(ta), bool(tb))
-
-
-def _by_place(args: tuple, kwargs: dict) -> tuple:
-    return (*args, *kwargs.values())
-
-
-def _matmul(func: Any, xs: tuple, statics: tuple) -> Any:
-    a, b = xs
-    transpose_a, transpose_b = statics
+def _matmul(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> Any:
     if not (transpose_a or transpose_b):
         return mint.matmul(a, b)
     if a.ndim == b.ndim == 2:
-        return _MATMUL[statics](a, b)
+        return _MATMUL[transpose_a, transpose_b](a, b)
     return mint.matmul(mint.transpose(a, -1, -2) if transpose_a else a, mint.transpose(b, -1, -2) if transpose_b else b)
 
 
 _MATMUL = {(ta, tb): ops.MatMul(ta, tb) for ta in (False, True) for tb in (False, True)}
 
 
-def _bind_addmm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    c, a, b, beta, alpha = arguments(("x", "mat1", "mat2", "beta", "alpha"), (1, 1), args, kwargs)
-    return (c, a, b), (beta, alpha)
-
-
-def _addmm(func: Any, xs: tuple, statics: tuple) -> Any:
+def _addmm(c: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
     """By hand: ``Addmm`` has no kernel on CPU."""
-    c, a, b = xs
-    beta, alpha = statics
     product = mint.matmul(a, b)
     return (c if beta == 1 else c * beta) + (product if alpha == 1 else product * alpha)
 
 
-_add("Dense", "linear", _bind_linear, lambda func, xs, statics: mint.nn.functional.linear(*xs))
-_add("MatMul MatMulExt BatchMatMul BatchMatMulExt Mm MatMulV2 BatchMatMulV2 Bmm", "matmul", _bind_matmul, _matmul)
-_add("Addmm", "addmm", _bind_addmm, _addmm)
-
-
 # -------------------------------------------------------------------- norms
-def _bind_layer_norm_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, weight, bias, begin, _, eps = args
-    dims = x.ndim - begin % x.ndim
-    return (x, weight, bias), (dims, 2, eps)
+@binds("x weight bias begin_norm begin_params eps")
+def _bind_layer_norm_old(x: Any, weight: Any, bias: Any, begin: int, _: int, eps: float) -> tuple[tuple, tuple]:
+    return (x, weight, bias), (x.ndim - begin % x.ndim, 2, eps)
 
 
 def _layer_norm_old(func: Any, xs: tuple, statics: tuple) -> Any:
-    x, weight, bias = xs
-    return func(x, weight, bias, x.ndim - statics[0], x.ndim - statics[0], statics[2])
+    begin = xs[0].ndim - statics[0]
+    return func(*xs, begin, begin, statics[2])
 
 
-def _bind_layer_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, shape, weight, bias, eps = arguments(
-        ("x", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5), args, kwargs
-    )
-    return (x, weight, bias), (len(shape), 2, float(eps))
+@binds("x normalized_shape weight=None bias=None eps=1e-5")
+def _bind_layer_norm(x: Any, shape: tuple, weight: Any, bias: Any, eps: float) -> tuple[tuple, tuple]:
+    return (x, weight, bias), (len(shape), 2, eps)
 
 
 def _layer_norm(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -91,27 +53,32 @@ def _layer_norm(func: Any, xs: tuple, statics: tuple) -> Any:
     return func(x, tuple(x.shape[x.ndim - statics[0] :]), weight, bias, statics[2])
 
 
-def _bind_rms_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, weight, eps = arguments(("x", "gamma", "epsilon"), (1e-6,), args, kwargs)
-    return (x, weight), (weight.ndim, 1, float(eps))
-
-
-_add("LayerNorm LayerNormV3", "layer_norm", _bind_layer_norm_old, _layer_norm_old)
-_add("LayerNormExt", "layer_norm", _bind_layer_norm, _layer_norm)
-_add("RmsNorm", "rms_norm", _bind_rms_norm, lambda func, xs, statics: func(*xs, statics[2]))
+@binds("x gamma eps=1e-6")
+def _bind_rms_norm(x: Any, weight: Any, eps: float) -> tuple[tuple, tuple]:
+    return (x, weight), (weight.ndim, 1, eps)
 
 
 # -------------------------------------------------------------------- embeddings
+def _look_up(ids: Any, weight: Any, padding: None) -> Any:
+    return ops.gather(weight, ids, 0)
+
+
 def _embedding(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.gather(xs[1], xs[0], 0)
+    """``Embedding`` has no kernel on CPU and no max_norm here; padding only matters to the gradient."""
+    ids, weight = xs
+    padding = statics[0]
+    if padding is not None and device_target() != "CPU":
+        return func(ids, weight, padding, None, 2.0, False)
+    rows = ops.gather(weight, ids, 0)
+    if padding is None:
+        return rows
+    keep = ops.expand_dims(ops.not_equal(ids, padding % max(1, weight.shape[0])), -1)
+    return ops.select(keep.broadcast_to(rows.shape), rows, ops.stop_gradient(rows))
 
 
-_EMBEDDING_OF_GATHER = row("embedding", lambda args, kwargs: ((args[1], args[0]), (None,)), _embedding)
-_INDEX_SELECT_OF_GATHER = row(
-    "index_select",
-    lambda args, kwargs: (args[:2], (int(args[2]),)),
-    lambda func, xs, statics: ops.gather(xs[0], xs[1], statics[0]),
-)
+_GATHERED_ROWS = row("embedding", "weight ids -> ids weight | None", instead(_look_up))
+_INDEX_SELECT = row("index_select", "x index dim -> x index | dim", instead(ops.gather))
+_EMBEDDING = row("embedding", "x weight padding_idx=None -> x weight | padding_idx", _embedding)
 
 
 def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:
@@ -120,34 +87,18 @@ def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:
     if kwargs or (len(args) > 3 and args[3]) or not isinstance(ids, Tensor):
         return None
     if len(x.shape) == 2 and axis in (0, -2):
-        return _EMBEDDING_OF_GATHER
-    return _INDEX_SELECT_OF_GATHER if len(ids.shape) == 1 else None
+        return _GATHERED_ROWS
+    return _INDEX_SELECT if len(ids.shape) == 1 else None
 
 
-VARIANTS["Gather"] = _choose_gather
+def _choose_embedding(args: tuple, kwargs: dict) -> NativeOp | None:
+    """Without max_norm."""
+    return _EMBEDDING if len(args) < 4 or args[3] is None else None
 
 
-def _bind_embedding(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    ids, weight, padding = arguments(("x", "weight", "padding_idx"), (None,), args, kwargs)
-    return (ids, weight), (padding,)
-
-
-def _embedding_ext(func: Any, xs: tuple, statics: tuple) -> Any:
-    """``Embedding`` has no kernel on CPU and no max_norm here; padding only matters to the gradient."""
-    if statics[0] is None or device_target() != "CPU":
-        return _embedding(func, xs, statics) if statics[0] is None else func(*xs, statics[0], None, 2.0, False)
-    ids = xs[0]
-    keep = ops.expand_dims(ops.not_equal(ids, statics[0] % max(1, xs[1].shape[0])), -1)
-    rows = _embedding(func, xs, statics)
-    return ops.select(keep.broadcast_to(rows.shape), rows, ops.stop_gradient(rows))
-
-
-_EMBEDDING = row("embedding", _bind_embedding, _embedding_ext)
-VARIANTS["Embedding"] = lambda args, kwargs: _EMBEDDING if len(args) < 4 or args[3] is None else None
-_EMBEDDING_LOOKUP = row("embedding", lambda args, kwargs: ((args[1], args[0]), (None,)), _embedding)
-VARIANTS["EmbeddingLookup"] = lambda args, kwargs: (
-    _EMBEDDING_LOOKUP if len(args[0].shape) == 2 and (len(args) < 3 or args[2] == 0) else None
-)
+def _choose_embedding_lookup(args: tuple, kwargs: dict) -> NativeOp | None:
+    """Of a matrix, without an offset."""
+    return _GATHERED_ROWS if len(args[0].shape) == 2 and (len(args) < 3 or args[2] == 0) else None
 
 
 # -------------------------------------------------------------------- attention
@@ -159,7 +110,7 @@ _BNSD = 1
 _CAUSAL_MODES = (2, 3)
 
 
-def _bind_flash_attention(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_flash_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, 1.0 - args[_HEADS + 1], *args[_HEADS + 1 :])
 
 
@@ -173,46 +124,53 @@ _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)
 
 def _choose_flash_attention(args: tuple, kwargs: dict) -> NativeOp | None:
     """Only the layout (batch, heads, length, features), without the rarer operands, has a rule."""
-    plain = len(args) == 18 and args[_LAYOUT] == _BNSD and all(args[i] is None for i in _RARE)
-    return _FLASH_ATTENTION if plain else None
-
-
-VARIANTS["FlashAttentionScore"] = _choose_flash_attention
+    known = len(args) == 18 and args[_LAYOUT] == _BNSD and all(args[i] is None for i in _RARE)
+    return _FLASH_ATTENTION if known else None
 
 
 # -------------------------------------------------------------------- losses
-#: as generated code and the primitives' own attributes count them
-_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
-
-
-def _bind_nll(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, target, weight, reduction, ignore = arguments(
-        ("x", "target", "weight", "reduction", "ignore_index"), (None, "mean", -100), args, kwargs
-    )
-    return (x, target, weight), (_REDUCTIONS.get(reduction, reduction), int(ignore))
-
-
 def _nll(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.nll_loss(xs[0], xs[1], xs[2], ignore_index=statics[1], reduction=statics[0])
-
-
-def _bind_sparse_cross_entropy(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    return (args[0], args[1], None), ("mean", -100, 0.0)
+    return ops.nll_loss(*xs, ignore_index=statics[1], reduction=statics[0])
 
 
 def _cross_entropy(func: Any, xs: tuple, statics: tuple) -> Any:
     reduction, ignore, smoothing = statics[:3]
-    return ops.cross_entropy(xs[0], xs[1], xs[2], ignore, reduction, smoothing)
+    return ops.cross_entropy(*xs, ignore, reduction, smoothing)
 
 
-def _bind_soft_cross_entropy(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    return (args[0], args[1], None), ("none", -100, 0.0)
+OPS: dict[str, NativeOp] = by_name(
+    {
+        "Dense": row("linear", "x weight bias=None -> x weight bias |", instead(mint.nn.functional.linear)),
+        "MatMul MatMulExt BatchMatMul BatchMatMulExt Mm MatMulV2 BatchMatMulV2 Bmm": row(
+            "matmul",
+            "x other transpose_a=False transpose_b=False -> x other | transpose_a transpose_b",
+            instead(_matmul),
+        ),
+        "Addmm": row("addmm", "x mat1 mat2 beta=1 alpha=1 -> x mat1 mat2 | beta alpha", instead(_addmm)),
+        "LayerNorm LayerNormV3": row("layer_norm", _bind_layer_norm_old, _layer_norm_old),
+        "LayerNormExt": row("layer_norm", _bind_layer_norm, _layer_norm),
+        "RmsNorm": row("rms_norm", _bind_rms_norm, lambda func, xs, statics: func(*xs, statics[2])),
+        "NLLLoss": row(
+            "nll_loss",
+            "x target weight=None reduction='mean' ignore_index=-100 -> x target weight | reduction ignore_index",
+            _nll,
+        ),
+        # these know no options
+        "SoftmaxCrossEntropyWithLogits": row(
+            "cross_entropy", "x target -> x target None | 'none' -100 0.0", _cross_entropy
+        ),
+        "SparseSoftmaxCrossEntropyWithLogits": row(
+            "cross_entropy", "x target -> x target None | 'mean' -100 0.0", _cross_entropy
+        ),
+    }
+)
 
-
-_add("NLLLoss", "nll_loss", _bind_nll, _nll)
-_add("SoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_soft_cross_entropy, _cross_entropy)
-_add("SparseSoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_sparse_cross_entropy, _cross_entropy)
-
+VARIANTS: dict[str, Choose] = {
+    "Gather": _choose_gather,
+    "Embedding": _choose_embedding,
+    "EmbeddingLookup": _choose_embedding_lookup,
+    "FlashAttentionScore": _choose_flash_attention,
+}
 
 #: primitives with more results than the canonical operation has: how the one becomes what MindSpore's wrapper takes
 RESULTS: dict[str, Callable[[Any], Any]] = {

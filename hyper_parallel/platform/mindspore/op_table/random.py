@@ -9,13 +9,10 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.empty_shards import guarded
-from hyper_parallel.platform.mindspore.op_table.binding import arguments, row
+from hyper_parallel.platform.mindspore.op_table.binding import by_name, row
 from hyper_parallel.platform.mindspore.seeds import is_of_one_call, layer_stream, undo_draw
 
-__all__ = ["DRAWS", "OPS", "RESULTS", "VARIANTS", "drawn_by_first_rank", "refuse_draw"]
-
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
+__all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 
 
 # -------------------------------------------------------------------- dropout
@@ -30,11 +27,6 @@ def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]
     return (x,), (1.0 - float(keep), True, given, stream)
 
 
-def _bind_dropout(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, p, training = arguments(("x", "p", "training"), (0.5, True), args, kwargs)
-    return (x,), (float(p), bool(training), None, None)
-
-
 def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
     p, training, seed, stream = statics
     return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])[0]
@@ -43,11 +35,6 @@ def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
 def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     """``Dropout2D`` and ``Dropout3D`` keep their probability in the primitive."""
     return args[:1], (1.0 - float(func.prim.keep_prob), True)
-
-
-def _bind_channels(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, p, training = arguments(("x", "p", "training"), (0.5, True), args, kwargs)
-    return (x,), (float(p), bool(training))
 
 
 def _dropout_of_channels(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -61,14 +48,14 @@ def _dropout_of_channels(func: Any, xs: tuple, statics: tuple) -> Any:
     return x * noise.astype(x.dtype)
 
 
-OPS: dict[str, NativeOp] = {
-    "Dropout": NativeOp("dropout", _bind_primitive, guarded("dropout", _dropout)),
-    "FuncDropoutExt": row("dropout", _bind_dropout, _dropout),
-    "DropoutExt": row("dropout", _bind_dropout, _dropout),
-    "Dropout2dExt": row("dropout", _bind_channels, _dropout_of_channels),
-    "Dropout2D": NativeOp("dropout", _bind_channels_primitive, guarded("dropout", _dropout_of_channels)),
-    "Dropout3D": NativeOp("dropout", _bind_channels_primitive, guarded("dropout", _dropout_of_channels)),
-}
+OPS: dict[str, NativeOp] = by_name(
+    {
+        "Dropout": row("dropout", _bind_primitive, _dropout, by_function=True),
+        "FuncDropoutExt DropoutExt": row("dropout", "x p=0.5 training=True -> x | p training None None", _dropout),
+        "Dropout2D Dropout3D": row("dropout", _bind_channels_primitive, _dropout_of_channels, by_function=True),
+        "Dropout2dExt": row("dropout", "x p=0.5 training=True", _dropout_of_channels),
+    }
+)
 
 RESULTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(
     ("Dropout", "DropoutExt", "Dropout2D", "Dropout3D"), lambda y: (y, None)

@@ -8,211 +8,112 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.empty_shards import guarded
-from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, hashable, row, rows
+from hyper_parallel.platform.mindspore.op_table.binding import Call, Choose, binds, by_name, dims_of, repeated, row
 
 __all__ = ["OPS", "VARIANTS"]
 
-OPS: dict[str, NativeOp] = {}
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
+
+# -------------------------------------------------------------------- reductions
+def _total(function: Callable[..., Any]) -> Call:
+    """A ``call`` that runs `mint.sum` or `mint.mean`."""
+    return lambda func, xs, statics: function(xs[0], *statics[:2], dtype=statics[2])
 
 
-def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
-    for name in names.split():
-        OPS[name] = row(canonical, bind, call)
+def _extreme(function: Callable[..., Any]) -> Call:
+    """A ``call`` that runs `ops.amax` or `ops.amin`, which take no None for all dims."""
+    return lambda func, xs, statics: function(xs[0], () if statics[0] is None else statics[0], statics[1])
 
 
-def _bind_reduction(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, dim, keepdim, dtype = arguments(("x", "dim", "keepdim", "dtype"), (None, False, None), args, kwargs)
-    return (x,), (dims_of(dim), bool(keepdim), dtype)
-
-
-def _bind_sum_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """``x.sum(axis, dtype, keepdims)``, the signature of NumPy."""
-    x, dim, dtype, keepdim = arguments(("x", "dim", "dtype", "keepdim"), (None, None, False), args, kwargs)
-    return (x,), (dims_of(dim), bool(keepdim), dtype)
-
-
-def _bind_primitive(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """``ReduceSum(x, axis, keep_dims, skip_mode)``; no dtype."""
-    x, dim, keepdim = arguments(("x", "dim", "keepdim"), (None, False), args, kwargs)
-    return (x,), (dims_of(dim), bool(keepdim), None)
-
-
-def _sum(func: Any, xs: tuple, statics: tuple) -> Any:
-    dims, keepdim, dtype = statics
-    return mint.sum(xs[0], dims, keepdim, dtype=dtype)
-
-
-def _mean(func: Any, xs: tuple, statics: tuple) -> Any:
-    dims, keepdim, dtype = statics
-    return mint.mean(xs[0], dims, keepdim, dtype=dtype)
-
-
-def _amax(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.amax(xs[0], statics[0] if statics[0] is not None else (), statics[1])
-
-
-def _amin(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.amin(xs[0], statics[0] if statics[0] is not None else (), statics[1])
-
-
-_add("SumExt", "sum", _bind_reduction, _sum)
-_add("DeprecatedSum", "sum", _bind_sum_old, _sum)
-_add("ReduceSum", "sum", _bind_primitive, _sum)
-_add("MeanExt", "mean", _bind_reduction, _mean)
-_add("ReduceMean DeprecatedMean", "mean", _bind_primitive, _mean)
-_add("ReduceMax", "amax", _bind_primitive, _amax)
-_add("ReduceMin", "amin", _bind_primitive, _amin)
-_MAX_OF_ALL = row("amax", lambda args, kwargs: (args[:1], (None, False, None)), _amax)
-_MIN_OF_ALL = row("amin", lambda args, kwargs: (args[:1], (None, False, None)), _amin)
-
-
-def _repeated(name: str, dim_at: int = 1, keepdim_at: int = 2) -> NativeOp:
-    """A row whose native call is repeated as it came: which arguments it takes differs too much."""
-
-    def bind(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-        dim = _argument(args, kwargs, dim_at, ("dim", "axis"), None)
-        keepdim = _argument(args, kwargs, keepdim_at, ("keepdim", "keepdims", "keep_dims"), False)
-        return args[:1], (dims_of(dim), bool(keepdim), hashable(args[1:]), tuple(kwargs.items()))
-
-    return row(name, bind, _repeat)
-
-
-def _argument(args: tuple, kwargs: dict, place: int, names: tuple[str, ...], default: Any) -> Any:
-    if 0 < place < len(args):
-        return args[place]
-    return next((kwargs[name] for name in names if name in kwargs), default)
-
-
-def _repeat(func: Any, xs: tuple, statics: tuple) -> Any:
-    return func(xs[0], *statics[2], **dict(statics[3]))
-
-
-OPS.update(rows("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt", _repeated("reduce_whole")))
-OPS["LogSumExp"] = _repeated("logsumexp")
-OPS.update(rows("Argmax Argmin DeprecatedArgmax DeprecatedArgmin", _repeated("reduce_whole", keepdim_at=0)))
-OPS.update(rows("Var Std DeprecatedVar DeprecatedStd", _repeated("reduce_whole", keepdim_at=3)))
-OPS.update(rows("MaxDim MinDim ArgMaxWithValue ArgMinWithValue", _repeated("reduce_pair")))
-OPS["ReduceStd"] = _repeated("reduce_pair", keepdim_at=3)
-_EXTREME = _repeated("reduce_whole")
-
-
-def _choose_extreme(of_all: NativeOp) -> Callable[[tuple, dict], NativeOp]:
-    return lambda args, kwargs: of_all if len(args) == 1 and not kwargs else _EXTREME
-
-
-VARIANTS["Max"] = VARIANTS["DeprecatedMax"] = _choose_extreme(_MAX_OF_ALL)
-VARIANTS["Min"] = VARIANTS["DeprecatedMin"] = _choose_extreme(_MIN_OF_ALL)
-
-
-def _bind_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, p, dim, keepdim, dtype = arguments(
-        ("x", "ord", "dim", "keepdim", "dtype"), (2.0, None, False, None), args, kwargs
-    )
-    return (x,), (float(p), dims_of(dim), bool(keepdim), dtype)
-
-
-def _norm(func: Any, xs: tuple, statics: tuple) -> Any:
+def _vector_norm(func: Any, xs: tuple, statics: tuple) -> Any:
     """By hand: ``LinalgVectorNorm`` has no kernel on CPU."""
     p, dims, keepdim, dtype = statics
     x = xs[0] if dtype is None else xs[0].astype(dtype)
     if p == 2.0:
         return mint.sqrt(mint.sum(mint.square(x), dims, keepdim))
-    if p == 1.0:
-        return mint.sum(mint.abs(x), dims, keepdim)
+    x = mint.abs(x)
     if abs(p) == float("inf"):
-        return (_amax if p > 0 else _amin)(func, (mint.abs(x),), (dims, keepdim))
-    return mint.pow(mint.sum(mint.pow(mint.abs(x), p), dims, keepdim), 1 / p)
+        return _extreme(ops.amax if p > 0 else ops.amin)(func, (x,), (dims, keepdim))
+    if p == 1.0:
+        return mint.sum(x, dims, keepdim)
+    return mint.pow(mint.sum(mint.pow(x, p), dims, keepdim), 1 / p)
 
 
-def _bind_lp_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """``LpNormV2(x, p, dim, keepdim, epsilon)``."""
-    return _bind_norm(args[:4], kwargs)
-
-
-def _bind_lp_norm_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_lp_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     """``LpNorm`` keeps everything in the primitive."""
     prim = func.prim
     return args[:1], (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
 
 
-_add("LinalgVectorNorm", "vector_norm", _bind_norm, _norm)
-_add("LpNormV2", "vector_norm", _bind_lp_norm, _norm)
-OPS["LpNorm"] = NativeOp("vector_norm", _bind_lp_norm_old, guarded("vector_norm", _norm))
+#: the declarations that several rows share
+_REDUCED = "x dims=None keepdim=False"
+_WITH_DTYPE = "x dims=None keepdim=False dtype=None"
+_KEEPDIM_LATER = "x dims=None other=None keepdim=False -> x | dims keepdim"
+_ALONG, _SORTED = "x dims=-1 -> x | dims 1", "x dims=-1 -> x | dims 2"
+
+_REDUCTIONS: dict[str, NativeOp] = {
+    "SumExt": row("sum", _WITH_DTYPE, _total(mint.sum)),
+    # ``x.sum(axis, dtype, keepdims)``, the signature of NumPy
+    "DeprecatedSum": row("sum", "x dims=None dtype=None keepdim=False -> x | dims keepdim dtype", _total(mint.sum)),
+    "ReduceSum": row("sum", _REDUCED, lambda func, xs, statics: mint.sum(xs[0], *statics)),
+    "MeanExt": row("mean", _WITH_DTYPE, _total(mint.mean)),
+    "ReduceMean DeprecatedMean": row("mean", _REDUCED, lambda func, xs, statics: mint.mean(xs[0], *statics)),
+    "ReduceMax": row("amax", _REDUCED, _extreme(ops.amax)),
+    "ReduceMin": row("amin", _REDUCED, _extreme(ops.amin)),
+    "LinalgVectorNorm": row("vector_norm", "x p=2.0 dims=None keepdim=False dtype=None", _vector_norm),
+    "LpNormV2": row("vector_norm", "x p=2.0 dims=None keepdim=False -> x | p dims keepdim None", _vector_norm),
+    "LpNorm": row("vector_norm", _bind_lp_norm, _vector_norm, by_function=True),
+    "LogSumExp": repeated("logsumexp", _REDUCED),
+    "ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt DeprecatedArgmax DeprecatedArgmin": repeated(
+        "reduce_whole", _REDUCED
+    ),
+    "Argmax Argmin Var Std DeprecatedVar DeprecatedStd": repeated("reduce_whole", _KEEPDIM_LATER),
+    "MaxDim MinDim ArgMaxWithValue ArgMinWithValue": repeated("reduce_pair", _REDUCED),
+    "ReduceStd": repeated("reduce_pair", _KEEPDIM_LATER),
+}
+
+
+def _choose_extreme(of_all: str) -> Choose:
+    """Of all elements there is a rule that combines the ranks' results; along a dim the native call gives more."""
+    without_dims, with_dims = _REDUCTIONS[of_all], repeated("reduce_whole", _REDUCED)
+    return lambda args, kwargs: without_dims if len(args) == 1 and not kwargs else with_dims
+
+
+VARIANTS: dict[str, Choose] = by_name(
+    {"Max DeprecatedMax": _choose_extreme("ReduceMax"), "Min DeprecatedMin": _choose_extreme("ReduceMin")}
+)
 
 
 # -------------------------------------------------------------------- along a dimension
-def _along(dim_at: int, results: int, default: int | None = -1) -> NativeOp:
-    """``f(..., dim, ...)`` with the dim as argument ``dim_at``; the native call is repeated as it came."""
-
-    def bind(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-        dim = args[dim_at] if len(args) > dim_at else kwargs.get("dim", kwargs.get("axis", default))
-        dims = dims_of(dim) or tuple(range(len(args[0].shape)))
-        return args[:1], (dims, results, hashable(args[1:]), tuple(kwargs.items()))
-
-    def call(func: Any, xs: tuple, statics: tuple) -> Any:
-        return func(xs[0], *statics[2], **dict(statics[3]))
-
-    return row("along_dims", bind, call)
+@binds("x dims=-1 dtype=None")
+def _bind_softmax(x: Any, dims: tuple[int, ...] | None, dtype: Any) -> tuple[tuple, tuple]:
+    """MindSpore also gives the dim in a tuple."""
+    return (x,), ((dims or (-1,))[0], dtype)
 
 
-def _softmax(name: str, has_dtype: bool = False) -> NativeOp:
-    """``f(x, dim)`` or ``f(x, dim, dtype)``; MindSpore also gives the dim in a tuple."""
-
-    def bind(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-        dim = _argument(args, kwargs, 1, ("dim", "axis"), None)
-        dims = dims_of(-1 if dim is None else dim) or (-1,)
-        dtype = _argument(args, kwargs, 2, ("dtype",), None) if has_dtype else None
-        return args[:1], (dims[0], dtype, hashable(args[1:]), tuple(kwargs.items()))
-
-    return row(name, bind, _repeat)
-
-
-OPS["Softmax"] = _softmax("softmax")
-OPS["LogSoftmax"] = _softmax("log_softmax")
-OPS["LogSoftmaxExt"] = _softmax("log_softmax", has_dtype=True)
-OPS["CumSum"] = OPS["CumProd"] = OPS["CumsumExt"] = _along(1, 1)
-OPS["ReverseV2"] = OPS["Flip"] = _along(1, 1, None)
-OPS["Roll"] = _along(2, 1, None)
-OPS["SortExt"] = _along(1, 2)
-
-
-def _last_two(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    return args[:1], ((-2, -1), 1, args[1:], tuple(kwargs.items()))
-
-
-_TRIANGLE = row("along_dims", _last_two, _repeat)
-OPS.update(rows("Tril TrilExt Triu", _TRIANGLE))
-
-
-def _bind_sort_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_sort(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     """``Sort`` keeps its dim in the primitive."""
-    return args[:1], ((func.prim.axis,), 2, (), ())
+    return args[:1], ((func.prim.axis,), 2)
 
 
-OPS["Sort"] = NativeOp("along_dims", _bind_sort_old, guarded("along_dims", _repeat))
+_ALONG_A_DIM: dict[str, NativeOp] = {
+    "Softmax": repeated("softmax", _bind_softmax),
+    "LogSoftmax LogSoftmaxExt": repeated("log_softmax", _bind_softmax),
+    "CumSum CumProd CumsumExt": repeated("along_dims", _ALONG),
+    "ReverseV2 Flip": repeated("along_dims", "x dims=None -> x | dims 1"),
+    "Roll": repeated("along_dims", "x shifts dims=None -> x | dims 1"),
+    "SortExt": repeated("along_dims", _SORTED),
+    "Sort": repeated("along_dims", _bind_sort, by_function=True),
+    "Tril TrilExt Triu": repeated("along_dims", "x -> x | (-2,-1) 1"),
+    "TopK TopkExt": repeated("topk", "x k dim=-1"),
+}
 
-
-def _bind_topk(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, k, dim = arguments(("x", "k", "dim"), (-1,), args, kwargs)
-    return (x,), (int(k), int(dim), args[1:], tuple(kwargs.items()))
-
-
-def _bind_topk_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """``TopK`` works along the last dim."""
-    return args[:1], (int(args[1]), -1, args[1:], tuple(kwargs.items()))
-
-
-def _topk(func: Any, xs: tuple, statics: tuple) -> Any:
-    return func(xs[0], *statics[2], **dict(statics[3]))
-
-
-_add("TopkExt", "topk", _bind_topk, _topk)
-_add("TopK", "topk", _bind_topk_old, _topk)
-
-
-# -------------------------------------------------------------------- results that depend on all values
-OPS.update(
-    rows("NonZero MaskedSelect EqualExt Unique UniqueDim Unique2 ArgWhere", row("replicate", lambda a, k: (a, ())))
+OPS: dict[str, NativeOp] = by_name(
+    {
+        **_REDUCTIONS,
+        **_ALONG_A_DIM,
+        # results that depend on all values
+        "NonZero MaskedSelect EqualExt Unique UniqueDim Unique2 ArgWhere": row(
+            "replicate", lambda func, args, kwargs: (args, ())
+        ),
+    }
 )

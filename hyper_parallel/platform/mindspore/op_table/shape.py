@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -11,46 +10,21 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
-from hyper_parallel.platform.mindspore.empty_shards import getitem_of_nothing, guarded
-from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, ints, row
+from hyper_parallel.platform.mindspore.empty_shards import getitem_of_nothing
+from hyper_parallel.platform.mindspore.op_table.binding import Choose, binds, by_name, instead, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
 
-OPS: dict[str, NativeOp] = {}
-VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
-
-
-def _add(names: str, canonical: str, bind: Callable, call: Callable, memory: str = "") -> None:
-    for name in names.split():
-        OPS[name] = row(canonical, bind, call, memory)
-
-
-def _rest(args: tuple, kwargs: dict, key: str) -> tuple:
-    """``f(x, 1, 2)``, ``f(x, (1, 2))`` or ``f(x, shape=(1, 2))`` -> (1, 2)."""
-    return ints(args[1:] if len(args) > 1 else (next(iter(kwargs.values())),))
-
 
 # -------------------------------------------------------------------- views
-_add(
-    "Reshape View ReshapeView",
-    "reshape",
-    lambda args, kwargs: (args[:1], (_rest(args, kwargs, "shape"),)),
-    lambda func, xs, statics: ops.reshape(xs[0], statics[0]),
-)
+@binds("x other")
+def _bind_shape_of_other(x: Any, other: Any) -> tuple[tuple, tuple]:
+    return (x,), (tuple(other.shape),)
 
 
-def _bind_like_other(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    other = args[1] if len(args) > 1 else next(iter(kwargs.values()))
-    return args[:1], (tuple(other.shape),)
-
-
-_add("ViewAs ReshapeAs", "reshape", _bind_like_other, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
-_add("ExpandAs", "expand", _bind_like_other, lambda func, xs, statics: ops.broadcast_to(xs[0], statics[0]))
-
-
-def _bind_flatten(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, start, end = arguments(("x", "start_dim", "end_dim"), (0, -1), args, kwargs)
+@binds("x start_dim=0 end_dim=-1")
+def _bind_flatten(x: Any, start: int, end: int) -> tuple[tuple, tuple]:
     shape = tuple(x.shape)
     if not shape:
         return (x,), ((1,),)
@@ -58,169 +32,99 @@ def _bind_flatten(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x,), ((*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]),)
 
 
-def _bind_flatten_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+@binds("x")
+def _bind_flatten_old(x: Any) -> tuple[tuple, tuple]:
     """The primitive ``Flatten`` keeps dim 0."""
-    return args[:1], ((args[0].shape[0], -1),)
+    return (x,), ((x.shape[0], -1),)
 
 
-_add("FlattenExt", "reshape", _bind_flatten, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
-_add("Flatten", "reshape", _bind_flatten_old, lambda func, xs, statics: ops.reshape(xs[0], statics[0]), "copied")
+@binds("x *sizes")
+def _bind_permute(x: Any, dims: tuple[int, ...]) -> tuple[tuple, tuple]:
+    """Without dims all of them are reversed."""
+    return (x,), (tuple(d % x.ndim for d in dims or reversed(range(x.ndim))),)
 
 
-def _permute(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.transpose(xs[0], statics[0])
-
-
-def _bind_permute(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    dims = _rest(args, kwargs, "dims") if len(args) > 1 or kwargs else tuple(reversed(range(args[0].ndim)))
-    return args[:1], (tuple(d % args[0].ndim for d in dims),)
-
-
-def _bind_transpose(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, a, b = args if len(args) == 3 else (args[0], *kwargs.values())
+@binds("x dim0 dim1")
+def _bind_transpose(x: Any, a: int, b: int) -> tuple[tuple, tuple]:
     dims = list(range(x.ndim))
     dims[a], dims[b] = dims[b], dims[a]
     return (x,), (tuple(dims),)
 
 
-def _bind_t(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    return args[:1], (tuple(reversed(range(args[0].ndim))),)
-
-
-_add("Transpose TransposeView DeprecatedTranspose DeprecatedPermute Permute", "permute", _bind_permute, _permute)
-_add("TransposeExt TransposeExtView", "permute", _bind_transpose, _permute)
-_add("TExt T", "permute", _bind_t, _permute)
-_add(
-    "BroadcastTo BroadcastToView Expand ExpandDimsTo",
-    "expand",
-    lambda args, kwargs: (args[:1], (_rest(args, kwargs, "shape"),)),
-    lambda func, xs, statics: ops.broadcast_to(xs[0], statics[0]),
-)
-
-
-def _bind_squeeze(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, dim = arguments(("x", "dim"), (None,), args, kwargs)
-    return (x,), (dims_of(dim),)
-
-
-def _squeeze(func: Any, xs: tuple, statics: tuple) -> Any:
+def _squeeze(x: Any, dims: tuple[int, ...] | None) -> Any:
     """Reshape, because a local dim may have size 1 where the global one has not."""
-    x, dims = xs[0], statics[0]
     if dims is None:
         return ops.squeeze(x)
     drop = {d % x.ndim for d in dims}
     return ops.reshape(x, tuple(s for d, s in enumerate(x.shape) if d not in drop or s != 1))
 
 
-_add("Squeeze SqueezeView DeprecatedSqueeze", "squeeze", _bind_squeeze, _squeeze)
-_add(
-    "ExpandDims ExpandDimsView Unsqueeze UnsqueezeView",
-    "unsqueeze",
-    lambda args, kwargs: (args[:1], (int(args[1] if len(args) > 1 else next(iter(kwargs.values()))),)),
-    lambda func, xs, statics: ops.expand_dims(xs[0], statics[0]),
-)
-_add(
-    "Narrow NarrowView",
-    "narrow",
-    lambda args, kwargs: (args[:1], tuple(int(v) for v in (*args[1:], *kwargs.values()))),
-    lambda func, xs, statics: mint.narrow(xs[0], *statics),
-)
-_add(
-    "Tile Repeat RepeatView",
-    "repeat",
-    lambda args, kwargs: (args[:1], (_rest(args, kwargs, "dims"),)),
-    lambda func, xs, statics: ops.tile(xs[0], statics[0]),
-)
+_VIEWS: dict[str, NativeOp] = {
+    "Reshape View ReshapeView": row("reshape", "x *sizes", instead(ops.reshape)),
+    "ViewAs ReshapeAs": row("reshape", _bind_shape_of_other, instead(ops.reshape)),
+    "FlattenExt": row("reshape", _bind_flatten, instead(ops.reshape)),
+    "Flatten": row("reshape", _bind_flatten_old, instead(ops.reshape), memory="copied"),
+    "BroadcastTo BroadcastToView Expand ExpandDimsTo": row("expand", "x *sizes", instead(ops.broadcast_to)),
+    "ExpandAs": row("expand", _bind_shape_of_other, instead(ops.broadcast_to)),
+    "Transpose TransposeView DeprecatedTranspose DeprecatedPermute Permute TExt T": row(
+        "permute", _bind_permute, instead(ops.transpose)
+    ),
+    "TransposeExt TransposeExtView": row("permute", _bind_transpose, instead(ops.transpose)),
+    "Squeeze SqueezeView DeprecatedSqueeze": row("squeeze", "x dims=None", instead(_squeeze)),
+    "ExpandDims ExpandDimsView Unsqueeze UnsqueezeView": row("unsqueeze", "x dim", instead(ops.expand_dims)),
+    "Narrow NarrowView": row("narrow", "x dim start length", instead(mint.narrow)),
+}
 
-
-def _bind_repeat_interleave(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, repeats, dim = arguments(("x", "repeats", "dim"), (None,), args, kwargs)
-    return (x,), (repeats, dim)
-
-
-_REPEAT_INTERLEAVE = row(
-    "repeat_interleave",
-    _bind_repeat_interleave,
-    lambda func, xs, statics: ops.repeat_interleave(xs[0], statics[0], statics[1]),
-)
+# -------------------------------------------------------------------- repeat, cut and join
+_REPEAT_INTERLEAVE = row("repeat_interleave", "x repeats dim=None", instead(ops.repeat_interleave))
 
 
 def _choose_repeat_interleave(args: tuple, kwargs: dict) -> NativeOp | None:
     """Only the same number of repeats along a dim."""
-    _, (repeats, dim) = _bind_repeat_interleave(args, kwargs)
+    _, (repeats, dim) = _REPEAT_INTERLEAVE.bind(None, args, kwargs)
     return _REPEAT_INTERLEAVE if isinstance(repeats, int) and dim is not None else None
 
 
-for _name in ("RepeatInterleaveInt", "DeprecatedRepeatInterleave", "RepeatInterleave"):
-    VARIANTS[_name] = _choose_repeat_interleave
+def _split(x: Any, size: Any, dim: int) -> Any:
+    """Not mint.split: in MindSpore 2.10 its gradient is wrong where a part is transposed twice."""
+    return ops.split(x, list(size) if isinstance(size, tuple) else size, dim)
 
 
-# -------------------------------------------------------------------- cut and join
-def _bind_split(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, size, dim = arguments(("x", "split_size", "dim"), (0,), args, kwargs)
-    return (x,), (ints((size,)) if isinstance(size, (tuple, list)) else int(size), int(dim))
-
-
-def _split(func: Any, xs: tuple, statics: tuple) -> Any:
-    # Not mint.split: in MindSpore 2.10 its gradient is wrong where a part is transposed twice.
-    size, dim = statics[:2]
-    return ops.split(xs[0], list(size) if isinstance(size, tuple) else size, dim)
-
-
-def _bind_split_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """The primitive ``Split(x, axis, number)`` cuts into equal parts."""
-    x, dim, number = arguments(("x", "dim", "output_num"), (0, 1), args, kwargs)
+@binds("x dim=0 output_num=1")
+def _bind_split_old(x: Any, dim: int, number: int) -> tuple[tuple, tuple]:
+    """The primitive ``Split`` cuts into equal parts."""
     return (x,), (x.shape[dim] // number, dim)
 
 
-_add("SplitTensor SplitTensorView SplitWithSize SplitWithSizeView", "split", _bind_split, _split)
-_add("Split", "split", _bind_split_old, _split)
-
-
-def _bind_chunk(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, chunks, dim = arguments(("x", "chunks", "dim"), (0,), args, kwargs)
-    return (x,), (int(chunks), int(dim))
-
-
-def _bind_unbind_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_unstack_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     """``Unstack`` keeps its dim in the primitive."""
     return args[:1], (func.prim.axis,)
 
 
-def _unbind(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.unbind(xs[0], statics[0])  # not mint.unbind, whose gradient has no kernel on CPU
+@binds("tensors dim=0")
+def _bind_sequence(tensors: Any, dim: int) -> tuple[tuple, tuple]:
+    return tuple(tensors), (dim,)
 
 
-OPS["Unstack"] = NativeOp("unbind", _bind_unbind_old, guarded("unbind", _unbind))
-_add(
-    "UnstackExt UnstackExtView",
-    "unbind",
-    lambda args, kwargs: (args[:1], (int(args[1] if len(args) > 1 else kwargs.get("dim", 0)),)),
-    _unbind,
-)
-_add("Chunk ChunkView", "chunk", _bind_chunk, lambda func, xs, statics: mint.chunk(xs[0], *statics[:2]))
-
-
-def _bind_many(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    tensors, dim = arguments(("tensors", "dim"), (0,), args, kwargs)
-    return tuple(tensors), (int(dim),)
-
-
-_add("Concat Cat", "cat", _bind_many, lambda func, xs, statics: ops.cat(xs, statics[0]))
-_add("Stack StackExt", "stack", _bind_many, lambda func, xs, statics: ops.stack(xs, statics[0]))
+_PARTS: dict[str, NativeOp] = {
+    "Tile Repeat RepeatView": row("repeat", "x *sizes", instead(ops.tile)),
+    "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView": row("split", "x split_size dim=0", instead(_split)),
+    "Split": row("split", _bind_split_old, instead(_split)),
+    # not mint.unbind, whose gradient has no kernel on CPU
+    "UnstackExt UnstackExtView": row("unbind", "x dim=0", instead(ops.unbind)),
+    "Unstack": row("unbind", _bind_unstack_old, instead(ops.unbind), by_function=True),
+    "Chunk ChunkView": row("chunk", "x chunks dim=0", instead(mint.chunk)),
+    "Concat Cat": row("cat", _bind_sequence, lambda func, xs, statics: ops.cat(xs, *statics)),
+    "Stack StackExt": row("stack", _bind_sequence, lambda func, xs, statics: ops.stack(xs, *statics)),
+}
 
 
 # -------------------------------------------------------------------- indexing
-def _bind_getitem(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, index = args
+def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+    """``f(x, index)``, or with a value after the index that is set."""
+    x, index, *value = args
     tensors, encoded = encode_index(index, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
-    return (x, *tensors), (encoded,)
-
-
-def _bind_setitem(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, index, value = args
-    tensors, encoded = encode_index(index, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
-    return (x, value, *tensors), (encoded,)
+    return (x, *value, *tensors), (encoded,)
 
 
 def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
@@ -254,70 +158,54 @@ def _is_recorded(*xs: Any) -> bool:
     return is_recording() and any(isinstance(x, Tensor) and x._requires_grad for x in xs)
 
 
-OPS["getitem"] = row("getitem", _bind_getitem, _getitem)
-OPS["setitem_"] = row("setitem_", _bind_setitem, _setitem)
+@binds("x dim index")
+def _bind_select(x: Any, dim: int, index: Any) -> tuple[tuple, tuple]:
+    return (x,), ((*(("slice", None, None, None),) * (dim % x.ndim), int(index)),)
 
 
-def _bind_select(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, dim, index = arguments(("x", "dim", "index"), (), args, kwargs)
-    dim = dim % x.ndim
-    return (x,), ((*(("slice", None, None, None),) * dim, int(index)),)
-
-
-def _call_basic_index(func: Any, operands: tuple, statics: tuple) -> Any:
-    return Tensor.__getitem__(operands[0], decode_index(statics[0], ()))
-
-
-_add("SelectExt SelectExtView SelectView", "getitem", _bind_select, _call_basic_index)
-
-
-def _bind_strided_slice(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, begin, end, strides = args[:4]
+@binds("x begin end strides")
+def _bind_strided_slice(x: Any, begin: Any, end: Any, strides: Any) -> tuple[tuple, tuple]:
     return (x,), (tuple(("slice", int(b), int(e), int(s)) for b, e, s in zip(begin, end, strides, strict=True)),)
 
 
-def _bind_slice(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, begin, size = args
+@binds("x begin size")
+def _bind_slice(x: Any, begin: Any, size: Any) -> tuple[tuple, tuple]:
     return (x,), (tuple(("slice", int(b), int(b) + int(s), None) for b, s in zip(begin, size, strict=True)),)
 
 
-_STRIDED_SLICE = row("getitem", _bind_strided_slice, _call_basic_index)
-OPS["Slice"] = row("getitem", _bind_slice, _call_basic_index)
-#: with masks the bounds mean something else
-VARIANTS["StridedSlice"] = lambda args, kwargs: _STRIDED_SLICE if not any(args[4:]) and not kwargs else None
+def _basic_index(x: Any, index: tuple) -> Any:
+    return Tensor.__getitem__(x, decode_index(index, ()))
 
 
-def _bind_gather(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    x, dim, index = arguments(("x", "dim", "index"), (), args, kwargs)
-    return (x, index), (int(dim),)
+@binds("ids depth on off")
+def _bind_one_hot(ids: Any, depth: int, on: Any, off: Any) -> tuple[tuple, tuple]:
+    """The on and off values are 0-d tensors that give the dtype."""
+    return (ids,), (depth, on.item(), off.item(), on.dtype)
 
 
-_add(
-    "GatherD GatherElements",
-    "gather",
-    _bind_gather,
-    lambda func, xs, statics: ops.gather_elements(xs[0], statics[0], xs[1]),
-)
-_add(
-    "IndexSelect",
-    "index_select",
-    _bind_gather,
-    lambda func, xs, statics: ops.gather(xs[0], xs[1], statics[0]),
-)
+def _one_hot(ids: Any, depth: int, on: Any, off: Any, dtype: Any) -> Any:
+    return ops.one_hot(ids, depth, Tensor(on, dtype), Tensor(off, dtype))
 
 
-def _bind_one_hot(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
-    """``OneHot(ids, depth, on, off, axis)``; the on and off values are 0-d tensors that give the dtype."""
-    ids, depth, on, off = args[:4]
-    return (ids,), (int(depth), on.item(), off.item(), on.dtype)
+_INDEXED = "x dim index -> x index | dim"
+_STRIDED_SLICE = row("getitem", _bind_strided_slice, instead(_basic_index))
+_ONE_HOT = row("one_hot", _bind_one_hot, instead(_one_hot))
+
+_INDEXING: dict[str, NativeOp] = {
+    "getitem": row("getitem", _bind_getitem, _getitem),
+    "setitem_": row("setitem_", _bind_getitem, _setitem),
+    "SelectExt SelectExtView SelectView": row("getitem", _bind_select, instead(_basic_index)),
+    "Slice": row("getitem", _bind_slice, instead(_basic_index)),
+    "GatherD GatherElements": row(
+        "gather", _INDEXED, lambda func, xs, statics: ops.gather_elements(xs[0], statics[0], xs[1])
+    ),
+    "IndexSelect": row("index_select", _INDEXED, instead(ops.gather)),
+}
 
 
-def _one_hot(func: Any, xs: tuple, statics: tuple) -> Any:
-    depth, on, off, dtype = statics
-    return ops.one_hot(xs[0], depth, Tensor(on, dtype), Tensor(off, dtype))
-
-
-_ONE_HOT = row("one_hot", _bind_one_hot, _one_hot)
+def _choose_strided_slice(args: tuple, kwargs: dict) -> NativeOp | None:
+    """With masks the bounds mean something else."""
+    return None if any(args[4:]) or kwargs else _STRIDED_SLICE
 
 
 def _choose_one_hot(args: tuple, kwargs: dict) -> NativeOp | None:
@@ -325,4 +213,12 @@ def _choose_one_hot(args: tuple, kwargs: dict) -> NativeOp | None:
     return _ONE_HOT if last and not kwargs and isinstance(args[2], Tensor) else None
 
 
-VARIANTS["OneHot"] = VARIANTS["OneHotExt"] = _choose_one_hot
+OPS: dict[str, NativeOp] = by_name({**_VIEWS, **_PARTS, **_INDEXING})
+
+VARIANTS: dict[str, Choose] = by_name(
+    {
+        "RepeatInterleaveInt DeprecatedRepeatInterleave RepeatInterleave": _choose_repeat_interleave,
+        "StridedSlice": _choose_strided_slice,
+        "OneHot OneHotExt": _choose_one_hot,
+    }
+)
