@@ -33,7 +33,7 @@ from hyper_parallel.core.dtensor.operations.operands import (
 )
 from hyper_parallel.core.dtensor.operations.rules import RULES
 from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
-from hyper_parallel.core.dtensor.operations.views import after_write, before_write, forget_value
+from hyper_parallel.core.dtensor.operations.views import after_write, apart, before_write, forget_value
 from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.platform.contract import NativeOp
 
@@ -149,6 +149,8 @@ class _Plan:
                     what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
                     check_replicated(operands[self.mixes], self.mesh, all_replicated(self.mesh), what)
             local_operands = self._read(operands) if self.reads else operands
+            if self.inplace and operands[0]._family is not None:
+                local_operands = apart(operands, local_operands, self.mesh.platform)
             if self.copies is not None and self.copies(operands[0]):
                 local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
             if self.replacement is None:

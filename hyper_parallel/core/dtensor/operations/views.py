@@ -19,7 +19,7 @@ from weakref import ref
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["CurrentLayout", "Family", "after_write", "before_write", "follow", "forget_value", "part", "share"]
+__all__ = ["CurrentLayout", "Family", "after_write", "apart", "before_write", "follow", "forget_value", "part", "share"]
 
 
 class Family:
@@ -97,6 +97,17 @@ def share(x: Any, y: Any) -> None:
         y._family = family
     else:
         family.add(y)
+
+
+def apart(operands: tuple, local_operands: tuple, platform: Platform) -> tuple:
+    """``local_operands`` of a write to the first, with copies of the others that share its memory. Frameworks refuse to
+    read what overlaps with what they write, and on a rank whose part is small nothing may overlap: the ranks would not
+    agree. A copy gives what the program means on all of them."""
+    x = operands[0]
+    return tuple(
+        platform.clone(local) if local is y and y is not x and getattr(y, "_family", None) is x._family else local
+        for y, local in zip(operands, local_operands, strict=True)
+    )
 
 
 def part(x: Any, y: Any) -> None:
