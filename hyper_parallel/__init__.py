@@ -18,6 +18,7 @@ _HOME_OF = {
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
     "HeadNormParallel": "hyper_parallel.core.tensor_parallel.style",
+    "ModuleStyle": "hyper_parallel.core.tensor_parallel.style",
     "NoParallel": "hyper_parallel.core.tensor_parallel.style",
     "OpSharding": "hyper_parallel.core.dtensor.operations.op_sharding",
     "PackedShard": "hyper_parallel.core.dtensor.placement_types",

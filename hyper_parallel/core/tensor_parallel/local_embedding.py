@@ -13,8 +13,8 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.rules.embedding import look_up
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["embedding_forward"]

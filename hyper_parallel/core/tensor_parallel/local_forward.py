@@ -27,8 +27,8 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.held import layouts_held
-from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
+from hyper_parallel.core.tensor_parallel.planned_parameters import layouts_of
+from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["LocalForward", "column_forward", "norm_forward", "row_forward"]
@@ -47,10 +47,12 @@ class LocalForward:
     Attributes:
         plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
         distributed: ``distributed(module, x)`` for a DTensor.
+        shard: what ``plain`` takes a plain tensor for, where the ranks must compare the sizes of theirs.
     """
 
     plain: Callable[[Any, Any], Any] | None
     distributed: Callable[[Any, Any], Any]
+    shard: Shard | None = None
 
 
 def column_forward(
@@ -191,9 +193,14 @@ def row_forward(
 
 
 def norm_forward(
-    mesh: DeviceMesh, norm: Any, forward: Callable[[Any, Any], Any], dim: int, normalized: int, use_local_output: bool
+    mesh: DeviceMesh,
+    norm: Any,
+    forward: Callable[[Any, Any], Any],
+    given: Shard,
+    normalized: int,
+    use_local_output: bool,
 ) -> LocalForward:
-    """A norm of replicated parameters on a shard of dimension ``dim``, which is none of those that it normalises.
+    """A norm of replicated parameters on a shard of a dimension, which is none of those that it normalises.
 
     A shard gives a part of the parameters' gradients, which are all-reduced.
 
@@ -201,18 +208,18 @@ def norm_forward(
         mesh: 1-D mesh.
         norm: the module.
         forward: forward of its class.
-        dim: sharded dimension of the input.
+        given: placement of the input.
         normalized: how many of the last dimensions are normalised.
         use_local_output: give a plain tensor.
     """
     platform = mesh.platform
     no_dispatch, own_parameters, wrap = platform.no_dispatch, platform.own_parameters, platform.wrap
     view, call = parameter_view(mesh, 0), (platform.fast or NOTHING_FASTER).norm_call(norm)
-    planned = tuple(layouts_held(own_parameters(norm)).items())
+    planned = tuple(layouts_of(own_parameters(norm)).items())
 
     def shard_of(ndim: int) -> Placement | None:
-        place = dim + ndim if dim < 0 else dim
-        return Shard(place) if 0 <= place < ndim - normalized else None
+        dim = given.dim + ndim if given.dim < 0 else given.dim
+        return Shard(dim) if 0 <= dim < ndim - normalized else None
 
     def layout_of_shards(shape: tuple[int, ...]) -> Layout | None:
         """The layout of which ``shape`` is a shard of the same size as all others."""
@@ -268,7 +275,7 @@ def norm_forward(
 
         return run
 
-    return LocalForward(with_layout_from(by_shape, _shape_of), with_layout_from(by_layout, _layout_of))
+    return LocalForward(with_layout_from(by_shape, _shape_of), with_layout_from(by_layout, _layout_of), given)
 
 
 def _add(y: Any, bias: Any, platform: Any) -> Any:

@@ -168,5 +168,5 @@ def overlapped_first(
                     return y
         return run_distributed(module, x)
 
-    takes_plain = collective == "all_gather" or local.plain is not None
-    return LocalForward(plain if takes_plain else None, distributed)
+    gathers = collective == "all_gather"
+    return LocalForward(plain if gathers or run_plain else None, distributed, moved if gathers else None)

@@ -7,17 +7,18 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import dtensor_class
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, of_style, title
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, of_style
 from hyper_parallel.core.tensor_parallel.convert import (
     as_named,
     as_slots,
+    check_enough_inputs,
     check_same_length,
     convert_outputs,
-    leave,
-    place,
-    replace,
-    too_few_inputs,
+    to_known_placement,
+    to_output,
+    to_placement,
 )
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -69,10 +70,9 @@ class PrepareModuleInput(ParallelStyle):
             ("input_layouts", "desired_input_layouts"),
             name,
         )
-        wanted = self.desired_input_layouts or ()
-        #: How many positional inputs there must be, and (index, layout, desired layout) of those that have one.
-        self._positional = len(wanted)
-        self._slots = tuple((i, p, wanted[i]) for i, p in enumerate(self.input_layouts or ()) if p is not None)
+        self._wanted = self.desired_input_layouts or ()
+        #: (index, layout, desired layout) of the positional inputs that have one.
+        self._slots = tuple((i, p, self._wanted[i]) for i, p in enumerate(self.input_layouts or ()) if p is not None)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
@@ -92,16 +92,16 @@ class PrepareModuleInput(ParallelStyle):
     def _before(
         self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, distributed: type
     ) -> tuple[tuple, dict]:
-        if len(args) < self._positional:
-            raise ValueError(too_few_inputs(module, len(args), self._positional, type(self).__name__))
+        if len(args) < len(self._wanted):
+            check_enough_inputs(module, args, self._wanted, self)
         if self._slots:
             new = list(args)
             for i, layout, desired in self._slots:
                 x = new[i]
                 # What came before, without a detour: this hook runs in front of most collectives of a model.
-                y = replace(x, mesh, desired) if type(x) is distributed else None
+                y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
                 if y is not None:
-                    new[i] = leave(y, mesh, None, True, "") if self.use_local_output else y
+                    new[i] = to_output(y, mesh, None, True, "") if self.use_local_output else y
                 elif x is not None:
                     new[i] = self._prepare(x, mesh, layout, desired, module, i)
             args = tuple(new)
@@ -125,16 +125,8 @@ class PrepareModuleInput(ParallelStyle):
     ) -> Any:
         if layout is None or x is None:
             return x
-        placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}", taker=module)
-        return leave(placed, mesh, None, True, "") if self.use_local_output else placed
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"desired_input_layouts={self.desired_input_layouts}, input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        placed = to_placement(x, mesh, layout, desired, f"input {which!r} of {module_label(module)}", taker=module)
+        return to_output(placed, mesh, None, True, "") if self.use_local_output else placed
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -183,17 +175,11 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        def prepare(y: Any, i: int, what: str) -> Any:
-            placed = place(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what, taker=module)
-            return leave(placed, mesh, None, self.use_local_output, what)
+        return convert_outputs(module, output, self.output_layouts, self._prepare, self, mesh)
 
-        return convert_outputs(output, self.output_layouts, prepare, module, type(self).__name__)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
-        )
+    def _prepare(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        placed = to_placement(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what, taker=module)
+        return to_output(placed, mesh, None, self.use_local_output, what)
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -243,6 +229,9 @@ class PrepareModuleInputOutput(ParallelStyle):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
+        # What a style shows is what it keeps under the names of its arguments.
+        vars(self).update(vars(self.prepare_module_input), use_local_input=use_local_input)
+        vars(self).update(vars(self.prepare_module_output))
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         self.prepare_module_input.check(module, device_mesh, where)
@@ -252,6 +241,3 @@ class PrepareModuleInputOutput(ParallelStyle):
         self.prepare_module_input._apply(module, device_mesh)
         self.prepare_module_output._apply(module, device_mesh)
         return module
-
-    def __repr__(self) -> str:
-        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"

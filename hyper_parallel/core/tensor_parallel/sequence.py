@@ -7,8 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
-from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim, leave, place
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, norm_forward
 
 __all__ = ["SequenceParallel"]
@@ -34,31 +34,18 @@ class SequenceParallel(ModuleStyle):
     Source: ``torch.distributed.tensor.parallel.SequenceParallel``; Korthikanti et al. 2022.
     """
 
+    output_layouts = None
+
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         if not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool):
             raise TypeError(f"SequenceParallel(sequence_dim=...) takes a tensor dimension, got {sequence_dim!r}")
         check_tensor_dim(sequence_dim, f"SequenceParallel(sequence_dim={sequence_dim})")
-        self.sequence_sharding = (Shard(sequence_dim),)
-        self.shard_taken = self.sequence_sharding[0]
+        self.sequence_dim = sequence_dim
+        self.sequence_sharding = self.input_layouts = self.desired_input_layouts = (Shard(sequence_dim),)
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        (shard,) = self.sequence_sharding
-        what = f"the input of {title(module)}"
-        return self._on_first_input(
-            args, kwargs, lambda x: place(x, mesh, shard, shard, what, taker=module), title(module)
-        )
-
-    def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
+    def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         normalized = mesh.platform.normalized_dims(module)
         if normalized is None:
             return None
-        return norm_forward(mesh, module, forward, self.sequence_sharding[0].dim, normalized, self.use_local_output)
-
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        return leave(output, mesh, None, self.use_local_output, f"the output of {title(module)}")
-
-    def __repr__(self) -> str:
-        return (
-            f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, use_local_output={self.use_local_output})"
-        )
+        return norm_forward(mesh, module, forward, self.sequence_sharding[0], normalized, self.use_local_output)

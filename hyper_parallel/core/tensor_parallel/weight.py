@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
-from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.convert import as_single, to_output, to_placement
 from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
-from hyper_parallel.core.tensor_parallel.held import planned_layouts
 from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, planned_layouts
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 
@@ -28,11 +28,10 @@ class _WeightParallel(ModuleStyle):
     _splits_outputs: ClassVar[bool]
     #: How the weight of an embedding is sharded.
     _embedding: ClassVar[Placement]
-    #: Default layouts, and what a linear and an embedding module need as input.
-    _default_input: ClassVar[Placement]
-    _default_output: ClassVar[Placement]
-    _needed_by_linear: ClassVar[Placement]
-    _needed_by_embedding: ClassVar[Placement] = Replicate()
+    #: The default layouts are also what a linear module needs and gives; an embedding needs whole ids.
+    input_layouts: tuple[Placement]
+    desired_input_layouts: tuple[Placement]
+    output_layouts: tuple[Placement]
     replicate_heads: bool = False
 
     def __init__(
@@ -45,12 +44,8 @@ class _WeightParallel(ModuleStyle):
         heads: int | Sequence[int] | None = None,
     ) -> None:
         name = type(self).__name__
-        self.input_layouts: tuple[Placement] = (as_single(input_layouts, "input_layouts", name) or self._default_input,)
-        self.output_layouts: tuple[Placement] = (
-            as_single(output_layouts, "output_layouts", name) or self._default_output,
-        )
-        if self._splits_outputs and isinstance(self.input_layouts[0], Shard):
-            self.shard_taken = self.input_layouts[0]
+        self.input_layouts = (as_single(input_layouts, "input_layouts", name) or type(self).input_layouts[0],)
+        self.output_layouts = (as_single(output_layouts, "output_layouts", name) or type(self).output_layouts[0],)
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
         self.packed = None if packed is None else PackedShard(0, packed).sizes
         self.heads = as_heads(heads, name)
@@ -100,34 +95,29 @@ class _WeightParallel(ModuleStyle):
             placements[kind.bias or ""] = shard if self._splits_outputs else Replicate()
         return placements
 
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        platform = mesh.platform
-        linear = platform.is_linear_module(module)
-        needed = self._needed_by_linear if linear else self._needed_by_embedding
-        layout = self.input_layouts[0]
-        if not self._splits_outputs and linear and (parts := self.parts(module, platform)) is not None:
+    def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        platform, layout = mesh.platform, self.input_layouts[0]
+        if not platform.is_linear_module(module):
+            return to_placement(x, mesh, layout, Replicate(), what, taker=module)
+        needed, size = self.desired_input_layouts[0], None
+        if not self._splits_outputs and (parts := self.parts(module, platform)) is not None:
             needed = PackedShard(-1, parts)
             layout = needed if layout is Shard(-1) else layout
+        if isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
+            # The weight knows the number of features, so uneven shards of them need no word from the user.
+            size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
+        return to_placement(x, mesh, layout, needed, what, size, module)
 
-        def convert(x: Any) -> Any:
-            size = None
-            if linear and isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
-                # The weight knows the number of features, so uneven shards of them need no word from the user.
-                size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
-            return place(x, mesh, layout, needed, f"the input of {title(module)}", size, module)
-
-        return self._on_first_input(args, kwargs, convert, title(module))
-
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         desired: Placement | None = self.output_layouts[0]
         if self._splits_outputs and desired is Shard(-1):
             whole = self.keeps_whole(mesh)
             if whole and self.use_local_output:
-                return local_heads(output, self.heads, mesh)
+                return local_heads(y, self.heads, mesh)
             desired = None if whole or self.is_packed else desired
-        return leave(output, mesh, desired, self.use_local_output, f"the output of {title(module)}")
+        return to_output(y, mesh, desired, self.use_local_output, what)
 
-    def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
+    def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         platform = mesh.platform
         fast = platform.fast or NOTHING_FASTER
         linear = fast.is_plain_linear(module)
@@ -146,7 +136,7 @@ class _WeightParallel(ModuleStyle):
             return None
         if not linear:
             return embedding_forward(mesh, name, weight, desired, given is Replicate(), self.use_local_output)
-        takes_plain = given is self._default_input
+        takes_plain = given is self.desired_input_layouts[0]
         if self._splits_outputs:
             local = column_forward(mesh, weight, bias, takes_plain, self.use_local_output)
         else:
@@ -184,17 +174,6 @@ class _WeightParallel(ModuleStyle):
             name = type(self).__name__
             raise ValueError(f"{name}(packed={self.packed}) on {where or type(module).__name__!r}: {error}") from None
 
-    def __repr__(self) -> str:
-        further = "".join(
-            f", {keyword}={getattr(self, keyword)}"
-            for keyword in ("packed", "heads", "replicate_heads")
-            if getattr(self, keyword)
-        )
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-            f"use_local_output={self.use_local_output}{further})"
-        )
-
 
 def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:
     """Global shape of the weight, without computing one that is computed.
@@ -205,7 +184,7 @@ def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:
     name = platform.kind_of(module).weight
     held = platform.own_parameters(module).get(name)
     if held is None and (held := planned_layouts(module).get(name)) is None:
-        raise ValueError(f"{title(module)}: {_no_weight(module, platform)}")
+        raise ValueError(f"{module_label(module)}: {_no_weight(module, platform)}")
     return tuple(held.shape)
 
 
@@ -251,9 +230,8 @@ class ColwiseParallel(_WeightParallel):
 
     _splits_outputs = True
     _embedding = Shard(1)
-    _default_input = Replicate()
-    _default_output = Shard(-1)
-    _needed_by_linear = Replicate()
+    input_layouts = desired_input_layouts = (Replicate(),)
+    output_layouts = (Shard(-1),)
 
     def __init__(
         self,
@@ -274,7 +252,8 @@ class ColwiseParallel(_WeightParallel):
         )
         if replicate_heads and not isinstance(self.heads, int):
             raise ValueError(f"ColwiseParallel(replicate_heads=True) needs the number of heads, got heads={heads!r}")
-        self.replicate_heads = replicate_heads
+        if replicate_heads:
+            self.replicate_heads = replicate_heads
 
 
 class RowwiseParallel(_WeightParallel):
@@ -307,6 +286,5 @@ class RowwiseParallel(_WeightParallel):
 
     _splits_outputs = False
     _embedding = Shard(0)
-    _default_input = Shard(-1)
-    _default_output = Replicate()
-    _needed_by_linear = Shard(-1)
+    input_layouts = desired_input_layouts = (Shard(-1),)
+    output_layouts = (Replicate(),)

@@ -17,9 +17,9 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.aliasing import aliasing_of
 from hyper_parallel.core.dtensor.operations.call_cache import ELEMENTWISE, call_key, remembered_call
-from hyper_parallel.core.dtensor.operations.class_parts import refuse_part_of_classes
 from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.operations.fallback import run_gathered, tell_of_failure_in
+from hyper_parallel.core.dtensor.operations.logit_shards import refuse_part_of_classes
 from hyper_parallel.core.dtensor.operations.loss_operands import distribute_targets
 from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_loss_parallel
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
