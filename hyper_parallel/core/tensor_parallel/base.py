@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,21 +13,22 @@ from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import get_layout, normalize_placements
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.convert import check_enough_inputs, convert_outputs, to_output, to_placement
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, parameter_check, remember_layouts
 from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes, uneven_on
 
 __all__ = [
     "APPLIED",
+    "LocalForward",
     "ModuleStyle",
     "ParallelStyle",
     "check_flag",
+    "is_placed",
     "is_styled",
     "mark_applied",
     "of_style",
@@ -99,6 +101,24 @@ class ParallelStyle(ABC):
 #: What a framework raises for an input that does not fit. Not every exception: torch's checkpointing ends a
 #: recomputation with one of its own, and nothing may be computed after it.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
+
+
+@dataclass(frozen=True)
+class LocalForward:
+    """What a module runs in place of its forward, by what its only input is.
+
+    Both give NotImplemented, having done nothing, for an input that they do not know, and for a module whose parameters
+    are not those of the plan any more: something else was put in their place, or computes them (a parametrization).
+
+    Attributes:
+        plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
+        distributed: ``distributed(module, x)`` for a DTensor.
+        shard: what ``plain`` takes a plain tensor for, where the ranks must compare the sizes of theirs.
+    """
+
+    plain: Callable[[Any, Any], Any] | None
+    distributed: Callable[[Any, Any], Any]
+    shard: Shard | None = None
 
 
 class ModuleStyle(ParallelStyle):
@@ -298,3 +318,8 @@ def check_flag(value: Any, keyword: str, style: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{style}({keyword}=...) is True or False, got {value!r}")
     return value
+
+
+def is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
+    """Whether a layout is that of ``placement`` on the 1-D ``mesh``."""
+    return layout.mesh is mesh and layout.placements[0] is placement

@@ -12,8 +12,9 @@ from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match
 from hyper_parallel.core.tensor_parallel.base import is_styled
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
 __all__ = ["guard_forgotten_layers"]
 

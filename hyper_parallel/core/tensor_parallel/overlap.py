@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.base import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["overlap_collectives", "overlapped_first"]

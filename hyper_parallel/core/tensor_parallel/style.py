@@ -5,6 +5,7 @@ module needs, and its outputs to the layout that the plan asks for. `ModuleStyle
 """
 
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
 from hyper_parallel.core.tensor_parallel.prepare import (
@@ -13,9 +14,9 @@ from hyper_parallel.core.tensor_parallel.prepare import (
     PrepareModuleOutput,
 )
 from hyper_parallel.core.tensor_parallel.replicated import NoParallel
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 from hyper_parallel.core.tensor_parallel.sequence import SequenceParallel
 from hyper_parallel.core.tensor_parallel.style_names import register_style
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",

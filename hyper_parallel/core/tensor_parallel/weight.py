@@ -1,27 +1,25 @@
-"""`ColwiseParallel` and `RowwiseParallel`: they differ in which dimension of the weight is sharded."""
+"""What `ColwiseParallel` and `RowwiseParallel` share: they shard one dimension of a weight, or the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
-from hyper_parallel.core.tensor_parallel.convert import as_single, to_output, to_placement
-from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
-from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
-from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
+from hyper_parallel.core.tensor_parallel.convert import as_single, to_placement
+from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, sizes_of_heads
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, planned_layouts
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 
-__all__ = ["ColwiseParallel", "RowwiseParallel"]
+__all__ = ["WeightParallel"]
 
 
-class _WeightParallel(ModuleStyle):
+class WeightParallel(ModuleStyle):
     """What `ColwiseParallel` and `RowwiseParallel` share."""
 
     #: Whether the output features of a linear module are sharded (else the input features).
@@ -108,40 +106,19 @@ class _WeightParallel(ModuleStyle):
             size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
         return to_placement(x, mesh, layout, needed, what, size, module)
 
-    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        desired: Placement | None = self.output_layouts[0]
-        if self._splits_outputs and desired is Shard(-1):
-            whole = self.keeps_whole(mesh)
-            if whole and self.use_local_output:
-                return local_heads(y, self.heads, mesh)
-            desired = None if whole or self.is_packed else desired
-        return to_output(y, mesh, desired, self.use_local_output, what)
-
-    def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        platform = mesh.platform
-        fast = platform.fast or NOTHING_FASTER
-        linear = fast.is_plain_linear(module)
-        if not (linear or fast.is_plain_embedding(module)) or self.keeps_whole(mesh):
+    def known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
+        """Layouts of weight and bias for a module of the framework's own, whose forward is known; else None."""
+        fast = mesh.platform.fast or NOTHING_FASTER
+        if not (fast.is_plain_linear(module) or fast.is_plain_embedding(module)):
             return None
-        name, held = platform.kind_of(module).weight, planned_layouts(module)
-        weight: Any = held[name]
-        bias = held.get("bias")
+        held: Any = planned_layouts(module)
+        weight = held[mesh.platform.kind_of(module).weight]
         (shard,) = weight.placements
         if 0 in shard_sizes(shard, weight.shape[shard.dim], mesh.size()):
             # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go
             # one way.
             return None
-        given, desired = self.input_layouts[0], self.output_layouts[0]
-        if desired is not Shard(-1) if self._splits_outputs else desired.is_partial() or type(desired) is PackedShard:
-            return None
-        if not linear:
-            return embedding_forward(mesh, name, weight, desired, given is Replicate(), self.use_local_output)
-        takes_plain = given is self.desired_input_layouts[0]
-        if self._splits_outputs:
-            local = column_forward(mesh, weight, bias, takes_plain, self.use_local_output)
-        else:
-            local = row_forward(mesh, weight, bias, desired, takes_plain, self.use_local_output)
-        return overlapped_first(local, mesh, weight, bias, given, desired, self.use_local_output)
+        return weight, held.get("bias")
 
     def keeps_whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
@@ -194,97 +171,3 @@ def _no_weight(module: Any, platform: Platform) -> str:
         "computes it (a parametrization, weight or spectral normalisation): apply that after parallelize_module, to "
         "the distributed weight"
     )
-
-
-class ColwiseParallel(_WeightParallel):
-    """Shard the output features of a linear module, or the features of an embedding.
-
-    Weight (out, in) and bias (out,) of a linear module are sharded on ``out``, weight (vocabulary, features) of an
-    embedding on ``features``. No communication in forward, one all-reduce of the input's gradient in backward.
-
-    Args:
-        input_layouts: placement of a plain input; default ``Replicate()``. A DTensor brings its own.
-        output_layouts: placement of the output; default ``Shard(-1)``.
-        use_local_output: give the output as a plain local tensor.
-        packed: for a weight that is several matrices in one (query, key and value; gate and up): the output features of
-            each, or the number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``output_layouts`` means
-            `PackedShard`: taken apart with ``split`` or ``chunk``, each part is ``Shard(-1)``. ``packed=1`` says that
-            the weight is one matrix, whatever it looks like: consecutive features belong together, as where query, key
-            and value alternate head by head.
-        heads: number of attention heads in the output features: checked, so that every rank gets whole heads. A tuple
-            is for a packed weight, one number for each part, and implies ``packed``.
-        replicate_heads: for keys and values of fewer heads than there are ranks. Every rank keeps the whole weight, and
-            a local output holds the one head that this rank's query heads use: each head is on ``ranks / heads`` ranks.
-
-    Raises:
-        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
-            that contradict each other; when applied, for heads that the ranks cannot share evenly.
-
-    Example:
-        >>> from hyper_parallel import ColwiseParallel, Replicate
-        >>> ColwiseParallel(output_layouts=Replicate()).output_layouts
-        (Replicate(),)
-
-    Source: ``torch.distributed.tensor.parallel.ColwiseParallel``; Megatron-LM (Shoeybi et al. 2019).
-    """
-
-    _splits_outputs = True
-    _embedding = Shard(1)
-    input_layouts = desired_input_layouts = (Replicate(),)
-    output_layouts = (Shard(-1),)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        packed: int | Sequence[int] | None = None,
-        heads: int | Sequence[int] | None = None,
-        replicate_heads: bool = False,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-            packed=packed,
-            heads=heads,
-        )
-        if replicate_heads and not isinstance(self.heads, int):
-            raise ValueError(f"ColwiseParallel(replicate_heads=True) needs the number of heads, got heads={heads!r}")
-        if replicate_heads:
-            self.replicate_heads = replicate_heads
-
-
-class RowwiseParallel(_WeightParallel):
-    """Shard the input features of a linear module, or the vocabulary of an embedding.
-
-    Weight (out, in) of a linear module is sharded on ``in``, its bias replicated; weight (vocabulary, features) of an
-    embedding on ``vocabulary``. Each rank computes a summand of the output: one all-reduce in forward (or a
-    reduce-scatter, with a sharded ``output_layouts``), none in backward.
-
-    Args:
-        input_layouts: placement of a plain input; default ``Shard(-1)``. A DTensor brings its own.
-        output_layouts: placement of the output; default ``Replicate()``.
-        use_local_output: give the output as a plain local tensor.
-        packed: for a weight whose input features are several groups one after the other: the size of each group, or the
-            number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``input_layouts`` then means
-            `PackedShard`.
-        heads: number of attention heads in the input features: checked, so that every rank gets whole heads.
-
-    Raises:
-        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
-            that contradict each other; when applied, for heads that the ranks cannot share evenly.
-
-    Example:
-        >>> from hyper_parallel import RowwiseParallel, Shard
-        >>> RowwiseParallel(output_layouts=Shard(1)).input_layouts
-        (Shard(dim=-1),)
-
-    Source: ``torch.distributed.tensor.parallel.RowwiseParallel``; Megatron-LM (Shoeybi et al. 2019).
-    """
-
-    _splits_outputs = False
-    _embedding = Shard(0)
-    input_layouts = desired_input_layouts = (Shard(-1),)
-    output_layouts = (Replicate(),)

@@ -13,10 +13,8 @@ from hyper_parallel.core.dtensor.communication.bound_steps import bind_gather
 from hyper_parallel.core.dtensor.communication.transitions import Step, transitions_of
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
-from hyper_parallel.platform.contract import cached_view
 
 __all__ = [
-    "linear_input_view",
     "linear_key",
     "parameter_view",
     "partial_grad_view",
@@ -136,17 +134,6 @@ def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
     """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
     2-D with its leading dimensions as one."""
     return mesh, mesh_dims, "linear"
-
-
-def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:
-    """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of ``mesh``,
-    for linear layers; they share its collectives. It may be 2-D, see `Fast.linear_view`."""
-    platform, transitions = mesh.platform, transitions_of(mesh.platform)
-    mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
-    if not mesh_dims:
-        return lambda x, weight: x
-    copied = cached_view(platform, lambda x: transitions.copy(x, mesh, mesh_dims), (mesh, mesh_dims))
-    return transitions.linear_view(mesh, mesh_dims, linear_key(mesh, mesh_dims), copied) or copied
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:

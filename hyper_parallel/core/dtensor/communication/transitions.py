@@ -184,24 +184,6 @@ class Transitions:
         """Identity whose backward all-reduces over ``mesh_dims``: Megatron's f."""
         return self._copy(x, mesh, mesh_dims)
 
-    def linear_view(
-        self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], key: Any, otherwise: Callable[[Any], Any]
-    ) -> Callable[[Any, Any], Any] | None:
-        """`Fast.linear_view` with the backward of `copy`, whose all-reduce overwrites the cotangent."""
-        contiguous, reducers = self.platform.contiguous, [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
-
-        def reduce(g: Any) -> Any:
-            for all_reduce in reducers:
-                g = all_reduce(contiguous(g))
-            return g
-
-        def record(g: Any) -> Any:
-            for d in mesh_dims:
-                g = self._all_reduce(g, summation(mesh, d))
-            return g
-
-        return (self.platform.fast or NOTHING_FASTER).linear_view(reduce, record, key, otherwise)
-
     def parameter_view(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any], Any]:
         """`copy` as ``view(x)`` of a parameter, which `coalesce_gradients` may take part in; see
         `Platform.gradient_view`."""
