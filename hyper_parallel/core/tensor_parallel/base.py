@@ -18,7 +18,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.lookalikes import import_hint
-from hyper_parallel.core.tensor_parallel.convert import check_enough_inputs, convert_outputs, to_output, to_placement
+from hyper_parallel.core.tensor_parallel.convert import convert_outputs, to_output, to_placement, too_few_inputs
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, parameter_check, remember_layouts
 from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes, uneven_on
 
@@ -189,7 +189,8 @@ class ModuleStyle(ParallelStyle):
                 first = next(iter(kwargs))
                 return args, {**kwargs, first: self.prepare_input(module, kwargs[first], 0, what, mesh)}
             raise ValueError(f"{name} was called without inputs")
-        check_enough_inputs(module, args, layouts, self)
+        if len(args) < len(layouts):
+            raise too_few_inputs(module, args, layouts, self)
         new = list(args)
         for i, layout in enumerate(layouts):
             if layout is not None and args[i] is not None:

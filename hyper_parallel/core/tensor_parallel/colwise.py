@@ -18,6 +18,7 @@ from hyper_parallel.core.dtensor.communication.transitions import summation, tra
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
 from hyper_parallel.core.tensor_parallel.convert import to_output
 from hyper_parallel.core.tensor_parallel.heads import local_heads
@@ -138,8 +139,14 @@ def _column_forward(
 
     by_shape = Table(output_of)
     by_layout = Table(lambda x: output_of(tuple(x.shape)) if x.ndim and is_placed(x, mesh, Replicate()) else None)
+    distributed: Any = dtensor_class(platform)
 
-    def plain(module: Any, x: Any) -> Any:
+    def run(module: Any, x: Any) -> Any:
+        output = None
+        if type(x) is distributed:
+            output = by_layout[x._layout]
+            if output is None:
+                return NotImplemented
         own: Any = own_parameters(module)
         weight, bias = own.get("weight"), own.get("bias")
         try:
@@ -148,33 +155,23 @@ def _column_forward(
         except AttributeError:  # plain, or not there
             return NotImplemented
         with no_dispatch():
-            rows = view(x, weight)
-            y = linear(rows, weight, bias)
-            y = y if rows.ndim == x.ndim else y.view(*by_shape[x.shape].local_shape)
-            return y if use_local_output else wrap(y, by_shape[x.shape])
-
-    def distributed(module: Any, x: Any) -> Any:
-        output = by_layout[x._layout]
-        if output is None:
-            return NotImplemented
-        own: Any = own_parameters(module)
-        weight, bias = own.get("weight"), own.get("bias")
-        try:
-            if weight._layout is not of_weight or (bias is not of_bias and bias._layout is not of_bias):
-                return NotImplemented
-        except AttributeError:  # plain, or not there
-            return NotImplemented
-        with no_dispatch():
-            if x._gathered is None:
-                rows = view(x if x._origin is None else x._origin, weight)
+            if output is None:
+                rows, ndim = view(x, weight), x.ndim
             else:
-                rows = read_cache(x, key)
-                rows = partial_grad_view(x, _FIRST) if rows is None else rows
-            y, local_shape = linear(rows, weight, bias), output.local_shape
-            y = y if rows.ndim == len(local_shape) else y.view(*local_shape)
+                ndim = len(output.local_shape)
+                if x._gathered is None:
+                    rows = view(x if x._origin is None else x._origin, weight)
+                else:
+                    rows = read_cache(x, key)
+                    rows = partial_grad_view(x, _FIRST) if rows is None else rows
+            y = linear(rows, weight, bias)
+            if rows.ndim == ndim and use_local_output:
+                return y
+            output = by_shape[x.shape] if output is None else output
+            y = y if rows.ndim == ndim else y.view(*output.local_shape)
             return y if use_local_output else wrap(y, output)
 
-    return LocalForward(plain if takes_plain else None, distributed)
+    return LocalForward(run if takes_plain else None, run)
 
 
 def _input_view(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:

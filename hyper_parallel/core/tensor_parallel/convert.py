@@ -21,7 +21,6 @@ __all__ = [
     "as_named",
     "as_single",
     "as_slots",
-    "check_enough_inputs",
     "check_placement",
     "check_same_length",
     "check_tensor_dim",
@@ -29,6 +28,7 @@ __all__ = [
     "to_known_placement",
     "to_output",
     "to_placement",
+    "too_few_inputs",
 ]
 
 _WHOLE = (Replicate(),)
@@ -135,14 +135,12 @@ def to_output(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bo
     return y.to_local()
 
 
-def check_enough_inputs(module: Any, args: tuple, layouts: Sequence[Any], style: Any) -> None:
-    """Raise ValueError when a module is called with fewer positional inputs than its style has layouts."""
-    if len(args) < len(layouts):
-        raise ValueError(
-            f"{module_label(module)} was called with {len(args)} positional input(s), {type(style).__name__} "
-            f"has {len(layouts)} input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by "
-            "keyword"
-        )
+def too_few_inputs(module: Any, args: tuple, layouts: Sequence[Any], style: Any) -> ValueError:
+    """The error for a module that was called with fewer positional inputs than its style has layouts."""
+    return ValueError(
+        f"{module_label(module)} was called with {len(args)} positional input(s), {type(style).__name__} has "
+        f"{len(layouts)} input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by keyword"
+    )
 
 
 def convert_outputs(

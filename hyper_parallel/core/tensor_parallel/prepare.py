@@ -11,12 +11,12 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, 
 from hyper_parallel.core.tensor_parallel.convert import (
     as_named,
     as_slots,
-    check_enough_inputs,
     check_same_length,
     convert_outputs,
     to_known_placement,
     to_output,
     to_placement,
+    too_few_inputs,
 )
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 
@@ -70,14 +70,19 @@ class PrepareModuleInput(ParallelStyle):
             ("input_layouts", "desired_input_layouts"),
             name,
         )
-        self._wanted = self.desired_input_layouts or ()
-        #: (index, layout, desired layout) of the positional inputs that have one.
-        self._slots = tuple((i, p, self._wanted[i]) for i, p in enumerate(self.input_layouts or ()) if p is not None)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
                 f"{sorted(self.desired_input_kwarg_layouts)}; they must name the same inputs"
             )
+
+        given: dict[Any, Placement | None] = {**dict(enumerate(self.input_layouts or ())), **self.input_kwarg_layouts}
+        desired: dict[Any, Placement | None] = {
+            **dict(enumerate(self.desired_input_layouts or ())),
+            **self.desired_input_kwarg_layouts,
+        }
+        #: (index or name, layout, desired layout) of the inputs that have one.
+        self._slots = tuple((key, layout, desired[key]) for key, layout in given.items() if layout is not None)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         distributed = dtensor_class(device_mesh.platform)
@@ -92,41 +97,22 @@ class PrepareModuleInput(ParallelStyle):
     def _before(
         self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, distributed: type
     ) -> tuple[tuple, dict]:
-        if len(args) < len(self._wanted):
-            check_enough_inputs(module, args, self._wanted, self)
-        if self._slots:
-            new = list(args)
-            for i, layout, desired in self._slots:
-                x = new[i]
-                # What came before, without a detour: this hook runs in front of most collectives of a model.
-                y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
-                if y is not None:
-                    new[i] = to_output(y, mesh, None, True, "") if self.use_local_output else y
-                elif x is not None:
-                    new[i] = self._prepare(x, mesh, layout, desired, module, i)
-            args = tuple(new)
-        given = self.input_kwarg_layouts
-        if given and kwargs:
-            wanted = self.desired_input_kwarg_layouts
-            kwargs = {
-                key: self._prepare(x, mesh, given[key], wanted[key], module, key) if key in given else x
-                for key, x in kwargs.items()
-            }
-        return args, kwargs
-
-    def _prepare(
-        self,
-        x: Any,
-        mesh: DeviceMesh,
-        layout: Placement | None,
-        desired: Placement | None,
-        module: Any,
-        which: int | str,
-    ) -> Any:
-        if layout is None or x is None:
-            return x
-        placed = to_placement(x, mesh, layout, desired, f"input {which!r} of {module_label(module)}", taker=module)
-        return to_output(placed, mesh, None, True, "") if self.use_local_output else placed
+        layouts = self.input_layouts or ()
+        if len(args) < len(layouts):
+            raise too_few_inputs(module, args, layouts, self)
+        positional, named = list(args), dict(kwargs)
+        for key, layout, desired in self._slots:
+            inputs: Any = positional if isinstance(key, int) else named
+            x = named.get(key) if inputs is named else inputs[key]
+            if x is None:
+                continue
+            # What came before, without a detour: this hook runs in front of most collectives of a model.
+            y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
+            if y is None:
+                what = f"input {key!r} of {module_label(module)}"
+                y = to_placement(x, mesh, layout, desired, what, taker=module)
+            inputs[key] = to_output(y, mesh, None, True, "") if self.use_local_output else y
+        return tuple(positional), named
 
 
 class PrepareModuleOutput(ParallelStyle):
