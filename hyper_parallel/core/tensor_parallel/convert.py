@@ -19,10 +19,10 @@ from hyper_parallel.core.tensor_parallel.uneven_shards import ANY_UNEVEN, COMPAR
 
 __all__ = [
     "as_named",
+    "as_pairs",
     "as_single",
     "as_slots",
     "check_placement",
-    "check_same_length",
     "check_tensor_dim",
     "convert_outputs",
     "to_known_placement",
@@ -234,10 +234,18 @@ def check_tensor_dim(dim: int, what: str) -> None:
         )
 
 
-def check_same_length(given: Sequence[Any], desired: Sequence[Any], names: tuple[str, str], style: str) -> None:
-    """Raise ValueError unless both have one length."""
-    if len(given) != len(desired):
+def as_pairs(
+    given: Any, desired: Any, keyword: str, style: str
+) -> tuple[tuple[Placement | None, ...], tuple[Placement | None, ...]]:
+    """A layout keyword and ``desired_<keyword>`` as tuples of one length.
+
+    Raises:
+        TypeError: for anything but placements and None. ValueError: for more entries in one than in the other.
+    """
+    pair = as_slots(given, keyword, style), as_slots(desired, f"desired_{keyword}", style)
+    if len(pair[0]) != len(pair[1]):
         raise ValueError(
-            f"{style}: {names[0]} has {len(given)} entries and {names[1]} has {len(desired)}; give one for each input, "
-            "None for an input that stays as it is"
+            f"{style}: {keyword} has {len(pair[0])} entries and desired_{keyword} has {len(pair[1])}; give one for "
+            "each tensor, None for one that stays as it is"
         )
+    return pair

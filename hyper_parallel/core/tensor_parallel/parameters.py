@@ -54,4 +54,4 @@ class ParameterParallel(ModuleStyle):
             check_placement(placement, f"placements[{key!r}]", name)
         self.input_layouts = self.desired_input_layouts = as_slots(input_layouts, "input_layouts", name)
         self.output_layouts = as_slots(output_layouts, "output_layouts", name)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)

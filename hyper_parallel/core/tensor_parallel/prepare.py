@@ -10,8 +10,7 @@ from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, of_style
 from hyper_parallel.core.tensor_parallel.convert import (
     as_named,
-    as_slots,
-    check_same_length,
+    as_pairs,
     convert_outputs,
     to_known_placement,
     to_output,
@@ -57,30 +56,24 @@ class PrepareModuleInput(ParallelStyle):
         use_local_output: bool = False,
     ) -> None:
         name = type(self).__name__
-        self.input_layouts = None if input_layouts is None else as_slots(input_layouts, "input_layouts", name)
-        self.desired_input_layouts = (
-            None if desired_input_layouts is None else as_slots(desired_input_layouts, "desired_input_layouts", name)
+        self.input_layouts, self.desired_input_layouts = as_pairs(
+            () if input_layouts is None else input_layouts,
+            () if desired_input_layouts is None else desired_input_layouts,
+            "input_layouts",
+            name,
         )
         self.input_kwarg_layouts = as_named(input_kwarg_layouts, "input_kwarg_layouts", name)
         self.desired_input_kwarg_layouts = as_named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts", name)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-        check_same_length(
-            self.input_layouts or (),
-            self.desired_input_layouts or (),
-            ("input_layouts", "desired_input_layouts"),
-            name,
-        )
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
                 f"{sorted(self.desired_input_kwarg_layouts)}; they must name the same inputs"
             )
-
-        given: dict[Any, Placement | None] = {**dict(enumerate(self.input_layouts or ())), **self.input_kwarg_layouts}
-        desired: dict[Any, Placement | None] = {
-            **dict(enumerate(self.desired_input_layouts or ())),
-            **self.desired_input_kwarg_layouts,
-        }
+        given: dict[Any, Placement | None] = dict(enumerate(self.input_layouts)) | self.input_kwarg_layouts
+        desired: dict[Any, Placement | None] = (
+            dict(enumerate(self.desired_input_layouts)) | self.desired_input_kwarg_layouts
+        )
         #: (index or name, layout, desired layout) of the inputs that have one.
         self._slots = tuple((key, layout, desired[key]) for key, layout in given.items() if layout is not None)
 
@@ -97,9 +90,8 @@ class PrepareModuleInput(ParallelStyle):
     def _before(
         self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, distributed: type
     ) -> tuple[tuple, dict]:
-        layouts = self.input_layouts or ()
-        if len(args) < len(layouts):
-            raise too_few_inputs(module, args, layouts, self)
+        if len(args) < len(self.input_layouts):
+            raise too_few_inputs(module, args, self.input_layouts, self)
         positional, named = list(args), dict(kwargs)
         for key, layout, desired in self._slots:
             inputs: Any = positional if isinstance(key, int) else named
@@ -143,15 +135,10 @@ class PrepareModuleOutput(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         name = type(self).__name__
-        self.output_layouts = as_slots(output_layouts, "output_layouts", name)
-        self.desired_output_layouts = as_slots(desired_output_layouts, "desired_output_layouts", name)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-        check_same_length(
-            self.output_layouts,
-            self.desired_output_layouts,
-            ("output_layouts", "desired_output_layouts"),
-            name,
+        self.output_layouts, self.desired_output_layouts = as_pairs(
+            output_layouts, desired_output_layouts, "output_layouts", name
         )
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         device_mesh.platform.register_forward_hook(

@@ -44,4 +44,4 @@ class NoParallel(ModuleStyle):
         self.input_layout = as_single(input_layout, "input_layout", name) or Replicate()
         self.output_layout = as_single(output_layout, "output_layout", name) or Replicate()
         self.input_layouts, self.output_layouts = (self.input_layout,), (self.output_layout,)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)

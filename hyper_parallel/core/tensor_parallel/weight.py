@@ -44,7 +44,7 @@ class WeightParallel(ModuleStyle):
         name = type(self).__name__
         self.input_layouts = (as_single(input_layouts, "input_layouts", name) or type(self).input_layouts[0],)
         self.output_layouts = (as_single(output_layouts, "output_layouts", name) or type(self).output_layouts[0],)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)
         self.packed = None if packed is None else PackedShard(0, packed).sizes
         self.heads = as_heads(heads, name)
         count = len(self.packed) if isinstance(self.packed, tuple) else self.packed
