@@ -6,7 +6,6 @@ See `colwise` for what they stand for; with the sequence sharded Korthikanti et 
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from hyper_parallel.core.caches import Table
@@ -16,6 +15,7 @@ from hyper_parallel.core.dtensor.communication.transitions import summation, tra
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
 from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
@@ -24,8 +24,6 @@ from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["RowwiseParallel"]
-
-_shape_of, _layout_of = attrgetter("shape"), attrgetter("_layout")
 
 
 class RowwiseParallel(WeightParallel):
@@ -100,10 +98,13 @@ def _row_forward(
     of_one_rank = summation(mesh, 0).reversed
     (shard,), features = of_weight.placements, of_weight.shape[0]
 
-    def output_of(shape: tuple[int, ...]) -> tuple[Any, Layout] | None:
-        """For the global shape of an input: the function from summands to shards, and the layout of the output; None
-        where they are not as described."""
+    def output_of(x: Any) -> tuple[Any, Layout] | None:
+        """For the global shape or the layout of an input: the function from summands to shards, and the layout of the
+        output; None where they are not as described."""
+        shape = tuple(x.shape) if isinstance(x, Layout) else x
         ndim = len(shape)
+        if isinstance(x, Layout) and not is_placed(x, mesh, shard.with_dim(ndim - 1)):  # type: ignore[attr-defined]
+            return None
         if isinstance(desired, Shard) and not 0 <= desired.dim % max(ndim, 1) < ndim - 1:
             return None
         summands = get_layout(mesh, (Partial(),), (*shape[:-1], features))
@@ -112,37 +113,30 @@ def _row_forward(
             HANDED_OUT[output]
         return None if whole else bind_scatter(plan_redistribution(summands, output)[0]), output
 
-    def output_of_layout(x: Layout) -> tuple[Any, Layout] | None:
-        return output_of(tuple(x.shape)) if is_placed(x, mesh, shard.with_dim(x.ndim - 1)) else None  # type: ignore[attr-defined]
+    outputs = Table(output_of)
+    distributed: Any = dtensor_class(platform)
 
-    by_shape, by_layout = Table(output_of), Table(output_of_layout)
-
-    def with_output_from(table: Table, key_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        def run(module: Any, x: Any) -> Any:
-            output = table[key_of(x)]
-            if output is None:
+    def run(module: Any, x: Any) -> Any:
+        output = outputs[x._layout if type(x) is distributed else x.shape]
+        if output is None:
+            return NotImplemented
+        own: Any = own_parameters(module)
+        weight, bias = own.get("weight"), own.get("bias")
+        try:
+            if weight._layout is not of_weight or (bias is not of_bias and bias._layout is not of_bias):
                 return NotImplemented
-            own: Any = own_parameters(module)
-            weight, bias = own.get("weight"), own.get("bias")
-            try:
-                if weight._layout is not of_weight or (bias is not of_bias and bias._layout is not of_bias):
-                    return NotImplemented
-            except AttributeError:  # plain, or not there
-                return NotImplemented
-            with no_dispatch():
-                if whole:
-                    y = all_reduce(linear(x, weight, None))
-                    y = y if bias is None else _add(y, bias, platform)
-                else:
-                    # In one of the summands, of which every rank gets the whole gradient back.
-                    y = output[0](linear(x, weight, None if bias is None else take_step(bias, of_one_rank)))
-                return y if use_local_output else wrap(y, output[1])
+        except AttributeError:  # plain, or not there
+            return NotImplemented
+        with no_dispatch():
+            if whole:
+                y = all_reduce(linear(x, weight, None))
+                y = y if bias is None else _add(y, bias, platform)
+            else:
+                # In one of the summands, of which every rank gets the whole gradient back.
+                y = output[0](linear(x, weight, None if bias is None else take_step(bias, of_one_rank)))
+            return y if use_local_output else wrap(y, output[1])
 
-        return run
-
-    return LocalForward(
-        with_output_from(by_shape, _shape_of) if takes_plain else None, with_output_from(by_layout, _layout_of)
-    )
+    return LocalForward(run if takes_plain else None, run)
 
 
 def _add(y: Any, bias: Any, platform: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from hyper_parallel.core.caches import Table
@@ -11,7 +10,8 @@ from hyper_parallel.core.dtensor.communication.redistribute import parameter_vie
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, ModuleStyle, check_flag, is_placed
 from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim
 from hyper_parallel.core.tensor_parallel.planned_parameters import layouts_of
@@ -19,8 +19,6 @@ from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["SequenceParallel"]
-
-_shape_of, _layout_of = attrgetter("shape"), attrgetter("_layout")
 
 
 class SequenceParallel(ModuleStyle):
@@ -85,32 +83,25 @@ def _norm_forward(
     view, call = parameter_view(mesh, 0), (platform.fast or NOTHING_FASTER).norm_call(norm)
     planned = tuple(layouts_of(own_parameters(norm)).items())
 
-    def shard_of(ndim: int) -> Placement | None:
-        dim = given.dim + ndim if given.dim < 0 else given.dim
-        return Shard(dim) if 0 <= dim < ndim - normalized else None
-
-    def layout_of_shards(shape: tuple[int, ...]) -> Layout | None:
-        """The layout of which ``shape`` is a shard of the same size as all others."""
-        shard: Any = shard_of(len(shape))
-        if shard is None or 0 in shape:
-            return None
-        whole = (*shape[: shard.dim], shape[shard.dim] * mesh.size(), *shape[shard.dim + 1 :])
-        return get_layout(mesh, (shard,), whole)
-
-    def known_layout(layout: Layout) -> Layout | None:
-        """``layout`` itself, or None where a rank has no elements: kernels for nothing are not to be relied on, and all
+    def output_of(x: Any) -> Layout | None:
+        """For a layout: itself; for a shape: the layout of which it is a shard of the same size as all others. None
+        where it is not as described, or a rank has no elements: kernels for nothing are not to be relied on, and all
         ranks must go one way."""
-        placement: Any = shard_of(layout.ndim)
-        if placement is None or not is_placed(layout, mesh, placement):
+        shape = tuple(x.shape) if isinstance(x, Layout) else x
+        dim = given.dim + len(shape) if given.dim < 0 else given.dim
+        if not 0 <= dim < len(shape) - normalized:
             return None
-        if 0 in shard_sizes(placement, layout.shape[placement.dim], mesh.size()):
+        if not isinstance(x, Layout):
+            whole = (*shape[:dim], shape[dim] * mesh.size(), *shape[dim + 1 :])
+            return None if 0 in shape else get_layout(mesh, (Shard(dim),), whole)
+        if not is_placed(x, mesh, Shard(dim)) or 0 in shard_sizes(Shard(dim), shape[dim], mesh.size()):
             return None
         if use_local_output:
-            HANDED_OUT[layout]
-        return layout
+            HANDED_OUT[x]
+        return x
 
-    by_shape = Table(layout_of_shards)
-    by_layout = Table(known_layout)
+    outputs = Table(output_of)
+    distributed: Any = dtensor_class(platform)
 
     def run_with_views(module: Any, x: Any, own: Any) -> Any:
         """The module's own forward, which finds the views where its parameters are."""
@@ -122,25 +113,22 @@ def _norm_forward(
         finally:
             own.update(kept)
 
-    def with_layout_from(table: Table, key_of: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        def run(module: Any, x: Any) -> Any:
-            layout = table[key_of(x)]
-            if layout is None:
+    def run(module: Any, x: Any) -> Any:
+        output = outputs[x._layout if type(x) is distributed else x.shape]
+        if output is None:
+            return NotImplemented
+        own: Any = own_parameters(module)
+        if len(own) != len(planned):
+            return NotImplemented
+        for name, wanted in planned:
+            p = own.get(name, own)
+            if p is not None and getattr(p, "_layout", p) is not wanted:
                 return NotImplemented
-            own: Any = own_parameters(module)
-            if len(own) != len(planned):
-                return NotImplemented
-            for name, wanted in planned:
-                p = own.get(name, own)
-                if p is not None and getattr(p, "_layout", p) is not wanted:
-                    return NotImplemented
-            with no_dispatch():
-                if call is None:
-                    y = run_with_views(module, x, own)
-                else:
-                    y = call(module, x, {name: p if p is None else view(p) for name, p in own.items()})
-                return y if use_local_output else wrap(y, layout)
+        with no_dispatch():
+            if call is None:
+                y = run_with_views(module, x, own)
+            else:
+                y = call(module, x, {name: p if p is None else view(p) for name, p in own.items()})
+            return y if use_local_output else wrap(y, output)
 
-        return run
-
-    return LocalForward(with_layout_from(by_shape, _shape_of), with_layout_from(by_layout, _layout_of), given)
+    return LocalForward(run, run, given)
