@@ -50,7 +50,7 @@ class ParallelStyle(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args:
             parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-            if all(p.kind is p.KEYWORD_ONLY for p in parameters):
+            if parameters and all(p.kind is p.KEYWORD_ONLY for p in parameters):
                 # Python's own message names the class that defines __init__, which may be a private one.
                 names = [p.name for p in parameters]
                 raise TypeError(

@@ -105,6 +105,11 @@ def test_unknown_projections(pool: Any) -> None:
     pool.run(2, unknown_projections)
 
 
+class WithoutArguments(ModuleStyle):
+    def __init__(self) -> None:
+        self.use_local_output = False
+
+
 class InnerParallel(ModuleStyle):
     """A style of one's own: each rank has some rows of the kernel, and adds its part of the product."""
 
@@ -130,6 +135,9 @@ def test_style_of_ones_own(pool: Any, world_size: int) -> None:
         once = {"forward": {"all_reduce": 1}, "backward": {"all_gather": 1}}
         assert counts == (once if world_size > 1 else {"forward": {}, "backward": {}})
     assert repr(InnerParallel(2, note="x")) == "InnerParallel(2, note='x')"
+    assert repr(WithoutArguments()) == "WithoutArguments()"
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        WithoutArguments(3)  # type: ignore[call-arg]
 
 
 @spmd.on_mesh()
