@@ -12,6 +12,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
@@ -19,7 +20,12 @@ from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.convert import convert_outputs, to_output, to_placement, too_few_inputs
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, parameter_check, remember_layouts
+from hyper_parallel.core.tensor_parallel.planned_parameters import (
+    module_label,
+    parameter_check,
+    path_of,
+    remember_layouts,
+)
 from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes, uneven_on
 
 __all__ = [
@@ -247,6 +253,8 @@ class ModuleStyle(ParallelStyle):
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if LISTENERS and current_module() != path_of(module):
+                return run_in_module(path_of(module), convert, module, *args, **kwargs)
             if CHECKS:
                 check_call(module)
             check(module)
@@ -274,6 +282,8 @@ class ModuleStyle(ParallelStyle):
             by_class[plain] = compare
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if LISTENERS and current_module() != path_of(module):
+                return run_in_module(path_of(module), run, module, *args, **kwargs)
             if len(args) == 1 and not kwargs and not CHECKS:
                 if uneven:
                     by_class[plain] = compare

@@ -14,7 +14,7 @@ from typing import Any
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.collectives import bind_all_reduce
 from hyper_parallel.core.dtensor.communication.redistribute import linear_key, partial_grad_view
-from hyper_parallel.core.dtensor.communication.transitions import summation, transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
@@ -179,15 +179,12 @@ def _input_view(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
     ``mesh``: Megatron's f, for linear layers, which share its all-reduce. It may be 2-D, see `Fast.linear_view`."""
     if mesh.size() == 1:
         return lambda x, weight: x
-    platform, transitions, step = mesh.platform, transitions_of(mesh.platform), summation(mesh, 0)
+    platform = mesh.platform
     reduce, contiguous = bind_all_reduce(mesh, 0), platform.contiguous
-    copied = cached_view(platform, lambda x: transitions.copy(x, mesh, _FIRST), (mesh, _FIRST))
+    kept = cached_view(platform, identity_reduce_grad(mesh, _FIRST), (mesh, _FIRST))
 
     def reduced(cotangent: Any) -> Any:
         return reduce(contiguous(cotangent))
 
-    def recorded(cotangent: Any) -> Any:
-        return transitions.run(cotangent, step)
-
     fast = platform.fast or NOTHING_FASTER
-    return fast.linear_view(reduced, recorded, linear_key(mesh, _FIRST), copied) or copied
+    return fast.linear_view(reduced, summation(mesh, 0), linear_key(mesh, _FIRST), kept) or kept

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.transitions import Step, transitions_of
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
+from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -217,9 +216,8 @@ class VocabParallel:
 
     def summed(self, x: Any, classes: Classes) -> Any:
         """The sum of every rank's ``x`` over the ranks that share the classes; differentiable."""
-        transitions = transitions_of(self.platform)
         for mesh_dim in classes.mesh_dims:
-            x = transitions.run(x, Step(classes.mesh, mesh_dim, Partial(), Replicate(), (), (), None))
+            x = summation(classes.mesh, mesh_dim)(x)
         return x
 
     # ------------------------------------------------------------ statistics, outside autograd
@@ -354,9 +352,7 @@ class VocabParallel:
 
     def _for_parts(self, x: Any, classes: Classes) -> Any:
         """A replicated ``x`` of which each rank uses its part: its own gradient is a sum over ranks."""
-        if not self.platform.requires_grad(x):
-            return x
-        return transitions_of(self.platform).copy(x, classes.mesh, classes.mesh_dims)
+        return identity_reduce_grad(classes.mesh, classes.mesh_dims)(x)
 
     # Functions of their own, because backends lose track of gradients without elements, and what they lead to may
     # communicate.
