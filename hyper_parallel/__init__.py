@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.tensor_parallel.overlap import overlap_collectives as overlap_collectives
     from hyper_parallel.core.tensor_parallel.style import ColwiseParallel as ColwiseParallel
     from hyper_parallel.core.tensor_parallel.style import HeadNormParallel as HeadNormParallel
+    from hyper_parallel.core.tensor_parallel.style import ModuleStyle as ModuleStyle
     from hyper_parallel.core.tensor_parallel.style import NoParallel as NoParallel
     from hyper_parallel.core.tensor_parallel.style import ParallelStyle as ParallelStyle
     from hyper_parallel.core.tensor_parallel.style import ParameterParallel as ParameterParallel
@@ -66,6 +67,7 @@ _HOME_OF = {
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
     "HeadNormParallel": "hyper_parallel.core.tensor_parallel.style",
+    "ModuleStyle": "hyper_parallel.core.tensor_parallel.style",
     "NoParallel": "hyper_parallel.core.tensor_parallel.style",
     "OpSharding": "hyper_parallel.core.dtensor.operations.op_sharding",
     "PackedShard": "hyper_parallel.core.dtensor.placement_types",

@@ -33,6 +33,7 @@ ON_CPU_ONLY = {
     "test_operator_table.py": "every operator, with torch's samples on the CPU",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",
     "test_styles_against_torch.py": "what torch's own styles do with gloo",
+    "test_walks.py": "functions that run with gloo",
     "test_vocabulary.py": "ids outside a vocabulary, which are an error on the CPU only",
 }
 #: Those of them that simulated NPUs run all the same: torch's own DTensor over HCCL is a reference too.

@@ -15,6 +15,7 @@ PATHS = {
     "hyper_parallel.core.dtensor.placement_types": ["Placement", "Shard", "Replicate", "Partial"],
     "hyper_parallel.core.tensor_parallel.style": [
         "ParallelStyle",
+        "ModuleStyle",
         "ColwiseParallel",
         "RowwiseParallel",
         "SequenceParallel",
@@ -23,7 +24,24 @@ PATHS = {
         "PrepareModuleInputOutput",
     ],
     "hyper_parallel.core.tensor_parallel.api": ["parallelize_module"],
-    "hyper_parallel.core.tensor_parallel": ["loss_parallel", "vocab_parallel_cross_entropy"],
+    "hyper_parallel.core.tensor_parallel": [
+        "ParallelStyle",
+        "ModuleStyle",
+        "ColwiseParallel",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "HeadNormParallel",
+        "NoParallel",
+        "ParameterParallel",
+        "PrepareModuleInput",
+        "PrepareModuleOutput",
+        "PrepareModuleInputOutput",
+        "register_style",
+        "parallelize_module",
+        "overlap_collectives",
+        "loss_parallel",
+        "vocab_parallel_cross_entropy",
+    ],
     "hyper_parallel.core.tensor_parallel.loss": ["loss_parallel", "vocab_parallel_cross_entropy"],
     "hyper_parallel.debug": ["CommDebugMode"],
 }
@@ -40,6 +58,7 @@ def test_path(path: str) -> None:
     module = importlib.import_module(path)
     for name in PATHS[path]:
         assert getattr(module, name).__doc__
+        assert name in dir(module)
 
 
 def test_unknown_name() -> None:

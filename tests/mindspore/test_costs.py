@@ -18,7 +18,7 @@ from benchmarks.plans import llama_plan, mlp_plan
 from benchmarks.sizes import LlamaSizes, MlpSizes
 from hyper_parallel import CommDebugMode, DTensor, coalesce_gradients, get_platform, parallelize_module
 from hyper_parallel.core.dtensor.tensor import dtensor_class
-from hyper_parallel.core.tensor_parallel import lengths
+from hyper_parallel.core.tensor_parallel import uneven_shards
 from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.platform.mindspore import collectives, local_tensors
 from hyper_parallel.testing.spmd import on_mesh
@@ -63,7 +63,7 @@ def model_of(mesh: Any, name: str, dtensors: bool) -> tuple[Any, tuple]:
 
 @on_mesh()
 def costs(mesh: Any, name: str, dtensors: bool) -> list[dict[str, int]]:
-    for seen in (lengths.HANDED_OUT, lengths.ANY_UNEVEN, lengths.uneven_on(mesh)):
+    for seen in (uneven_shards.HANDED_OUT, uneven_shards.ANY_UNEVEN, uneven_shards.uneven_on(mesh)):
         seen.clear()  # an earlier test may have handed uneven shards out
     model, inputs = model_of(mesh, name, dtensors)
 

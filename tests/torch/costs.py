@@ -27,7 +27,7 @@ from benchmarks.torch_traffic import count_passes
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
 from benchmarks.traffic import Traffic
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
-from hyper_parallel.core.tensor_parallel import lengths
+from hyper_parallel.core.tensor_parallel import uneven_shards
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 
 __all__ = ["RANKS", "Cost", "Counted", "count_all"]
@@ -184,8 +184,8 @@ def count(version: Version) -> tuple[Cost, Cost]:
 
 def count_all() -> dict[str, Counted]:
     """The standard models by name."""
-    lengths.ANY_UNEVEN.clear()  # an earlier test may have handed uneven shards out, on another mesh
-    lengths.HANDED_OUT.clear()
+    uneven_shards.ANY_UNEVEN.clear()  # an earlier test may have handed uneven shards out, on another mesh
+    uneven_shards.HANDED_OUT.clear()
     models: dict[str, Callable[[], list[Version]]] = {
         "MLP": lambda: mlp_versions(MlpSizes()),
         "Llama block": lambda: llama_versions(LlamaSizes()),

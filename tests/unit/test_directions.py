@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "mesh": {"contract", "platforms", "tools", "communication"},
     "operations": _BELOW_OPERATIONS,
     "dtensor": {*_BELOW_OPERATIONS, "operations"},
-    "tensor_parallel": _BELOW_STYLES,
+    "tensor_parallel": {*_BELOW_STYLES, "names"},  # its names are those of the package
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
     "debug": _BELOW_STYLES,

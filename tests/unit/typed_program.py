@@ -16,6 +16,7 @@ from hyper_parallel import (
     DeviceMesh,
     DTensor,
     HeadNormParallel,
+    ModuleStyle,
     NoParallel,
     OpSharding,
     PackedShard,
@@ -62,6 +63,7 @@ from hyper_parallel.mindspore import grad, value_and_grad
 STYLES: tuple[ParallelStyle, ...] = (
     ColwiseParallel(),
     HeadNormParallel(),
+    ModuleStyle(),
     NoParallel(),
     ParameterParallel({"weight": Shard(0)}),
     PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),

@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.communication.coalesce import open_block
 from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.core.dtensor.layouts import memory_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations import class_parts, modes, random, views
+from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
 from hyper_parallel.core.dtensor.operations.operands import all_replicated
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
@@ -36,7 +36,7 @@ class Services:
     largest_over_ranks = staticmethod(norms.largest_over_ranks)
     draw, take_part = staticmethod(random.draw), staticmethod(random.take_part)
     of_first_rank = staticmethod(random.of_first_rank)
-    refuse_part_of_classes = staticmethod(class_parts.refuse_part_of_classes)
+    refuse_part_of_classes = staticmethod(logit_shards.refuse_part_of_classes)
     check_local_collective = staticmethod(local_collectives.check_local_collective)
     check_rows = staticmethod(local_collectives.check_rows)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-#: Resolved when first used: importing the package imports no framework.
-_HOME_OF = {
-    "loss_parallel": "hyper_parallel.core.tensor_parallel.loss",
-    "vocab_parallel_cross_entropy": "hyper_parallel.core.tensor_parallel.loss",
-}
+import hyper_parallel
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.tensor_parallel.api import *  # noqa: F403
+    from hyper_parallel.core.tensor_parallel.loss import *  # noqa: F403
+    from hyper_parallel.core.tensor_parallel.style import *  # noqa: F403
+
+
+def _public() -> list[str]:
+    """The public names that have their home here."""
+    return [name for name, home in hyper_parallel._HOME_OF.items() if home.startswith(__name__)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    # Resolved when first used: importing the package imports no framework.
+    if name not in _public():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    return getattr(hyper_parallel, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_public()})

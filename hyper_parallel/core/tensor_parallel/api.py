@@ -10,9 +10,9 @@ from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.rest import broadcast_rest, check_rest, remember_plan
 from hyper_parallel.core.dtensor.tensor import bind_platform
-from hyper_parallel.core.tensor_parallel.base import name_module
-from hyper_parallel.core.tensor_parallel.partners import guard_partners
+from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
+from hyper_parallel.core.tensor_parallel.planned_parameters import name_module
 
 __all__ = ["parallelize_module"]
 
@@ -78,7 +78,7 @@ def parallelize_module(
         )
     check_src_data_rank(src_data_rank, mesh)
     matches = resolve_plan(parallelize_plan, module, mesh)
-    guards = guard_partners(matches, dict(mesh.platform.named_modules(module)), mesh)
+    guards = guard_forgotten_layers(matches, dict(mesh.platform.named_modules(module)), mesh)
     if CHECKS:
         CHECKS[-1].agree("parallelize_module", plan_facts(matches, module, mesh, src_data_rank))
     for path, submodule, style in matches:

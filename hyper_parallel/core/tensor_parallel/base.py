@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
@@ -12,30 +14,35 @@ from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import get_layout, normalize_placements
-from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.lookalikes import import_hint
-from hyper_parallel.core.tensor_parallel.held import name_module, path_of, remember_layouts, title, watch
-from hyper_parallel.core.tensor_parallel.lengths import compare_lengths, uneven_on
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.convert import convert_outputs, to_output, to_placement, too_few_inputs
+from hyper_parallel.core.tensor_parallel.planned_parameters import (
+    module_label,
+    parameter_check,
+    path_of,
+    remember_layouts,
+)
+from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes, uneven_on
 from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = [
+    "LocalForward",
     "ModuleStyle",
     "ParallelStyle",
     "check_flag",
+    "is_placed",
     "is_styled",
     "mark_applied",
-    "name_module",
     "of_style",
-    "title",
 ]
 
 
 class ParallelStyle(ABC):
-    """How one module is parallelised. A style of your own defines `_apply`.
+    """How one module is parallelised. A style of your own derives from `ModuleStyle`, or defines `_apply`.
 
     Attributes:
         src_data_rank: rank of the mesh whose parameters count; None communicates nothing.
@@ -46,7 +53,7 @@ class ParallelStyle(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args:
             parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-            if all(p.kind is p.KEYWORD_ONLY for p in parameters):
+            if parameters and all(p.kind is p.KEYWORD_ONLY for p in parameters):
                 # Python's own message names the class that defines __init__, which may be a private one.
                 names = [p.name for p in parameters]
                 raise TypeError(
@@ -84,44 +91,162 @@ class ParallelStyle(ABC):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Parallelise ``module`` in place and return it."""
 
+    def __repr__(self) -> str:
+        """The call that makes the style: the arguments of its constructor that it keeps under their names."""
+        arguments = []
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = vars(self).get(name)
+            if value is not None:
+                arguments.append(repr(value) if parameter.kind is not parameter.KEYWORD_ONLY else f"{name}={value!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
 
 #: What a framework raises for an input that does not fit. Not every exception: torch's checkpointing ends a
 #: recomputation with one of its own, and nothing may be computed after it.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
 
-class ModuleStyle(ParallelStyle):
-    """A style that owns the parameters of its module: one such style a module.
+@dataclass(frozen=True)
+class LocalForward:
+    """What a module runs in place of its forward, by what its only input is.
+
+    Both give NotImplemented, having done nothing, for an input that they do not know, and for a module whose parameters
+    are not those of the plan any more: something else was put in their place, or computes them (a parametrization).
 
     Attributes:
-        shard_taken: what a plain input counts as, where that is a shard whose global size only the ranks together know.
+        plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
+        distributed: ``distributed(module, x)`` for a DTensor.
+        shard: what ``plain`` takes a plain tensor for, where the ranks must compare the sizes of theirs.
     """
 
-    shard_taken: Placement | None = None
+    plain: Callable[[Any, Any], Any] | None
+    distributed: Callable[[Any, Any], Any]
+    shard: Shard | None = None
+
+
+class ModuleStyle(ParallelStyle):
+    """A style that owns the parameters of its module: one such style a module. The base for a style of your own.
+
+    A style is data: how parameters are placed, what plain inputs count as, what the module needs, what it gives. From
+    these come the conversions of inputs and outputs, between which the module's own forward runs on DTensors, the
+    comparison of plain shards between ranks, and the checks of the whole plan before any parameter is touched, that of
+    parameters which modules share included. Override a method where the data depend on the module.
+
+    Attributes:
+        placements: placement of parameters that the module itself holds, by name. All others are replicated, and so are
+            those of the modules below it.
+        input_layouts: what plain positional inputs count as; None for one that stays as it is. A single entry is for
+            the first input, also by keyword. Further inputs pass through untouched.
+        desired_input_layouts: the placements that the module needs; None takes all inputs as they lie.
+        output_layouts: the placement to which each output is brought, None for one that stays as the module gives it.
+            None in place of all is for a single output that stays placed as it is.
+        use_local_output: give plain local tensors.
+
+    Example:
+        For a layer that multiplies its features by a parameter ``gain``, of which each rank has some:
+
+        >>> from hyper_parallel import ModuleStyle, Shard
+        >>> class GainParallel(ModuleStyle):
+        ...     placements = {"gain": Shard(0)}
+        ...     input_layouts = desired_input_layouts = output_layouts = (Shard(-1),)
+        >>> GainParallel().use_local_output
+        True
+    """
+
+    placements: Mapping[str, Placement] = MappingProxyType({})
+    input_layouts: tuple[Placement | None, ...] = (Replicate(),)
+    desired_input_layouts: tuple[Placement | None, ...] | None = None
+    output_layouts: tuple[Placement | None, ...] | None = (Replicate(),)
+    use_local_output: bool = True
+
+    def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
+        """How the style places parameters that ``module`` itself holds, by name; all others are replicated."""
+        return self.placements
+
+    def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        """What the module's forward gets for an input that has a layout.
+
+        Args:
+            module: the module that is called.
+            x: plain tensor or DTensor.
+            i: index of its layouts.
+            what: names the input in messages.
+            mesh: 1-D mesh.
+        """
+        desired = None if self.desired_input_layouts is None else self.desired_input_layouts[i]
+        return to_placement(x, mesh, self.input_layouts[i], desired, what, taker=module)
+
+    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        """What the caller gets for an output ``y`` of the module's forward; arguments as for `prepare_input`."""
+        desired = None if self.output_layouts is None else self.output_layouts[i]
+        return to_output(y, mesh, desired, self.use_local_output, what)
+
+    def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        """The arguments with which the module's forward runs: `prepare_input` of each that has a layout."""
+        layouts, name = self.input_layouts, module_label(module)
+        if len(layouts) == 1 and layouts[0] is not None:
+            what = f"the input of {name}"
+            if args:
+                return (self.prepare_input(module, args[0], 0, what, mesh), *args[1:]), kwargs
+            if kwargs:
+                first = next(iter(kwargs))
+                return args, {**kwargs, first: self.prepare_input(module, kwargs[first], 0, what, mesh)}
+            raise ValueError(f"{name} was called without inputs")
+        if len(args) < len(layouts):
+            raise too_few_inputs(module, args, layouts, self)
+        new = list(args)
+        for i, layout in enumerate(layouts):
+            if layout is not None and args[i] is not None:
+                new[i] = self.prepare_input(module, args[i], i, f"input {i} of {name}", mesh)
+        return tuple(new), kwargs
+
+    def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+        """What the caller gets for the output, or the outputs, of the module's forward."""
+        layouts = self.output_layouts
+        if layouts is None:
+            return self.prepare_output(module, output, 0, f"the output of {module_label(module)}", mesh)
+        return convert_outputs(module, output, layouts, self.prepare_output, self, mesh)
+
+    def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
+        """A shorter way for a single input, where style and module are such that all is known when the style is
+        applied; else None. It must do what ``forward``, the module's own, does between the conversions."""
+        return None
 
     def excludes(self, other: ParallelStyle) -> bool:
         return isinstance(other, ModuleStyle)
 
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        super().check(module, device_mesh, where)
+        own = dict(device_mesh.platform.named_parameters(module))
+        for name, placement in self.parameter_placements(module, device_mesh).items():
+            if name not in own:
+                raise ValueError(
+                    f"{self!r} names the parameter {name!r}, and {where!r} ({type(module).__name__}) has "
+                    f"{', '.join(map(repr, own)) or 'none of its own'}: correct the name, or name the submodule in the "
+                    "plan"
+                )
+            shape = tuple(own[name].shape)
+            what = f"parameter {name!r} of {where!r}, of shape {shape},"
+            get_layout(device_mesh, normalize_placements((placement,), device_mesh, len(shape), what), shape)
+
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        self._partition(module, device_mesh)
+        platform = device_mesh.platform
+        for name, placement in self.parameter_placements(module, device_mesh).items():
+            distribute_parameter(module, name, device_mesh, (placement,), src_data_rank=self.src_data_rank)
+        for _, submodule in list(platform.named_modules(module)):
+            replicate_rest(submodule, device_mesh, self.src_data_rank)
         remember_layouts(module, device_mesh)
-        device_mesh.platform.replace_forward(
-            module,
-            lambda forward: self._forward(
-                module, forward, self._local_forward(module, forward, device_mesh), device_mesh
-            ),
-        )
+        platform.replace_forward(module, lambda forward: self._new_forward(module, forward, device_mesh))
         mark_applied(module, self, device_mesh)
         return module
 
-    def _forward(
-        self, module: Any, forward: Callable[..., Any], local: LocalForward | None, mesh: DeviceMesh
-    ) -> Callable[..., Any]:
-        """What a call of the module runs in place of ``forward``: ``local`` for a single input that it knows, else that
-        between the styles' conversions, with parameters that are still distributed as they are now."""
+    def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+        """What a call of the module runs in place of ``forward``: `local_forward` for a single input that it knows,
+        else ``forward`` between the conversions, with parameters that are still distributed as they are now."""
         if mesh.get_coordinate() is None:
-            return _forward_outside(mesh)
-        check = watch(module, mesh)
+            return lambda module, *args, **kwargs: mesh.require_member(f"a call of {module_label(module)}")
+        check = parameter_check(module, mesh)
+        local = self.local_forward(module, forward, mesh)
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,24 +255,24 @@ class ModuleStyle(ParallelStyle):
             if CHECKS:
                 check_call(module)
             check(module)
-            args, kwargs = self._before(module, args, kwargs, mesh)
+            args, kwargs = self.prepare_inputs(module, args, kwargs, mesh)
             if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
                 y = local.distributed(module, args[0])
                 if y is not NotImplemented:
                     return y
-            return self._after(module, forward(module, *args, **kwargs), mesh)
+            return self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
 
         if local is None:
             return convert
         by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
-        shard, run_plain = self.shard_taken, local.plain
+        shard, run_plain = local.shard, local.plain
         uneven: Any = ()
         if shard is not None and run_plain is not None:
             uneven = uneven_on(mesh)
 
             def compare(module: Any, x: Any) -> Any:
                 """In the first call, and in all calls once shards are uneven."""
-                compare_lengths(x, mesh, shard, f"the input of {title(module)}", module)
+                compare_shapes(x, mesh, shard, f"the input of {module_label(module)}", module)
                 by_class[plain] = run_plain
                 return run_plain(module, x)
 
@@ -166,69 +291,14 @@ class ModuleStyle(ParallelStyle):
                     except Exception as error:
                         if isinstance(error, _OF_AN_INPUT):
                             # One that does not fit is explained here; this communicates nothing where it fits.
-                            self._before(module, args, kwargs, mesh)
-                        tell_of_failure(error, f"forward of {title(module)}", mesh)
+                            self.prepare_inputs(module, args, kwargs, mesh)
+                        tell_of_failure(error, f"forward of {module_label(module)}", mesh)
                         raise
                     if y is not NotImplemented:
                         return y
             return convert(module, *args, **kwargs)
 
         return run
-
-    def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        """A shorter way for single inputs, where style and module are such that all is known now; else None. It must
-        do what `_before`, the module's forward and `_after` do."""
-        return None
-
-    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
-        super().check(module, device_mesh, where)
-        own = dict(device_mesh.platform.named_parameters(module))
-        for name, placement in self.parameter_placements(module, device_mesh).items():
-            if name not in own:
-                raise ValueError(
-                    f"{self!r} names the parameter {name!r}, and {where!r} ({type(module).__name__}) has "
-                    f"{', '.join(map(repr, own)) or 'none of its own'}: correct the name, or name the submodule in the "
-                    "plan"
-                )
-            shape = tuple(own[name].shape)
-            what = f"parameter {name!r} of {where!r}, of shape {shape},"
-            get_layout(device_mesh, normalize_placements((placement,), device_mesh, len(shape), what), shape)
-
-    def parameter_placements(self, module: Any, mesh: DeviceMesh) -> dict[str, Placement]:
-        """How the style places parameters that ``module`` itself holds, by name; all others are replicated."""
-        return {}
-
-    def _partition(self, module: Any, mesh: DeviceMesh) -> None:
-        for name, placement in self.parameter_placements(module, mesh).items():
-            distribute_parameter(module, name, mesh, (placement,), src_data_rank=self.src_data_rank)
-        for _, submodule in list(mesh.platform.named_modules(module)):
-            replicate_rest(submodule, mesh, self.src_data_rank)
-
-    @abstractmethod
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        """The inputs with which the module runs."""
-
-    @abstractmethod
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        """The output that the caller gets."""
-
-    def _on_first_input(self, args: tuple, kwargs: dict, convert: Any, where: str) -> tuple[tuple, dict]:
-        """Convert the first input, positional or by keyword; all others pass through untouched."""
-        if args:
-            return (convert(args[0]), *args[1:]), kwargs
-        if kwargs:
-            first = next(iter(kwargs))
-            return args, {**kwargs, first: convert(kwargs[first])}
-        raise ValueError(f"{where} was called without inputs")
-
-
-def _forward_outside(mesh: DeviceMesh) -> Callable[..., Any]:
-    """What a call of a module runs on a rank outside the mesh of its style."""
-
-    def refuse(module: Any, *args: Any, **kwargs: Any) -> Any:
-        mesh.require_member(f"a call of {title(module)}")
-
-    return refuse
 
 
 def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
@@ -256,3 +326,8 @@ def check_flag(value: Any, keyword: str, style: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{style}({keyword}=...) is True or False, got {value!r}")
     return value
+
+
+def is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
+    """Whether a layout is that of ``placement`` on the 1-D ``mesh``."""
+    return layout.mesh is mesh and layout.placements[0] is placement

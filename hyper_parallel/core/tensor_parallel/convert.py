@@ -14,21 +14,20 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.lookalikes import import_hint
-from hyper_parallel.core.tensor_parallel.base import title
-from hyper_parallel.core.tensor_parallel.lengths import ANY_UNEVEN, COMPARED, HANDED_OUT, compare_lengths
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.uneven_shards import ANY_UNEVEN, COMPARED, HANDED_OUT, compare_shapes
 
 __all__ = [
     "as_named",
+    "as_pairs",
     "as_single",
     "as_slots",
     "check_placement",
-    "check_same_length",
     "check_tensor_dim",
-    "convert_inputs",
     "convert_outputs",
-    "leave",
-    "place",
-    "replace",
+    "to_known_placement",
+    "to_output",
+    "to_placement",
     "too_few_inputs",
 ]
 
@@ -39,7 +38,7 @@ _MOST_DIMS = 8
 _TARGETS: dict[tuple[Layout, Placement | None], Layout] = Cache(1 << 14, "targets of styles")
 
 
-def place(
+def to_placement(
     x: Any,
     mesh: DeviceMesh,
     layout: Placement | None,
@@ -82,7 +81,7 @@ def place(
             and isinstance(layout, Shard)
             and (ANY_UNEVEN or what not in taker.__dict__.get(COMPARED, ()))
         ):
-            compare_lengths(x, mesh, layout, what, taker)
+            compare_shapes(x, mesh, layout, what, taker)
         try:
             x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
         except RankMismatchError as error:
@@ -95,8 +94,8 @@ def place(
     return x if desired is None else _redistribute(x, desired, what)
 
 
-def replace(x: Any, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
-    """`place` of a DTensor whose layout came before; else None."""
+def to_known_placement(x: Any, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
+    """`to_placement` of a DTensor whose layout came before; else None."""
     target = _TARGETS.get((x._layout, desired))
     if target is None or target.mesh is not mesh:
         return None
@@ -105,7 +104,7 @@ def replace(x: Any, mesh: DeviceMesh, desired: Placement | None) -> DTensor | No
 
 
 def _redistribute(x: Any, desired: Placement, what: str) -> Any:
-    known = replace(x, x.device_mesh, desired)
+    known = to_known_placement(x, x.device_mesh, desired)
     if known is not None:
         return known
     try:
@@ -124,7 +123,7 @@ def _check_dim(placement: Placement | None, x: Any, what: str) -> None:
         raise ValueError(f"{what} has shape {tuple(x.shape)}, and the plan places it {placement!r}: no such dimension")
 
 
-def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, what: str) -> Any:
+def to_output(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, what: str) -> Any:
     """Bring an output to ``desired`` and, with ``use_local``, back to a plain local tensor."""
     if not isinstance(y, DTensor):
         raise TypeError(f"{what} must be a DTensor here, got {type(y).__name__}")
@@ -136,48 +135,39 @@ def leave(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, 
     return y.to_local()
 
 
-def convert_inputs(
-    args: tuple, layouts: Sequence[Placement | None], convert: Callable[[Any, int], Any], module: Any, style: str
-) -> tuple:
-    """The positional inputs of a module, those that have a layout converted by ``convert(x, i)``.
-
-    Raises:
-        ValueError: when there are fewer inputs than layouts.
-    """
-    if len(args) < len(layouts):
-        raise ValueError(too_few_inputs(module, len(args), len(layouts), style))
-    new = list(args)
-    for i, layout in enumerate(layouts):
-        if layout is not None and args[i] is not None:
-            new[i] = convert(args[i], i)
-    return tuple(new)
-
-
-def too_few_inputs(module: Any, given: int, wanted: int, style: str) -> str:
-    """The message for a module that was called with fewer positional inputs than its style has layouts."""
-    return (
-        f"{title(module)} was called with {given} positional input(s), {style} has {wanted} input_layouts: give the "
-        "rest positionally, or use input_kwarg_layouts for inputs by keyword"
+def too_few_inputs(module: Any, args: tuple, layouts: Sequence[Any], style: Any) -> ValueError:
+    """The error for a module that was called with fewer positional inputs than its style has layouts."""
+    return ValueError(
+        f"{module_label(module)} was called with {len(args)} positional input(s), {type(style).__name__} has "
+        f"{len(layouts)} input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by keyword"
     )
 
 
 def convert_outputs(
-    output: Any, layouts: Sequence[Placement | None], convert: Callable[[Any, int, str], Any], module: Any, style: str
+    module: Any,
+    output: Any,
+    layouts: Sequence[Placement | None],
+    convert: Callable[[Any, Any, int, str, DeviceMesh], Any],
+    style: Any,
+    mesh: DeviceMesh,
 ) -> Any:
-    """The output of a module, or each of several, converted by ``convert(y, i, what)`` where it has a layout.
+    """The output of a module, or each of several, converted by ``convert(module, y, i, what, mesh)`` where it has a
+    layout.
 
     Raises:
         ValueError: when there are more or fewer outputs than layouts.
     """
-    name, several = title(module), isinstance(output, (tuple, list))
+    name, several = module_label(module), isinstance(output, (tuple, list))
     outputs = output if several else (output,)
     if len(outputs) != len(layouts):
         raise ValueError(
-            f"{name} returned {len(outputs)} output(s), {style} has {len(layouts)} output_layouts: give one for each "
-            "output, None for one that stays as it is"
+            f"{name} returned {len(outputs)} output(s), {type(style).__name__} has {len(layouts)} output_layouts: give "
+            "one for each output, None for one that stays as it is"
         )
     new = [
-        y if layout is None or y is None else convert(y, i, f"output {i} of {name}")
+        y
+        if layout is None or y is None
+        else convert(module, y, i, f"output {i} of {name}" if several else f"the output of {name}", mesh)
         for i, (y, layout) in enumerate(zip(outputs, layouts, strict=True))
     ]
     return type(output)(new) if several else new[0]
@@ -244,10 +234,18 @@ def check_tensor_dim(dim: int, what: str) -> None:
         )
 
 
-def check_same_length(given: Sequence[Any], desired: Sequence[Any], names: tuple[str, str], style: str) -> None:
-    """Raise ValueError unless both have one length."""
-    if len(given) != len(desired):
+def as_pairs(
+    given: Any, desired: Any, keyword: str, style: str
+) -> tuple[tuple[Placement | None, ...], tuple[Placement | None, ...]]:
+    """A layout keyword and ``desired_<keyword>`` as tuples of one length.
+
+    Raises:
+        TypeError: for anything but placements and None. ValueError: for more entries in one than in the other.
+    """
+    pair = as_slots(given, keyword, style), as_slots(desired, f"desired_{keyword}", style)
+    if len(pair[0]) != len(pair[1]):
         raise ValueError(
-            f"{style}: {names[0]} has {len(given)} entries and {names[1]} has {len(desired)}; give one for each input, "
-            "None for an input that stays as it is"
+            f"{style}: {keyword} has {len(pair[0])} entries and desired_{keyword} has {len(pair[1])}; give one for "
+            "each tensor, None for one that stays as it is"
         )
+    return pair

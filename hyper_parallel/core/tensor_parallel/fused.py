@@ -15,8 +15,9 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.operations.modes import is_strict
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.attention import KEY_OR_VALUE, Attention, Match
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
 __all__ = ["check_fused"]
 

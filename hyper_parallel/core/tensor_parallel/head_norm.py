@@ -6,8 +6,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
-from hyper_parallel.core.tensor_parallel.convert import leave, place
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.convert import to_placement
 
 __all__ = ["HeadNormParallel"]
 
@@ -30,16 +30,13 @@ class HeadNormParallel(ModuleStyle):
     Source: ``ReplicatedWithGradAllReduce`` of Hugging Face transformers.
     """
 
+    input_layouts = (Shard(-2),)
+    output_layouts = None
+
     def __init__(self, *, use_local_output: bool = True) -> None:
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        what = f"the input of {title(module)}"
-        # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter.
-        return self._on_first_input(args, kwargs, lambda x: place(x, mesh, Shard(-2), None, what), title(module))
-
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        return leave(output, mesh, None, self.use_local_output, f"the output of {title(module)}")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(use_local_output={self.use_local_output})"
+    def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter,
+        # nor whether the ranks' parts of it are equal: so they are not compared.
+        return to_placement(x, mesh, self.input_layouts[i], None, what)

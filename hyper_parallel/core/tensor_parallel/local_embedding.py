@@ -1,4 +1,4 @@
-"""Parallel embeddings: the local look-up and the collective that the plan fixed, as in `local_forward`.
+"""Parallel embeddings: the local look-up and the collective that the plan fixed, as in `colwise`.
 
 The weight is sharded along the features, or along the vocabulary (Shoeybi et al. 2019).
 """
@@ -13,15 +13,15 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.rules.embedding import look_up
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.lengths import HANDED_OUT
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.base import LocalForward
+from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["embedding_forward"]
 
 
 def embedding_forward(
-    mesh: DeviceMesh, name: str, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool
+    mesh: DeviceMesh, embedding: Any, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool
 ) -> LocalForward:
     """Ids (...), the same on every rank -> (..., features).
 
@@ -30,7 +30,7 @@ def embedding_forward(
 
     Args:
         mesh: 1-D mesh.
-        name: name of the weight.
+        embedding: the module.
         weight: layout of the weight (vocabulary, features).
         desired: placement of the output.
         takes_plain: whether plain ids are as described.
@@ -40,6 +40,7 @@ def embedding_forward(
     fast = platform.fast or NOTHING_FASTER
     own_parameters, no_dispatch = platform.own_parameters, platform.no_dispatch
     all_reduce, wrap = summation(mesh, 0).in_place, platform.wrap
+    name = platform.kind_of(embedding).weight
     by_features = weight.placements[0] is Shard(1)
     layouts = (None, weight)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication.errors import explain_along
@@ -16,7 +15,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.base import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["overlap_collectives", "overlapped_first"]
@@ -24,15 +23,10 @@ __all__ = ["overlap_collectives", "overlapped_first"]
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class _Overlap:
-    chunks: int
-    least: int
-
-
-_ACTIVE: ContextVar[_Overlap | None] = ContextVar("hyper_parallel_overlap", default=None)
+#: (chunks, least) of the innermost block.
+_ACTIVE: ContextVar[tuple[int, int]] = ContextVar("hyper_parallel_overlap", default=(1, 0))
 #: One entry for each block that is open anywhere: empty nearly always, and quicker to look at than the variable.
-_OPEN: list[_Overlap] = []
+_OPEN: list[tuple[int, int]] = []
 
 
 @contextmanager
@@ -67,13 +61,12 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
         raise ValueError(f"overlap_collectives(chunks={chunks!r}): a layer is cut into 2 chunks at least")
     if least < 0:
         raise ValueError(f"overlap_collectives(least={least!r}): a number of elements is not negative")
-    overlap = _Overlap(chunks, least)
-    token = _ACTIVE.set(overlap)
-    _OPEN.append(overlap)
+    token = _ACTIVE.set((chunks, least))
+    _OPEN.append((chunks, least))
     try:
         yield
     finally:
-        _OPEN.remove(overlap)
+        _OPEN.remove((chunks, least))
         _ACTIVE.reset(token)
 
 
@@ -120,9 +113,9 @@ def overlapped_first(
         elements = math.prod(shape[:-1]) * (features if rows else shape[-1])
         if dim >= len(shape) - 1 or (collective != "all_reduce" and shape[dim] % size):
             return NotImplemented
-        overlap = _ACTIVE.get()
-        # Checks communicate themselves, which must not come between collectives that are under way.
-        chunks = overlap.chunks if overlap is not None and elements >= overlap.least and not CHECKS else 1
+        chunks, least = _ACTIVE.get()
+        if elements < least or CHECKS:
+            chunks = 1  # checks communicate themselves, which must not come between collectives that are under way
         own = platform.own_parameters(module)
         matrix, bias = own.get("weight"), own.get("bias")
         if getattr(matrix, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
@@ -169,5 +162,5 @@ def overlapped_first(
                     return y
         return run_distributed(module, x)
 
-    takes_plain = collective == "all_gather" or local.plain is not None
-    return LocalForward(plain if takes_plain else None, distributed)
+    gathers = collective == "all_gather"
+    return LocalForward(plain if gathers or run_plain else None, distributed, moved if gathers else None)

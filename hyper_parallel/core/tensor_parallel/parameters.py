@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
-from hyper_parallel.core.tensor_parallel.convert import (
-    as_slots,
-    check_placement,
-    convert_inputs,
-    convert_outputs,
-    leave,
-    place,
-)
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.convert import as_slots, check_placement
 
 __all__ = ["ParameterParallel"]
 
@@ -62,40 +52,6 @@ class ParameterParallel(ModuleStyle):
             if not isinstance(key, str):
                 raise TypeError(f"{name} takes names of parameters, got {key!r}")
             check_placement(placement, f"placements[{key!r}]", name)
-        self.input_layouts = as_slots(input_layouts, "input_layouts", name)
+        self.input_layouts = self.desired_input_layouts = as_slots(input_layouts, "input_layouts", name)
         self.output_layouts = as_slots(output_layouts, "output_layouts", name)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-
-    def parameter_placements(self, module: Any, mesh: DeviceMesh) -> dict[str, Placement]:
-        return self.placements
-
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        name, layouts = title(module), self.input_layouts
-        if len(layouts) == 1 and (layout := layouts[0]) is not None:
-            what = f"the input of {name}"
-            return self._on_first_input(
-                args, kwargs, lambda x: place(x, mesh, layout, layout, what, taker=module), name
-            )
-        new = convert_inputs(
-            args,
-            layouts,
-            lambda x, i: place(x, mesh, layouts[i], layouts[i], f"input {i} of {name}", taker=module),
-            module,
-            type(self).__name__,
-        )
-        return new, kwargs
-
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        return convert_outputs(
-            output,
-            self.output_layouts,
-            lambda y, i, what: leave(y, mesh, self.output_layouts[i], self.use_local_output, what),
-            module,
-            type(self).__name__,
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.placements}, input_layouts={self.input_layouts}, "
-            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
-        )
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)

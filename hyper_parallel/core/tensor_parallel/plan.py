@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -18,7 +18,7 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.fused import check_fused
-from hyper_parallel.core.tensor_parallel.names import style_by_name
+from hyper_parallel.core.tensor_parallel.style_names import style_by_name
 
 __all__ = ["Plan", "did_you_mean", "path_matches", "plan_facts", "resolve_plan"]
 
@@ -144,7 +144,7 @@ def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
         for below, submodule in platform.named_modules(module):
             if id(submodule) not in covered:
                 covered.add(id(submodule))
-                placements = {} if below else style.parameter_placements(module, mesh)
+                placements: Mapping[str, Placement] = {} if below else style.parameter_placements(module, mesh)
                 where = ".".join(filter(None, (path, below)))
                 _check_parameters(where, submodule, style, placements, mesh, placement_of)
     for path, module in modules.items():
@@ -165,7 +165,7 @@ def _check_parameters(
     path: str,
     module: Any,
     style: ModuleStyle,
-    placements: dict[str, Placement],
+    placements: Mapping[str, Placement],
     mesh: DeviceMesh,
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]],
 ) -> None:

@@ -8,18 +8,17 @@ from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, run_in
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import dtensor_class
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, of_style, title
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, of_style
 from hyper_parallel.core.tensor_parallel.convert import (
     as_named,
-    as_slots,
-    check_same_length,
+    as_pairs,
     convert_outputs,
-    leave,
-    place,
-    replace,
+    to_known_placement,
+    to_output,
+    to_placement,
     too_few_inputs,
 )
-from hyper_parallel.core.tensor_parallel.held import path_of
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, path_of
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -58,28 +57,26 @@ class PrepareModuleInput(ParallelStyle):
         use_local_output: bool = False,
     ) -> None:
         name = type(self).__name__
-        self.input_layouts = None if input_layouts is None else as_slots(input_layouts, "input_layouts", name)
-        self.desired_input_layouts = (
-            None if desired_input_layouts is None else as_slots(desired_input_layouts, "desired_input_layouts", name)
+        self.input_layouts, self.desired_input_layouts = as_pairs(
+            () if input_layouts is None else input_layouts,
+            () if desired_input_layouts is None else desired_input_layouts,
+            "input_layouts",
+            name,
         )
         self.input_kwarg_layouts = as_named(input_kwarg_layouts, "input_kwarg_layouts", name)
         self.desired_input_kwarg_layouts = as_named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts", name)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-        check_same_length(
-            self.input_layouts or (),
-            self.desired_input_layouts or (),
-            ("input_layouts", "desired_input_layouts"),
-            name,
-        )
-        wanted = self.desired_input_layouts or ()
-        #: How many positional inputs there must be, and (index, layout, desired layout) of those that have one.
-        self._positional = len(wanted)
-        self._slots = tuple((i, p, wanted[i]) for i, p in enumerate(self.input_layouts or ()) if p is not None)
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
                 f"{sorted(self.desired_input_kwarg_layouts)}; they must name the same inputs"
             )
+        given: dict[Any, Placement | None] = dict(enumerate(self.input_layouts)) | self.input_kwarg_layouts
+        desired: dict[Any, Placement | None] = (
+            dict(enumerate(self.desired_input_layouts)) | self.desired_input_kwarg_layouts
+        )
+        #: (index or name, layout, desired layout) of the inputs that have one.
+        self._slots = tuple((key, layout, desired[key]) for key, layout in given.items() if layout is not None)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         distributed = dtensor_class(device_mesh.platform)
@@ -96,49 +93,21 @@ class PrepareModuleInput(ParallelStyle):
     def _before(
         self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, distributed: type
     ) -> tuple[tuple, dict]:
-        if len(args) < self._positional:
-            raise ValueError(too_few_inputs(module, len(args), self._positional, type(self).__name__))
-        if self._slots:
-            new = list(args)
-            for i, layout, desired in self._slots:
-                x = new[i]
-                # What came before, without a detour: this hook runs in front of most collectives of a model.
-                y = replace(x, mesh, desired) if type(x) is distributed else None
-                if y is not None:
-                    new[i] = leave(y, mesh, None, True, "") if self.use_local_output else y
-                elif x is not None:
-                    new[i] = self._prepare(x, mesh, layout, desired, module, i)
-            args = tuple(new)
-        given = self.input_kwarg_layouts
-        if given and kwargs:
-            wanted = self.desired_input_kwarg_layouts
-            kwargs = {
-                key: self._prepare(x, mesh, given[key], wanted[key], module, key) if key in given else x
-                for key, x in kwargs.items()
-            }
-        return args, kwargs
-
-    def _prepare(
-        self,
-        x: Any,
-        mesh: DeviceMesh,
-        layout: Placement | None,
-        desired: Placement | None,
-        module: Any,
-        which: int | str,
-    ) -> Any:
-        if layout is None or x is None:
-            return x
-        placed = place(x, mesh, layout, desired, f"input {which!r} of {title(module)}", taker=module)
-        return leave(placed, mesh, None, True, "") if self.use_local_output else placed
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"desired_input_layouts={self.desired_input_layouts}, input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        if len(args) < len(self.input_layouts):
+            raise too_few_inputs(module, args, self.input_layouts, self)
+        positional, named = list(args), dict(kwargs)
+        for key, layout, desired in self._slots:
+            inputs: Any = positional if isinstance(key, int) else named
+            x = named.get(key) if inputs is named else inputs[key]
+            if x is None:
+                continue
+            # What came before, without a detour: this hook runs in front of most collectives of a model.
+            y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
+            if y is None:
+                what = f"input {key!r} of {module_label(module)}"
+                y = to_placement(x, mesh, layout, desired, what, taker=module)
+            inputs[key] = to_output(y, mesh, None, True, "") if self.use_local_output else y
+        return tuple(positional), named
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -169,15 +138,10 @@ class PrepareModuleOutput(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         name = type(self).__name__
-        self.output_layouts = as_slots(output_layouts, "output_layouts", name)
-        self.desired_output_layouts = as_slots(desired_output_layouts, "desired_output_layouts", name)
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-        check_same_length(
-            self.output_layouts,
-            self.desired_output_layouts,
-            ("output_layouts", "desired_output_layouts"),
-            name,
+        self.output_layouts, self.desired_output_layouts = as_pairs(
+            output_layouts, desired_output_layouts, "output_layouts", name
         )
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         def after(module: Any, args: tuple, output: Any) -> Any:
@@ -190,17 +154,11 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        def prepare(y: Any, i: int, what: str) -> Any:
-            placed = place(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what, taker=module)
-            return leave(placed, mesh, None, self.use_local_output, what)
+        return convert_outputs(module, output, self.output_layouts, self._prepare, self, mesh)
 
-        return convert_outputs(output, self.output_layouts, prepare, module, type(self).__name__)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
-        )
+    def _prepare(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        placed = to_placement(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what, taker=module)
+        return to_output(placed, mesh, None, self.use_local_output, what)
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -250,6 +208,9 @@ class PrepareModuleInputOutput(ParallelStyle):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
+        # What a style shows is what it keeps under the names of its arguments.
+        vars(self).update(vars(self.prepare_module_input), use_local_input=use_local_input)
+        vars(self).update(vars(self.prepare_module_output))
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         self.prepare_module_input.check(module, device_mesh, where)
@@ -259,6 +220,3 @@ class PrepareModuleInputOutput(ParallelStyle):
         self.prepare_module_input._apply(module, device_mesh)
         self.prepare_module_output._apply(module, device_mesh)
         return module
-
-    def __repr__(self) -> str:
-        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"

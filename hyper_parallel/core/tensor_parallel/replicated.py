@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
-from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.convert import as_single
 
 __all__ = ["NoParallel"]
 
@@ -34,6 +31,8 @@ class NoParallel(ModuleStyle):
     Source: ``torchtitan.distributed.NoParallel``.
     """
 
+    desired_input_layouts = (Replicate(),)
+
     def __init__(
         self,
         *,
@@ -44,23 +43,5 @@ class NoParallel(ModuleStyle):
         name = type(self).__name__
         self.input_layout = as_single(input_layout, "input_layout", name) or Replicate()
         self.output_layout = as_single(output_layout, "output_layout", name) or Replicate()
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        what = f"the input of {title(module)}"
-        return self._on_first_input(
-            args,
-            kwargs,
-            lambda x: place(x, mesh, self.input_layout, Replicate(), what, taker=module),
-            title(module),
-        )
-
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        what = f"the output of {title(module)}"
-        return leave(output, mesh, self.output_layout, self.use_local_output, what)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layout={self.input_layout}, output_layout={self.output_layout}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        self.input_layouts, self.output_layouts = (self.input_layout,), (self.output_layout,)
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)

@@ -1,38 +1,35 @@
-"""`ColwiseParallel` and `RowwiseParallel`: they differ in which dimension of the weight is sharded."""
+"""What `ColwiseParallel` and `RowwiseParallel` share: they shard one dimension of a weight, or the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag, title
-from hyper_parallel.core.tensor_parallel.convert import as_single, leave, place
-from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, local_heads, sizes_of_heads
-from hyper_parallel.core.tensor_parallel.held import planned_layouts
-from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
-from hyper_parallel.core.tensor_parallel.local_forward import LocalForward, column_forward, row_forward
-from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.convert import as_single, to_placement
+from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, sizes_of_heads
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, planned_layouts
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 
-__all__ = ["ColwiseParallel", "RowwiseParallel"]
+__all__ = ["WeightParallel"]
 
 
-class _WeightParallel(ModuleStyle):
+class WeightParallel(ModuleStyle):
     """What `ColwiseParallel` and `RowwiseParallel` share."""
 
     #: Whether the output features of a linear module are sharded (else the input features).
     _splits_outputs: ClassVar[bool]
     #: How the weight of an embedding is sharded.
     _embedding: ClassVar[Placement]
-    #: Default layouts, and what a linear and an embedding module need as input.
-    _default_input: ClassVar[Placement]
-    _default_output: ClassVar[Placement]
-    _needed_by_linear: ClassVar[Placement]
-    _needed_by_embedding: ClassVar[Placement] = Replicate()
+    #: The default layouts are also what a linear module needs and gives; an embedding needs whole ids.
+    input_layouts: tuple[Placement]
+    desired_input_layouts: tuple[Placement]
+    output_layouts: tuple[Placement]
     replicate_heads: bool = False
 
     def __init__(
@@ -45,13 +42,9 @@ class _WeightParallel(ModuleStyle):
         heads: int | Sequence[int] | None = None,
     ) -> None:
         name = type(self).__name__
-        self.input_layouts: tuple[Placement] = (as_single(input_layouts, "input_layouts", name) or self._default_input,)
-        self.output_layouts: tuple[Placement] = (
-            as_single(output_layouts, "output_layouts", name) or self._default_output,
-        )
-        if self._splits_outputs and isinstance(self.input_layouts[0], Shard):
-            self.shard_taken = self.input_layouts[0]
-        self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
+        self.input_layouts = (as_single(input_layouts, "input_layouts", name) or type(self).input_layouts[0],)
+        self.output_layouts = (as_single(output_layouts, "output_layouts", name) or type(self).output_layouts[0],)
+        self.use_local_output = check_flag(use_local_output, "use_local_output", name)
         self.packed = None if packed is None else PackedShard(0, packed).sizes
         self.heads = as_heads(heads, name)
         count = len(self.packed) if isinstance(self.packed, tuple) else self.packed
@@ -100,58 +93,32 @@ class _WeightParallel(ModuleStyle):
             placements[kind.bias or ""] = shard if self._splits_outputs else Replicate()
         return placements
 
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        platform = mesh.platform
-        linear = platform.is_linear_module(module)
-        needed = self._needed_by_linear if linear else self._needed_by_embedding
-        layout = self.input_layouts[0]
-        if not self._splits_outputs and linear and (parts := self.parts(module, platform)) is not None:
+    def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        platform, layout = mesh.platform, self.input_layouts[0]
+        if not platform.is_linear_module(module):
+            return to_placement(x, mesh, layout, Replicate(), what, taker=module)
+        needed, size = self.desired_input_layouts[0], None
+        if not self._splits_outputs and (parts := self.parts(module, platform)) is not None:
             needed = PackedShard(-1, parts)
             layout = needed if layout is Shard(-1) else layout
+        if isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
+            # The weight knows the number of features, so uneven shards of them need no word from the user.
+            size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
+        return to_placement(x, mesh, layout, needed, what, size, module)
 
-        def convert(x: Any) -> Any:
-            size = None
-            if linear and isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
-                # The weight knows the number of features, so uneven shards of them need no word from the user.
-                size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
-            return place(x, mesh, layout, needed, f"the input of {title(module)}", size, module)
-
-        return self._on_first_input(args, kwargs, convert, title(module))
-
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        desired: Placement | None = self.output_layouts[0]
-        if self._splits_outputs and desired is Shard(-1):
-            whole = self.keeps_whole(mesh)
-            if whole and self.use_local_output:
-                return local_heads(output, self.heads, mesh)
-            desired = None if whole or self.is_packed else desired
-        return leave(output, mesh, desired, self.use_local_output, f"the output of {title(module)}")
-
-    def _local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        platform = mesh.platform
-        fast = platform.fast or NOTHING_FASTER
-        linear = fast.is_plain_linear(module)
-        if not (linear or fast.is_plain_embedding(module)) or self.keeps_whole(mesh):
+    def known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
+        """Layouts of weight and bias for a module of the framework's own, whose forward is known; else None."""
+        fast = mesh.platform.fast or NOTHING_FASTER
+        if not (fast.is_plain_linear(module) or fast.is_plain_embedding(module)):
             return None
-        name, held = platform.kind_of(module).weight, planned_layouts(module)
-        weight: Any = held[name]
-        bias = held.get("bias")
+        held: Any = planned_layouts(module)
+        weight = held[mesh.platform.kind_of(module).weight]
         (shard,) = weight.placements
         if 0 in shard_sizes(shard, weight.shape[shard.dim], mesh.size()):
             # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go
             # one way.
             return None
-        given, desired = self.input_layouts[0], self.output_layouts[0]
-        if desired is not Shard(-1) if self._splits_outputs else desired.is_partial() or type(desired) is PackedShard:
-            return None
-        if not linear:
-            return embedding_forward(mesh, name, weight, desired, given is Replicate(), self.use_local_output)
-        takes_plain = given is self._default_input
-        if self._splits_outputs:
-            local = column_forward(mesh, weight, bias, takes_plain, self.use_local_output)
-        else:
-            local = row_forward(mesh, weight, bias, desired, takes_plain, self.use_local_output)
-        return overlapped_first(local, mesh, weight, bias, given, desired, self.use_local_output)
+        return weight, held.get("bias")
 
     def keeps_whole(self, mesh: DeviceMesh) -> bool:
         """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
@@ -184,17 +151,6 @@ class _WeightParallel(ModuleStyle):
             name = type(self).__name__
             raise ValueError(f"{name}(packed={self.packed}) on {where or type(module).__name__!r}: {error}") from None
 
-    def __repr__(self) -> str:
-        further = "".join(
-            f", {keyword}={getattr(self, keyword)}"
-            for keyword in ("packed", "heads", "replicate_heads")
-            if getattr(self, keyword)
-        )
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-            f"use_local_output={self.use_local_output}{further})"
-        )
-
 
 def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:
     """Global shape of the weight, without computing one that is computed.
@@ -205,7 +161,7 @@ def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:
     name = platform.kind_of(module).weight
     held = platform.own_parameters(module).get(name)
     if held is None and (held := planned_layouts(module).get(name)) is None:
-        raise ValueError(f"{title(module)}: {_no_weight(module, platform)}")
+        raise ValueError(f"{module_label(module)}: {_no_weight(module, platform)}")
     return tuple(held.shape)
 
 
@@ -215,98 +171,3 @@ def _no_weight(module: Any, platform: Platform) -> str:
         "computes it (a parametrization, weight or spectral normalisation): apply that after parallelize_module, to "
         "the distributed weight"
     )
-
-
-class ColwiseParallel(_WeightParallel):
-    """Shard the output features of a linear module, or the features of an embedding.
-
-    Weight (out, in) and bias (out,) of a linear module are sharded on ``out``, weight (vocabulary, features) of an
-    embedding on ``features``. No communication in forward, one all-reduce of the input's gradient in backward.
-
-    Args:
-        input_layouts: placement of a plain input; default ``Replicate()``. A DTensor brings its own.
-        output_layouts: placement of the output; default ``Shard(-1)``.
-        use_local_output: give the output as a plain local tensor.
-        packed: for a weight that is several matrices in one (query, key and value; gate and up): the output features of
-            each, or the number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``output_layouts`` means
-            `PackedShard`: taken apart with ``split`` or ``chunk``, each part is ``Shard(-1)``. ``packed=1`` says that
-            the weight is one matrix, whatever it looks like: consecutive features belong together, as where query, key
-            and value alternate head by head.
-        heads: number of attention heads in the output features: checked, so that every rank gets whole heads. A tuple
-            is for a packed weight, one number for each part, and implies ``packed``.
-        replicate_heads: for keys and values of fewer heads than there are ranks. Every rank keeps the whole weight, and
-            a local output holds the one head that this rank's query heads use: each head is on ``ranks / heads`` ranks.
-
-    Raises:
-        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
-            that contradict each other; when applied, for heads that the ranks cannot share evenly.
-
-    Example:
-        >>> from hyper_parallel import ColwiseParallel, Replicate
-        >>> ColwiseParallel(output_layouts=Replicate()).output_layouts
-        (Replicate(),)
-
-    Source: ``torch.distributed.tensor.parallel.ColwiseParallel``; Megatron-LM (Shoeybi et al. 2019).
-    """
-
-    _splits_outputs = True
-    _embedding = Shard(1)
-    _default_input = Replicate()
-    _default_output = Shard(-1)
-    _needed_by_linear = Replicate()
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        packed: int | Sequence[int] | None = None,
-        heads: int | Sequence[int] | None = None,
-        replicate_heads: bool = False,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-            packed=packed,
-            heads=heads,
-        )
-        if replicate_heads and not isinstance(self.heads, int):
-            raise ValueError(f"ColwiseParallel(replicate_heads=True) needs the number of heads, got heads={heads!r}")
-        self.replicate_heads = replicate_heads
-
-
-class RowwiseParallel(_WeightParallel):
-    """Shard the input features of a linear module, or the vocabulary of an embedding.
-
-    Weight (out, in) of a linear module is sharded on ``in``, its bias replicated; weight (vocabulary, features) of an
-    embedding on ``vocabulary``. Each rank computes a summand of the output: one all-reduce in forward (or a
-    reduce-scatter, with a sharded ``output_layouts``), none in backward.
-
-    Args:
-        input_layouts: placement of a plain input; default ``Shard(-1)``. A DTensor brings its own.
-        output_layouts: placement of the output; default ``Replicate()``.
-        use_local_output: give the output as a plain local tensor.
-        packed: for a weight whose input features are several groups one after the other: the size of each group, or the
-            number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``input_layouts`` then means
-            `PackedShard`.
-        heads: number of attention heads in the input features: checked, so that every rank gets whole heads.
-
-    Raises:
-        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
-            that contradict each other; when applied, for heads that the ranks cannot share evenly.
-
-    Example:
-        >>> from hyper_parallel import RowwiseParallel, Shard
-        >>> RowwiseParallel(output_layouts=Shard(1)).input_layouts
-        (Shard(dim=-1),)
-
-    Source: ``torch.distributed.tensor.parallel.RowwiseParallel``; Megatron-LM (Shoeybi et al. 2019).
-    """
-
-    _splits_outputs = False
-    _embedding = Shard(0)
-    _default_input = Shard(-1)
-    _default_output = Replicate()
-    _needed_by_linear = Shard(-1)

@@ -8,8 +8,9 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.tensor_parallel.attention import Attention
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
 __all__ = ["fit_heads"]
 

@@ -44,9 +44,6 @@ class ExpertsParallel(ModuleStyle):
                         f"{where!r} and its parameters out of the plan"
                     )
 
-    def parameter_placements(self, module: Any, mesh: DeviceMesh) -> dict[str, Placement]:
-        return self.placements
-
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         cls = type(module)
         # A class of its own, not a new forward on the object: a copy of the object must run on its own parameters.
@@ -54,14 +51,11 @@ class ExpertsParallel(ModuleStyle):
         module.__class__ = type(cls.__name__, (_LocalParameters, cls), {"__module__": cls.__module__})
         return super()._apply(module, device_mesh)
 
-    def _before(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+    def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         return tuple(_read(x, mesh) for x in args), {key: _read(x, mesh) for key, x in kwargs.items()}
 
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+    def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         return DTensor.from_local(output, mesh, (Partial(),)).redistribute(placements=(Replicate(),)).to_local()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.placements})"
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:

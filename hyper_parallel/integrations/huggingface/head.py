@@ -7,7 +7,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
 __all__ = ["fit_head"]
 

@@ -8,10 +8,10 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.names import style_by_name
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
 from hyper_parallel.core.tensor_parallel.plan import did_you_mean, path_matches
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.style_names import style_by_name
 from hyper_parallel.integrations.huggingface.experts import ExpertsParallel
 from hyper_parallel.platform import Platform
 

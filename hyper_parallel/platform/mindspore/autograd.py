@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from mindspore import Tensor, nn
 
+from hyper_parallel.platform.contract import cached_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
@@ -17,7 +18,15 @@ from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy, dr
 from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 
-__all__ = ["AutogradVerbs", "DelayedGradients", "closed_forward", "counted_backward", "counted_begin", "counted_end"]
+__all__ = [
+    "AutogradVerbs",
+    "DelayedGradients",
+    "FastAutograd",
+    "closed_forward",
+    "counted_backward",
+    "counted_begin",
+    "counted_end",
+]
 
 
 class _Recording:
@@ -299,3 +308,26 @@ class AutogradVerbs:
 
     def clear_cache(self, holder: Any) -> None:
         holder.__dict__.pop("_hp_cache", None)
+
+
+class FastAutograd:
+    """What `Platform.fast` has of the group "autograd"."""
+
+    platform: Any
+
+    def linear_view(
+        self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
+    ) -> Callable[[Any, Any], Any]:
+        platform = self.platform
+
+        # For linear layers alone, because nobody else holds the cotangents that they return.
+        def backward(ctx: Any, cotangent: Any) -> Any:
+            return (record if platform.requires_grad(cotangent) else convert)(cotangent)
+
+        return cached_view(platform, platform.autograd_function(lambda ctx, x: platform.detach(x), backward), key)
+
+    def can_delay_gradient(self, parameter: Any) -> bool:
+        return DelayedGradients.take(parameter)
+
+    def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
+        DelayedGradients.add(parameter, cotangent)

@@ -7,13 +7,13 @@ from typing import Any
 
 from mindspore import mint, nn, ops
 
-from hyper_parallel.platform.contract import Fast, cached_view
-from hyper_parallel.platform.mindspore.autograd import DelayedGradients
+from hyper_parallel.platform.contract import Fast
+from hyper_parallel.platform.mindspore.autograd import FastAutograd
 
 __all__ = ["MindSporeFast"]
 
 
-class MindSporeFast(Fast):
+class MindSporeFast(FastAutograd, Fast):
     """`Platform.fast` of MindSpore; ``platform`` is the one that it belongs to."""
 
     def __init__(self, platform: Any) -> None:
@@ -36,23 +36,6 @@ class MindSporeFast(Fast):
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
         return mint.nn.functional.linear(x, weight, bias)
-
-    def linear_view(
-        self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
-    ) -> Callable[[Any, Any], Any]:
-        platform = self.platform
-
-        # For linear layers alone, because nobody else holds the cotangents that they return.
-        def backward(ctx: Any, cotangent: Any) -> Any:
-            return (record if platform.requires_grad(cotangent) else convert)(cotangent)
-
-        return cached_view(platform, platform.autograd_function(lambda ctx, x: platform.detach(x), backward), key)
-
-    def can_delay_gradient(self, parameter: Any) -> bool:
-        return DelayedGradients.take(parameter)
-
-    def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
-        DelayedGradients.add(parameter, cotangent)
 
 
 def _layer_norm(module: Any, x: Any, own: Mapping[str, Any]) -> Any:

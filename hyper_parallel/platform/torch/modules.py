@@ -67,9 +67,8 @@ class ModuleVerbs(Platform):
     #: See `Platform.own_parameters`.
     own_parameters: Any = staticmethod(attrgetter("_parameters"))
 
-    def replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """See `Platform.replace_forward`."""
-        calls.replace_forward(module, make)
+    #: See `Platform.replace_forward`.
+    replace_forward: Any = staticmethod(calls.replace_forward)
 
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False

@@ -550,7 +550,10 @@ def test_reprs() -> None:
         output_layouts=Shard(-1),
         desired_output_layouts=Replicate(),
     )
-    assert repr(both) == f"PrepareModuleInputOutput({both.prepare_module_input!r}, {prepare_output!r})"
+    again = eval(repr(both))
+    assert repr(again) == repr(both)
+    assert vars(again.prepare_module_input) == vars(both.prepare_module_input)
+    assert vars(again.prepare_module_output) == vars(both.prepare_module_output) == vars(prepare_output)
     assert repr(ColwiseParallel()) == (
         "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)"
     )

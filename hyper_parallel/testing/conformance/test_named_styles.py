@@ -23,7 +23,7 @@ from hyper_parallel import (
     register_style,
     strict,
 )
-from hyper_parallel.core.tensor_parallel.names import style_by_name, style_names
+from hyper_parallel.core.tensor_parallel.style_names import style_by_name, style_names
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_attention import expect

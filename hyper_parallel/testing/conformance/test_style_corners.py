@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hyper_parallel import (
     ColwiseParallel,
     DTensor,
     HeadNormParallel,
+    ModuleStyle,
     NoParallel,
     PackedShard,
     ParameterParallel,
@@ -102,6 +103,41 @@ def unknown_projections(mesh: Any) -> None:
 def test_unknown_projections(pool: Any) -> None:
     """Nothing is guessed."""
     pool.run(2, unknown_projections)
+
+
+class WithoutArguments(ModuleStyle):
+    def __init__(self) -> None:
+        self.use_local_output = False
+
+
+class InnerParallel(ModuleStyle):
+    """A style of one's own: each rank has some rows of the kernel, and adds its part of the product."""
+
+    placements: ClassVar = {"kernel": Shard(0)}
+    desired_input_layouts = (Shard(-1),)
+
+    def __init__(self, scale: int = 1, *, note: str | None = None) -> None:
+        self.scale, self.note = scale, note
+
+
+@spmd.on_mesh()
+def own_style(mesh: Any) -> Any:
+    lab = get_lab()
+    with pytest.raises(ValueError, match=r"InnerParallel\(1\) names the parameter 'kernel'.*'Probe'"):
+        parallelize_module(lab.Probe(), mesh, InnerParallel())
+    return compare(lambda lab: lab.Projection(6, 5), InnerParallel(), floats(3, 6), mesh)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_style_of_ones_own(pool: Any, world_size: int) -> None:
+    """From its data come conversions and checks: a whole input is cut, the summands of the output are added."""
+    for counts in pool.run(world_size, own_style):
+        once = {"forward": {"all_reduce": 1}, "backward": {"all_gather": 1}}
+        assert counts == (once if world_size > 1 else {"forward": {}, "backward": {}})
+    assert repr(InnerParallel(2, note="x")) == "InnerParallel(2, note='x')"
+    assert repr(WithoutArguments()) == "WithoutArguments()"
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        WithoutArguments(3)  # type: ignore[call-arg]
 
 
 @spmd.on_mesh()

@@ -22,10 +22,8 @@ from hyper_parallel.core.dtensor.communication.transitions import (
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
-from hyper_parallel.platform.contract import cached_view
 
 __all__ = [
-    "linear_input_view",
     "linear_key",
     "parameter_view",
     "partial_grad_view",
@@ -143,17 +141,6 @@ def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
     """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
     2-D with its leading dimensions as one."""
     return mesh, mesh_dims, "linear"
-
-
-def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:
-    """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of ``mesh``,
-    for linear layers; they share its collectives. It may be 2-D, see `Fast.linear_view`."""
-    mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
-    if not mesh_dims:
-        return lambda x, weight: x
-    view = identity_reduce_grad(mesh, mesh_dims)
-    kept = cached_view(mesh.platform, view, (mesh, mesh_dims))
-    return view.of_linear_input(linear_key(mesh, mesh_dims), kept) or kept
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:

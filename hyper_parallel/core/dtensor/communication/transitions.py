@@ -141,29 +141,17 @@ class IdentityReduceGrad(_View):
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
         super().__init__(mesh)
         self.mesh_dims = mesh_dims
-        self._reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
     def backward(self, ctx: Any, g: Any) -> Any:
         for mesh_dim in self.mesh_dims:
             g = summation(self.mesh, mesh_dim)(g)
         return g
 
-    def of_linear_input(self, key: Any, otherwise: Callable[[Any], Any]) -> Callable[[Any, Any], Any] | None:
-        """Bound, see `Fast.linear_view`: the all-reduce overwrites the cotangent."""
-        contiguous, reducers = self.platform.contiguous, self._reducers
-
-        def reduce(g: Any) -> Any:
-            for all_reduce in reducers:
-                g = all_reduce(contiguous(g))
-            return g
-
-        fast = self.platform.fast or NOTHING_FASTER
-        return fast.linear_view(reduce, lambda g: self.backward(None, g), key, otherwise)
-
     @cached_property
     def of_parameter(self) -> Callable[[Any], Any]:
         """Bound, of a parameter, which `coalesce_gradients` may take part in; see `Platform.gradient_view`."""
-        platform, mesh, mesh_dims, reducers = self.platform, self.mesh, self.mesh_dims, self._reducers
+        platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
+        reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
         def reduce(x: Any, g: Any) -> Any:
             if platform.requires_grad(g):

@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
-__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_lengths", "uneven_on"]
+__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_shapes", "uneven_on"]
 
 #: mesh -> a list, empty until an uneven shard was handed out.
 _UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
@@ -48,7 +48,7 @@ def uneven_on(mesh: DeviceMesh) -> list[bool]:
     return _UNEVEN.setdefault(mesh, [])
 
 
-def compare_lengths(x: Any, mesh: DeviceMesh, placement: Placement, what: str, taker: Any) -> None:
+def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, taker: Any) -> None:
     """Raise ValueError, on all ranks, where a plain shard differs in shape from those of the other ranks.
 
     Args:

@@ -7,13 +7,13 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["refuse_part_of_classes", "remember_head"]
+__all__ = ["refuse_part_of_classes", "remember_part_of_classes"]
 
 #: how many classes this rank has of a head -> heads: (module, what messages say of it).
 _HEADS: dict[int, list[tuple[weakref.ref[Any], str]]] = {}
 
 
-def remember_head(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
+def remember_part_of_classes(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
     """Remember a module whose plain output has ``own`` of its ``features``, and no layer beside it that takes these."""
     what = (
         f"the logits have {own} classes, which is this rank's part of the {features} that {path!r} gives: its "

@@ -14,7 +14,15 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = ["layouts_held", "name_module", "path_of", "planned_layouts", "remember_layouts", "title", "watch"]
+__all__ = [
+    "layouts_of",
+    "module_label",
+    "name_module",
+    "parameter_check",
+    "path_of",
+    "planned_layouts",
+    "remember_layouts",
+]
 
 _PATH = "_hyper_parallel_path"
 _LAYOUTS = "_hyper_parallel_layouts"
@@ -30,20 +38,20 @@ def path_of(module: Any) -> str:
     return getattr(module, _PATH, "") or type(module).__name__
 
 
-def title(module: Any) -> str:
+def module_label(module: Any) -> str:
     """What messages call a module: its class, and its path where a plan named it."""
     path = getattr(module, _PATH, "")
     return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
 
-def layouts_held(own: Mapping[str, Any]) -> dict[str, Layout | None]:
+def layouts_of(own: Mapping[str, Any]) -> dict[str, Layout | None]:
     """The layout of each parameter in the table of a module, None of what is not distributed."""
     return {name: getattr(p, "_layout", None) for name, p in own.items()}
 
 
 def remember_layouts(module: Any, mesh: DeviceMesh) -> None:
     """Remember on ``module`` the layouts that its parameters have now, for `planned_layouts`."""
-    object.__setattr__(module, _LAYOUTS, layouts_held(mesh.platform.own_parameters(module)))
+    object.__setattr__(module, _LAYOUTS, layouts_of(mesh.platform.own_parameters(module)))
 
 
 def planned_layouts(module: Any) -> Mapping[str, Layout | None]:
@@ -51,7 +59,7 @@ def planned_layouts(module: Any) -> Mapping[str, Layout | None]:
     return getattr(module, _LAYOUTS, {})
 
 
-def watch(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
+def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
     """``check(module)``, of ``module`` or a copy of it: that its parameters, and those of the modules below it, are
     distributed as they are now.
 
@@ -61,7 +69,7 @@ def watch(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
     own_parameters = mesh.platform.own_parameters
     below = []
     for path, submodule in mesh.platform.named_modules(module):
-        held = layouts_held(own_parameters(submodule))
+        held = layouts_of(own_parameters(submodule))
         # What a style has left plain is its own affair.
         known = {name: layout for name, layout in held.items() if layout is not None}
         if known:
@@ -85,7 +93,7 @@ def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
     mesh, placements = planned.mesh, list(planned.placements)
     if layout is not None and layout.mesh is mesh and layout.placements == planned.placements:
         return  # of another shape
-    what = f"parameter {name!r} of {title(module)}"
+    what = f"parameter {name!r} of {module_label(module)}"
     if layout is not None:
         where = "" if layout.mesh is mesh else f" on {layout.mesh}"
         raise ValueError(

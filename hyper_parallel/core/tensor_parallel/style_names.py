@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.replicated import NoParallel
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 from hyper_parallel.core.tensor_parallel.sequence import SequenceParallel
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
 
 __all__ = ["register_style", "style_by_name", "style_names"]
 

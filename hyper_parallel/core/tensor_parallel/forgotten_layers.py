@@ -7,14 +7,16 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.operations.class_parts import remember_head
+from hyper_parallel.core.dtensor.operations.logit_shards import remember_part_of_classes
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.attention import Match
-from hyper_parallel.core.tensor_parallel.base import is_styled, title
-from hyper_parallel.core.tensor_parallel.weight import ColwiseParallel, RowwiseParallel
+from hyper_parallel.core.tensor_parallel.base import is_styled
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
-__all__ = ["guard_partners"]
+__all__ = ["guard_forgotten_layers"]
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,18 @@ class _Guard:
         if not shape or shape[-1] != self.own or isinstance(x, DTensor) or is_styled(module):
             return
         raise ValueError(
-            f"{title(module)} takes {self.features} features in the last dimension of its input, and gets a plain one "
-            f"with this rank's part of them, as {self.source!r} gives it, whose ColwiseParallel shards its "
+            f"{module_label(module)} takes {self.features} features in the last dimension of its input, and gets a "
+            f"plain one with this rank's part of them, as {self.source!r} gives it, whose ColwiseParallel shards its "
             f"{self.features} features over {self.mesh}: give {self.path!r} RowwiseParallel() (a norm "
             f"SequenceParallel()), or {self.source!r} ColwiseParallel(output_layouts=Replicate())"
         )
 
 
-def guard_partners(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> list[tuple[str, Any, _Guard]]:
+def guard_forgotten_layers(
+    matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
+) -> list[tuple[str, Any, _Guard]]:
     """(path, module, hook) for the layers that a plan may have forgotten, which is known when they are called. What no
-    layer beside it takes may be a head, which `class_parts` remembers.
+    layer beside it takes may be a head, which `logit_shards` remembers.
 
     A plan that gives a row-parallel layer beside each column-parallel one needs no hooks.
     """
@@ -79,7 +83,7 @@ def guard_partners(matches: list[Match], modules: dict[str, Any], mesh: DeviceMe
         if max(sizes) == features:
             continue  # some rank would have all of them, and could not know that the others do not
         own = sizes[mesh.get_local_rank()]
-        remember_head(module, source, features, own, mesh)
+        remember_part_of_classes(module, source, features, own, mesh)
         for path, taker in takes.get(features, ()):
             if id(taker) not in guarded:
                 guarded.add(id(taker))

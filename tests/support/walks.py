@@ -1,0 +1,131 @@
+"""The walks through the code in docs/architecture.md, compared with those of a real step.
+
+A walk is what is on the call stack at a few moments: who called whom, from the user's call to there. What runs beside
+it and has returned by then (checks of the plan, look-ups in caches) is not in the walk; the page lists its files.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import hyper_parallel
+from hyper_parallel import ColwiseParallel, RowwiseParallel, Shard, distribute_tensor, parallelize_module
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.labs import get_lab
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+PACKAGE = Path(hyper_parallel.__file__).parent
+#: Most files that a reader of a walk has to open.
+MOST = 8
+
+Walk = dict[str, list[str]]
+
+
+def _file_of(frame: FrameType) -> str | None:
+    """The file of the package that a function stands in; None of another one, and of what tests bring."""
+    path = Path(frame.f_code.co_filename)
+    known = PACKAGE in path.parents and PACKAGE / "testing" not in path.parents
+    return path.relative_to(PACKAGE).as_posix() if known else None
+
+
+@contextmanager
+def walking(walk: Walk, *moments: tuple[str, str, int], ran: set[str] | None = None) -> Iterator[None]:
+    """Add to ``walk`` what of the package is on the stack when a function is entered that a moment names: by how its
+    file and its qualified name end, and by how often it is entered until then. Add to ``ran`` the files of all
+    functions that run."""
+    waiting = [[*moment] for moment in moments]
+
+    def enter(frame: FrameType | None, event: str, _: Any) -> None:
+        if event != "call" or frame is None:
+            return
+        here = (frame.f_code.co_filename, frame.f_code.co_qualname)
+        if ran is not None and (file := _file_of(frame)):
+            ran.add(file)
+        entered = [m for m in waiting if here[0].endswith(m[0]) and here[1].endswith(m[1])]
+        for moment in entered:
+            moment[2] -= 1
+        if all(moment[2] for moment in entered):
+            return
+        waiting[:] = [moment for moment in waiting if moment[2]]
+        stack = []
+        while frame is not None:
+            if file := _file_of(frame):
+                stack.append((file, frame.f_code.co_name))
+            frame = frame.f_back
+        for file, name in reversed(stack):
+            names = walk.setdefault(file, [])
+            if name not in names:
+                names.append(name)
+
+    sys.setprofile(enter)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+    assert not waiting, f"not entered: {waiting}"
+
+
+@spmd.on_mesh()
+def of_a_plan(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
+    """From `parallelize_module` to the all-reduce in backward, in the second step of a model."""
+    lab = get_lab()
+    walk: Walk = {}
+    model, x = lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), np.ones((3, 6), np.float32)
+    with walking(walk, ("autograd.py" if folder == "mindspore" else "fast.py", ".linear_view", 1)):
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def loss(x: Any) -> tuple[Any, Any]:
+        y = lab.call(model, x)
+        return lab.sum(y), y
+
+    def step() -> None:
+        lab.model_value_and_grads(model, loss, x)
+
+    step()
+    # The first all-reduce is that of the outputs of `down`, in forward.
+    ran: set[str] = set()
+    with walking(walk, (".py", ".view", 1), (f"{folder}/collectives.py", ".all_reduce", 2), ran=ran):
+        step()
+    return walk, sorted(ran - set(walk))
+
+
+@spmd.on_mesh()
+def of_an_operation(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
+    """From ``dtensor + dtensor`` to the result, when it is first computed and when it came before."""
+    walk: Walk = {}
+    x = distribute_tensor(get_lab().tensor(np.ones((5, 11), np.float32)), mesh, [Shard(1)])
+    local = (f"{folder}/op_table/binding.py", "call_elementwise", 1)
+    plan = (("rules/elementwise.py", "add", 1), ("strategy.py", "solve", 1))
+    with walking(walk, *plan, local, (".py", "wrap", 1)):
+        x + x
+    ran: set[str] = set()
+    with walking(walk, local, (".py", "wrap", 1), ran=ran):
+        x + x
+    return walk, sorted(ran - set(walk))
+
+
+def described(title: str) -> tuple[Walk, list[str]]:
+    """The walk that the page has under this first line of a block, and what it says runs beside it."""
+    block = re.search(rf"```text\n{re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None, f"no walk {title!r} in {PAGE}"
+    walk = {file: names.split(", ") for file, names in (line.split(": ") for line in block[1].strip().splitlines())}
+    beside = walk.pop("beside", [])
+    return walk, beside
+
+
+def check(pool: Any, folder: str) -> None:
+    """Compare both walks with the page, on two ranks."""
+    for title, walked in (("parallelize_module to the all-reduce in backward", of_a_plan), ("x + x", of_an_operation)):
+        wanted = described(f"{title}, {folder}")
+        assert len(wanted[0]) <= MOST
+        for walk, beside in pool.run(2, walked, folder):
+            lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("beside", beside))]
+            assert (walk, beside) == wanted, "\n".join(lines)
