@@ -28,10 +28,6 @@ class NativeOp:
             a tensor or a tuple or list of tensors.
         binds_by_function: whether `bind` may look at ``func``. False where it does not, as it must be where a
             framework makes a new function object for each call: calls are remembered under the function otherwise.
-        memory: what the result does with the memory of the first operand, where that does not follow from the canonical
-            operation: ``"shared"`` for a view, ``"viewable"`` for a view where strides allow it, else a copy,
-            ``"contiguous"`` for the operand itself if it is contiguous, else a copy, ``"copied"`` for a copy always,
-            of an operation that gives views elsewhere.
         varies: ``varies()`` is whether a mode of the framework, such as autocast, has a say in what `bind` returns now:
             then a call is not remembered. None where none ever has.
     """
@@ -41,7 +37,11 @@ class NativeOp:
     call: Callable[[Any, tuple, Any], Any]
     binds_by_function: bool = True
     varies: Callable[[], bool] | None = None
-    memory: str = ""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes its result over its first operand, as the names of such canonical operations say."""
+        return self.name.endswith("_")
 
 
 class Dispatch(Protocol):

@@ -10,12 +10,14 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
@@ -52,14 +54,9 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
     return _Zeros.apply(shape, dtype, *parts)
 
 
-def guarded(name: str, call: Callable[[Any, tuple, Any], Any], flat: bool = False) -> Callable[[Any, tuple, Any], Any]:
-    """``call`` of a row of the canonical operation ``name``, made safe for empty operands. ``flat``: element-wise, and
-    MindSpore leads no gradient back."""
-    when_empty = _flat if flat else _WHEN_EMPTY.get(name)
-    if when_empty is None:
-        if name.endswith("_"):
-            return call
-        when_empty = _connected
+def guarded(op: NativeOp, flat: bool = False) -> NativeOp:
+    """The row, made safe for empty operands. ``flat``: it is element-wise, and MindSpore records no gradient of it."""
+    call, when_empty = op.call, _flat if flat else _WHEN_EMPTY.get(op.name, _connected)
 
     def safe_call(func: Any, operands: tuple, statics: Any) -> Any:
         for x in operands:
@@ -67,7 +64,7 @@ def guarded(name: str, call: Callable[[Any, tuple, Any], Any], flat: bool = Fals
                 return when_empty(call, func, operands, statics)
         return call(func, operands, statics)
 
-    return safe_call
+    return replace(op, call=safe_call)
 
 
 def _connected(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
@@ -263,7 +260,7 @@ def _setitem(call: Callable, func: Any, operands: tuple, statics: Any) -> Any:
 
 
 _WHEN_EMPTY: dict[str, Callable[[Callable, Any, tuple, Any], Any]] = {
-    **dict.fromkeys(("pointwise", "add", "mul", "linear_unary"), _elementwise),
+    **dict.fromkeys(("pointwise", "add", "mul", "linear_unary", "alias", "contiguous"), _elementwise),
     # MindSpore leads no gradient back through a quotient that it rounds.
     "div": lambda call, func, operands, statics: (_flat if statics and statics[0] is not None else _elementwise)(
         call, func, operands, statics

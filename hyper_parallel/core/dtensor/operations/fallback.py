@@ -19,8 +19,9 @@ from hyper_parallel.core.dtensor.operations.operands import (
     refuse_foreign,
 )
 from hyper_parallel.core.dtensor.operations.random import run_alike
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.views import after_write, before_write, follow, forget_value, share
-from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract import NativeOp, Platform
 
 __all__ = ["run_gathered", "tell_of_failure_in"]
 
@@ -28,19 +29,20 @@ _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
 
 
-def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any:
+def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = None) -> Any:
     """Run an operation on gathered operands: right by construction, and said once.
 
     Args:
         func, args, kwargs: the native call.
-        op_name: its canonical operation, if it has one: ``"replicate"`` is meant to run this way and is not reported.
+        op: its row of the op table, if it has one. Where its operation is meant to run this way, that is not reported.
 
     Raises:
         ValueError: when the operation writes in place and an operand is not replicated, inside `strict`, or for plain
             tensors among the operands.
     """
     name = name_of(func)
-    writes = op_name.endswith("_") or (name.endswith("_") and not name.endswith("__"))
+    meant = op is not None and OPERATIONS[op.name].gathers
+    writes = (op is not None and op.in_place) or (name.endswith("_") and not name.endswith("__"))
     found = list(_dtensors((args, kwargs)))
     mesh = common_mesh(tuple(x._layout for x in found), func)
     if mesh is None:
@@ -48,7 +50,7 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
     mesh.require_member(name)
     platform: Platform = mesh.platform
     sharded = [x._layout for x in found if not x._layout.replicated]
-    if sharded and op_name != "replicate":
+    if sharded and not meant:
         _report(func, sharded[0], writes)
     for x in _plain_tensors((args, kwargs), platform):
         refuse_foreign(x, platform, name_of(func))
@@ -65,12 +67,12 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
             whole = redistribute(x, x._layout.with_placements(replicated))
             # Plain for code that looks at it; what is written to must stay the object that it is.
             whole = whole if writes else platform.alias(whole)
-            if op_name != "replicate":
+            if not meant:
                 given.append(_Given(x, whole, platform, name))
             return whole
 
         local_args, local_kwargs = _map_dtensors(args, gather), _map_dtensors(kwargs, gather)
-        if op_name == "replicate":
+        if meant:
             result = func(*local_args, **local_kwargs)
         else:
             result = run_alike(

@@ -7,6 +7,7 @@ The same primitive arrives in several shapes: ``mint.sum(x, 1)`` gives ``SumExt`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mindspore import Tensor, mint
@@ -104,11 +105,9 @@ def row(
     name: str,
     bind: Callable[[tuple, dict], tuple[tuple, tuple]],
     call: Callable[[Any, tuple, Any], Any] | None = None,
-    memory: str = "",
 ) -> NativeOp:
     """A row whose ``bind`` does not look at the function. Without ``call``: operands, then statics, by position."""
-    safe_call = guarded(name, call or _call_by_position)
-    return NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), safe_call, False, memory=memory)
+    return guarded(NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), call or _call_by_position, False))
 
 
 def rows(names: str, native: NativeOp) -> dict[str, NativeOp]:
@@ -191,8 +190,8 @@ def elementwise(
         operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
         return operands, (*head, _Template(args, kwargs, places))
 
-    call = _call_inplace if name.endswith("_") else _call_elementwise
-    return NativeOp(name, bind, guarded(name, call, flat), False)
+    op = NativeOp(name, bind, _call_elementwise, False)
+    return guarded(replace(op, call=_call_inplace) if op.in_place else op, flat)
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
@@ -45,7 +44,7 @@ _POINTWISE_INPLACE = """
 #: MindSpore leads no gradient back through these. (Through ``Floor`` and ``Trunc`` it leads zeros.)
 _FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
-_LINEAR_UNARY = "Neg Clone Contiguous Identity Load Real Conj Positive"
+_LINEAR_UNARY = "Neg Clone Identity Load Real Conj Positive"
 
 
 def _rounding(args: tuple, kwargs: dict) -> Any:
@@ -104,10 +103,10 @@ OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.update(
     rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 )
-OPS["Contiguous"] = replace(OPS["Contiguous"], memory="contiguous")
+OPS["Contiguous"] = elementwise("contiguous", 1)
 # Not guarded: on an empty shard nothing leads back either.
-OPS["StopGradient"] = NativeOp("linear_unary", OPS["Neg"].bind, _stop_gradient, False, memory="shared")
-OPS["Clone"] = NativeOp("linear_unary", OPS["Neg"].bind, guarded("linear_unary", _clone), False)
+OPS["StopGradient"] = NativeOp("alias", OPS["Neg"].bind, _stop_gradient, False)
+OPS["Clone"] = guarded(NativeOp("linear_unary", OPS["Neg"].bind, _clone, False))
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
 OPS.update(rows("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0))))
 OPS.update(rows("OnesLike OnesLikeExt", row("like", _bind_like, _like(1))))

@@ -63,12 +63,12 @@ def _dropout_of_channels(func: Any, xs: tuple, statics: tuple) -> Any:
 
 
 OPS: dict[str, NativeOp] = {
-    "Dropout": NativeOp("dropout", _bind_primitive, guarded("dropout", _dropout)),
+    "Dropout": guarded(NativeOp("dropout", _bind_primitive, _dropout)),
     "FuncDropoutExt": row("dropout", _bind_dropout, _dropout),
     "DropoutExt": row("dropout", _bind_dropout, _dropout),
     "Dropout2dExt": row("dropout", _bind_channels, _dropout_of_channels),
-    "Dropout2D": NativeOp("dropout", _bind_channels_primitive, guarded("dropout", _dropout_of_channels)),
-    "Dropout3D": NativeOp("dropout", _bind_channels_primitive, guarded("dropout", _dropout_of_channels)),
+    "Dropout2D": guarded(NativeOp("dropout", _bind_channels_primitive, _dropout_of_channels)),
+    "Dropout3D": guarded(NativeOp("dropout", _bind_channels_primitive, _dropout_of_channels)),
 }
 
 RESULTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(

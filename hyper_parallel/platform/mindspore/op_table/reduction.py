@@ -139,7 +139,7 @@ def _bind_lp_norm_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tupl
 
 _add("LinalgVectorNorm", "vector_norm", _bind_norm, _norm)
 _add("LpNormV2", "vector_norm", _bind_lp_norm, _norm)
-OPS["LpNorm"] = NativeOp("vector_norm", _bind_lp_norm_old, guarded("vector_norm", _norm))
+OPS["LpNorm"] = guarded(NativeOp("vector_norm", _bind_lp_norm_old, _norm))
 
 
 # -------------------------------------------------------------------- along a dimension
@@ -191,7 +191,7 @@ def _bind_sort_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return args[:1], ((func.prim.axis,), 2, (), ())
 
 
-OPS["Sort"] = NativeOp("along_dims", _bind_sort_old, guarded("along_dims", _repeat))
+OPS["Sort"] = guarded(NativeOp("along_dims", _bind_sort_old, _repeat))
 
 
 def _bind_topk(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:

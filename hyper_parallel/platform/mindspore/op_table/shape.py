@@ -11,6 +11,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
+from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty_shards import getitem_of_nothing, guarded
 from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, ints, row
 from hyper_parallel.platform.mindspore.private import is_recording
@@ -21,9 +22,9 @@ OPS: dict[str, NativeOp] = {}
 VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
 
 
-def _add(names: str, canonical: str, bind: Callable, call: Callable, memory: str = "") -> None:
+def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
     for name in names.split():
-        OPS[name] = row(canonical, bind, call, memory)
+        OPS[name] = row(canonical, bind, call)
 
 
 def _rest(args: tuple, kwargs: dict, key: str) -> tuple:
@@ -64,7 +65,7 @@ def _bind_flatten_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 _add("FlattenExt", "reshape", _bind_flatten, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
-_add("Flatten", "reshape", _bind_flatten_old, lambda func, xs, statics: ops.reshape(xs[0], statics[0]), "copied")
+_add("Flatten", "reshape_copy", _bind_flatten_old, lambda func, xs, statics: ops.reshape(copied(xs[0]), statics[0]))
 
 
 def _permute(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -191,7 +192,7 @@ def _unbind(func: Any, xs: tuple, statics: tuple) -> Any:
     return ops.unbind(xs[0], statics[0])  # not mint.unbind, whose gradient has no kernel on CPU
 
 
-OPS["Unstack"] = NativeOp("unbind", _bind_unbind_old, guarded("unbind", _unbind))
+OPS["Unstack"] = guarded(NativeOp("unbind", _bind_unbind_old, _unbind))
 _add(
     "UnstackExt UnstackExtView",
     "unbind",

@@ -79,8 +79,8 @@ def table() -> Table:
     linear = elementwise("linear_unary", "input")
     rows.update(dict.fromkeys(find(_LINEAR, torch, T), linear))
     views = [*find(["conj", "detach"], torch, T), *(getattr(T, name).__get__ for name in ("data", "real", "imag"))]
-    rows.update(dict.fromkeys(views, elementwise("linear_unary", "input", memory="shared")))
-    rows[T.contiguous] = elementwise("linear_unary", "input", memory="contiguous")
+    rows.update(dict.fromkeys(views, elementwise("alias", "input")))
+    rows[T.contiguous] = elementwise("contiguous", "input")
     rows.update(_arithmetic())
     rows.update(_three_operands())
     rows.update(_conversions())

@@ -54,10 +54,10 @@ def _input(args: tuple, kwargs: dict) -> Any:
 def _reshapes() -> Table:
     rows: Table = {}
     reshape = NativeOp("reshape", _bind_reshape, _call_reshape)
-    rows[T.view] = NativeOp("reshape", _bind_reshape, _call_view, memory="shared")
-    rows[getattr(torch, "view_copy", None)] = NativeOp("reshape", _bind_reshape, _call_view, memory="copied")
+    rows[T.view] = NativeOp("view", _bind_reshape, _call_view)
+    rows[getattr(torch, "view_copy", None)] = NativeOp("reshape_copy", _bind_reshape, _call_view_copy)
     rows[T.reshape] = rows[torch.reshape] = reshape
-    rows[T.view_as] = NativeOp("reshape", _bind_like, _call_reshape, memory="shared")
+    rows[T.view_as] = NativeOp("view", _bind_like, _call_reshape)
     rows[T.reshape_as] = NativeOp("reshape", _bind_like, _call_reshape)
     rows.update(dict.fromkeys(find(["flatten"], torch, T), NativeOp("reshape", _bind_flatten, _call_reshape)))
     rows.update(dict.fromkeys(find(["unflatten"], torch, T), NativeOp("reshape", _bind_unflatten, _call_reshape)))
@@ -79,6 +79,10 @@ def _bind_reshape(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 # Torch reads numbers faster than a tuple of them.
 def _call_view(func: Any, operands: tuple, statics: tuple) -> Any:
     return T.view(operands[0], *statics[0]) if statics[0] else T.view(operands[0], ())
+
+
+def _call_view_copy(func: Any, operands: tuple, statics: tuple) -> Any:
+    return _call_view(func, (operands[0].clone(),), statics)
 
 
 def _call_reshape(func: Any, operands: tuple, statics: tuple) -> Any:

@@ -23,15 +23,25 @@ def class_dim(logits: tuple[int, ...]) -> int:
     return min(1, len(logits) - 1)
 
 
-@rule("cross_entropy")
+@rule(
+    "cross_entropy",
+    "logits (samples, classes, ...) or (classes,), target, class weights or None",
+    "reduction, ignore_index, label_smoothing, dtype of the result or None for that of the logits",
+    loss=True,
+)
 def cross_entropy(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Target holds classes, or probabilities when it has the shape of the logits."""
+    """Cross entropy. The target holds classes, or probabilities when it has the shape of the logits."""
     return _loss(shapes, statics[0], _cross_entropy) if 0.0 <= statics[2] <= 1.0 else None
 
 
-@rule("nll_loss")
+@rule(
+    "nll_loss",
+    "log-probabilities (samples, classes, ...) or (classes,), target, class weights or None",
+    "reduction, ignore_index, dtype of the result or None",
+    loss=True,
+)
 def nll_loss(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Target holds classes."""
+    """Negative log-likelihood. The target holds classes."""
     same_shape = shapes[0] is not None and shapes[1] is not None and len(shapes[0]) == len(shapes[1])
     return None if same_shape else _loss(shapes, statics[0], _nll_loss)
 

@@ -17,6 +17,9 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, whole, without
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
+_DIMS = "dims (tuple or None), keepdim"
+_EXTREME = f'{_DIMS}, `"whole"` where NaNs share the gradient'
+
 
 def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSharding:
     reduced, labels = axes(dims, len(x)), named(x)
@@ -28,13 +31,13 @@ def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSh
     )
 
 
-@rule("sum")
+@rule("sum", statics=_DIMS, repeatable=True, memory="fresh")
 def sum_(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Sum."""
     return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum")
 
 
-@rule("mean")
+@rule("mean", statics=_DIMS, repeatable=True, memory="fresh")
 def mean(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Mean: over a sharded dimension the local sum divided by the global count."""
     return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum", call=_mean)
@@ -59,13 +62,13 @@ def _mean(
     return native((x,), statics) * (local / everywhere)
 
 
-@rule("amax")
+@rule("amax", statics=_EXTREME)
 def amax(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Largest element. Nothing has none, so a rank without elements cannot take part."""
+    """Largest element. A rank without elements has none, so it cannot take part."""
     return _extreme(shapes[0], statics, "max")
 
 
-@rule("amin")
+@rule("amin", statics=_EXTREME)
 def amin(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Smallest element; see `amax`."""
     return _extreme(shapes[0], statics, "min")
@@ -82,13 +85,13 @@ def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
     return tuple(label for i, label in enumerate(named(x)) if i in dims)
 
 
-@rule("reduce_whole")
+@rule("reduce_whole", statics=_DIMS)
 def reduce_whole(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """A reduction that does not combine from parts: argmax, logsumexp, var, all."""
+    """A reduction whose results for parts do not combine: argmax, var, all. The dims reduced must be whole."""
     return _reduce_whole(shapes[0], statics, results=1)
 
 
-@rule("reduce_pair")
+@rule("reduce_pair", statics=_DIMS)
 def reduce_pair(shapes: tuple, statics: tuple) -> OpSharding | None:
     """As `reduce_whole`, with two results: values and indices, variance and mean."""
     return _reduce_whole(shapes[0], statics, results=2)
@@ -104,7 +107,7 @@ def _reduce_whole(x: tuple[int, ...], statics: tuple, results: int) -> OpShardin
     )
 
 
-@rule("vector_norm")
+@rule("vector_norm", statics=f"p, {_DIMS}")
 def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
     """The p-norm. For p = 0 and 1 the norms of the parts add up; otherwise the result is the norm of the norms of all
     parts, which are gathered: nothing is raised to a power that the native operation would not raise, so nothing
