@@ -53,6 +53,10 @@ class Dispatch(Protocol):
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
 
+    def result_shapes(self, name: str, shapes: tuple, statics: Any) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the results of a canonical operation on tensors of these shapes (None for an operand that is no
+        tensor), as its rule gives them: for backends whose kernels fail for tensors without elements."""
+
     def refuse_part_of_classes(self, count: int) -> None:
         """To be called where a loss of the framework takes plain logits of ``count`` classes; raises ValueError where
         they are one rank's part of the classes that a module gives."""

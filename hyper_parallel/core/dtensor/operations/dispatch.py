@@ -232,6 +232,12 @@ class _Dispatch:
         """The same for one row, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
 
+    def result_shapes(self, name: str, shapes: tuple, statics: Any) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the results of a canonical operation on tensors of these shapes."""
+        sharding = OPERATIONS[name].rule(shapes, statics)
+        assert sharding is not None, f"{name} has no rule for {shapes}, {statics}"
+        return sharding.result_shapes
+
     refuse_part_of_classes = staticmethod(refuse_part_of_classes)
 
 

@@ -12,7 +12,7 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
 from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.empty_shards import getitem_of_nothing, guarded
+from hyper_parallel.platform.mindspore.empty_shards import guarded, nothing_taken
 from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, ints, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
@@ -226,7 +226,7 @@ def _bind_setitem(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
     if has_empty_slice(statics[0], operands[0].shape):
-        return getitem_of_nothing(None, func, operands, statics)  # MindSpore has no gradient of it
+        return nothing_taken(OPS["getitem"], func, operands, statics)  # MindSpore has no gradient of it
     index = decode_index(statics[0], operands[1:])
     # A number alone is an error of MindSpore's where gradients of gradients are recorded.
     return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)
