@@ -111,14 +111,14 @@ def is_moved(have: Layout, read: Layout | None) -> bool:
     )
 
 
+def _each(result: Any) -> tuple | list:
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
 # ---------------------------------------------------------------------------- the shards tell
 def _share(operands: tuple, result: Any) -> None:
-    x = operands[0]
-    if isinstance(result, (tuple, list)):
-        for y in result:
-            share(x, y)
-    else:
-        share(x, result)
+    for y in _each(result):
+        share(operands[0], y)
 
 
 def _share_where_viewed(operands: tuple, result: Any) -> None:
@@ -146,7 +146,7 @@ def _following(view: _View, layout: Layout, name: str) -> After:
                 return
             if None in view.strides(strides):
                 return
-        follow(x, result if isinstance(result, (tuple, list)) else (result,), backs, name)
+        follow(x, _each(result), backs, name)
 
     return after
 
@@ -180,9 +180,7 @@ def _tracking(view: _View) -> Aliasing:
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
-        for y, strides in zip(
-            result if isinstance(result, (tuple, list)) else (result,), known[x._strides], strict=True
-        ):
+        for y, strides in zip(_each(result), known[x._strides], strict=True):
             if strides is _COPY or y is x:
                 continue
             if strides is UNKNOWN and not view.always:

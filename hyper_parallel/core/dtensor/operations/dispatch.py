@@ -130,8 +130,8 @@ class _Plan:
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
     def wrap_several(self, results: Any) -> Any:
-        """Several results in what the operation returned them in. Those that the rule does not speak of, which come
-        last, stay as they are: numbers such as the seed of an operation."""
+        """Several results, in the tuple or list that the operation returned. The last ones may be unknown to the rule,
+        numbers such as the seed of an operation: they stay as they are."""
         count = len(self.results)
         wrapped = map(self.wrap, results[:count], self.results)
         return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
@@ -195,7 +195,7 @@ class _Plan:
 
 
 def _compared(layout: Layout) -> str:
-    """By which operation the extreme values of several ranks are compared, empty where there is nothing to compare."""
+    """The operation that compares the extreme values of several ranks; empty where there is nothing to compare."""
     for mesh_dim, placement in enumerate(layout.placements):
         if isinstance(placement, Partial) and layout.mesh.shape[mesh_dim] > 1:
             return placement.reduce_op
@@ -203,7 +203,7 @@ def _compared(layout: Layout) -> str:
 
 
 def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor: with ``layout``, and where its cotangent is partial through that view."""
+    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial."""
     requires_grad = mesh.platform.requires_grad
 
     def read(x: Any) -> Any:
@@ -215,8 +215,8 @@ def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) 
 
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor of which it makes a view. Only mesh dimensions of one rank differ, if any: no data
-    moves, and the result must share memory as on any number of ranks."""
+    """How a plan reads a DTensor of which it makes a view. The layouts differ at most in mesh dimensions of size 1, so
+    no data moves, and the result must share memory as it does on any number of ranks."""
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)
 
@@ -287,7 +287,8 @@ def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
-    """Run a call that is not remembered, and remember it under ``key`` where there is one and that is possible."""
+    """Run a call that is not remembered yet, and remember it under ``key``, unless that is None or the call cannot be
+    remembered."""
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")

@@ -61,9 +61,7 @@ def synchronize(mesh: DeviceMesh) -> None:
         if CHECKS:
             check_generators(mesh)
         return
-    platform = mesh.platform
-    platform.set_rng_state(of_first_rank(platform.get_rng_state(), mesh))
-    _SYNCHRONIZED.add(mesh)
+    share_state(mesh)
 
 
 def share_state(mesh: DeviceMesh) -> None:

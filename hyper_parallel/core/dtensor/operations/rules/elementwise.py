@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import contiguous_only
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules import Rule, rule
 from hyper_parallel.core.dtensor.operations.rules.labels import all_elements, broadcast
 
 
@@ -19,11 +20,17 @@ def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSh
     return OpSharding(operands=operands, results=(labels,), result_shapes=(shape,), terms=terms)
 
 
-def _in_place(shapes: tuple, sharding: OpSharding | None) -> OpSharding | None:
-    """The same for an operation that writes its result over operand 0, which must therefore have the result's shape."""
-    if sharding is None or shapes[0] is None or sharding.result_shapes[0] != tuple(shapes[0]):
-        return None
-    return sharding
+def _in_place(function: Rule) -> Rule:
+    """The same rule for an operation that writes its result over operand 0, which must have the result's shape."""
+
+    @functools.wraps(function)
+    def in_place(shapes: tuple, statics: Any) -> OpSharding | None:
+        sharding = function(shapes, statics)
+        if sharding is None or shapes[0] is None or sharding.result_shapes[0] != tuple(shapes[0]):
+            return None
+        return sharding
+
+    return in_place
 
 
 def _sum_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
@@ -41,10 +48,7 @@ def pointwise(shapes: tuple, statics: Any) -> OpSharding | None:
     return _elementwise(shapes)
 
 
-@rule("pointwise_", "any number", elementwise=True)
-def pointwise_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """Any element-wise function, in place."""
-    return _in_place(shapes, pointwise(shapes, statics))
+rule("pointwise_", "any number", elementwise=True)(_in_place(pointwise))
 
 
 @rule("add", "any number", elementwise=True, memory="ordered")
@@ -53,10 +57,7 @@ def add(shapes: tuple, statics: Any) -> OpSharding | None:
     return _elementwise(shapes, _sum_terms(shapes))
 
 
-@rule("add_", "any number", elementwise=True)
-def add_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """`add`, in place."""
-    return _in_place(shapes, add(shapes, statics))
+rule("add_", "any number", elementwise=True)(_in_place(add))
 
 
 @rule("mul", "any number", elementwise=True, memory="ordered")
@@ -66,9 +67,10 @@ def mul(shapes: tuple, statics: Any) -> OpSharding | None:
 
 
 @rule("mul_", "any number", elementwise=True)
+@_in_place
 def mul_(shapes: tuple, statics: Any) -> OpSharding | None:
     """`mul`, in place. The result is partial exactly if operand 0 is, since it has its placement."""
-    return _in_place(shapes, _elementwise(shapes, ((0,),)))
+    return _elementwise(shapes, ((0,),))
 
 
 @rule("div", "a, b", "rounding mode or None", repeatable=True, memory="ordered")
@@ -78,10 +80,7 @@ def div(shapes: tuple, statics: Any) -> OpSharding | None:
     return _elementwise(shapes, ((0,),) if rounding is None and shapes[0] is not None else ())
 
 
-@rule("div_", "a, b", "rounding mode or None", repeatable=True)
-def div_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """`div`, in place."""
-    return _in_place(shapes, div(shapes, statics))
+rule("div_", "a, b", "rounding mode or None", repeatable=True)(_in_place(div))
 
 
 @rule("contiguous", elementwise=True, memory="contiguous", view_strides=contiguous_only)
@@ -93,9 +92,10 @@ def linear_unary(shapes: tuple, statics: Any) -> OpSharding | None:
 
 
 @rule("linear_", "x, and any number", elementwise=True)
+@_in_place
 def linear_(shapes: tuple, statics: Any) -> OpSharding | None:
     """Operand 0 becomes a linear function of itself and the others: ``copy_`` is 0 * self + source."""
-    return _in_place(shapes, _elementwise(shapes, _sum_terms(shapes)))
+    return _elementwise(shapes, _sum_terms(shapes))
 
 
 @rule("like", elementwise=True, memory="ordered")

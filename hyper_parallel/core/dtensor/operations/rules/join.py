@@ -1,5 +1,7 @@
-"""Joining tensors and taking them apart along a dimension, which must be whole, or packed in just these parts. Linear:
-partial sums stay partial."""
+"""Joining tensors and taking them apart, along a dimension that must be whole or packed in just these parts.
+
+All of these operations are linear: partial sums stay partial.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = N
 
 
 def _pieces(length: int, size: int) -> list[int]:
-    """``length`` in pieces of ``size``, the last one possibly smaller; nothing is one empty piece."""
+    """``length`` in pieces of ``size``, the last one possibly smaller; a length of 0 is one piece of 0."""
     return [min(size, length - start) for start in range(0, length, size)] or [0]
 
 

@@ -63,8 +63,8 @@ def broadcast(
         prefix: what the labels start with.
 
     Returns:
-        The common shape, its labels, and the labels of each operand, in which a dimension of size 1 that is stretched
-        is None. None when the shapes do not fit.
+        The common shape, its labels, and the labels of each operand; a stretched dimension of size 1 has the label
+        None. Or None, when the shapes do not fit.
     """
     ndim = max((len(shape) for shape in shapes if shape is not None), default=0)
     common = [1] * ndim

@@ -54,7 +54,7 @@ def _mean(
         return native(operands, statics)
     x = operands[0]
     if local == 0:
-        # The mean of nothing is no number. The sum is 0, and leads back to x, whose backward may communicate.
+        # The mean of no elements is NaN. Their sum is 0, and x is part of its graph: backward of x may communicate.
         for dim in reduced:
             x = platform.sum_along(x, dim)
         kept = [1 if d in reduced else n for d, n in enumerate(layout.local_shape) if statics[1] or d not in reduced]
@@ -115,7 +115,7 @@ def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
     x, (p, dims, keepdim) = shapes[0], statics[:3]
     if p in (0, 1):
         return _reduction(x, dims, keepdim, reduce="sum")
-    # The norm of nothing is 0: no neutral element for some p, and for others without a second derivative.
+    # The norm of no elements is 0, which for some p is no neutral element, and for others has no second derivative.
     nonempty = _only(x, axes(dims, len(x))) if p != 2 else ()
     return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)
 
@@ -139,7 +139,8 @@ def _norm_of_norms(
         get_layout(layout.mesh, scattered, shape),
         get_layout(layout.mesh, gathered, shape),
     )
-    # What else a framework's call has is a dtype, which the norms have by now: of complex numbers they are real.
+    # A framework's call may have a dtype besides. It is left out: the norms have it, and those of complex numbers are
+    # real.
     return native((norms,), (statics[0], (0,), False, *(None for _ in statics[3:])))
 
 
