@@ -17,13 +17,13 @@ from hyper_parallel.platform.mindspore.empty_shards import guarded
 
 __all__ = [
     "Function",
+    "Table",
     "arguments",
     "dims_of",
     "elementwise",
     "hashable",
     "ints",
     "row",
-    "rows",
 ]
 
 #: Names that MindSpore's functions use for one and the same argument.
@@ -110,9 +110,16 @@ def row(
     return guarded(NativeOp(name, lambda func, args, kwargs: bind(args, kwargs), call or _call_by_position, False))
 
 
-def rows(names: str, native: NativeOp) -> dict[str, NativeOp]:
-    """One row under several names, given as words."""
-    return dict.fromkeys(names.split(), native)
+class Table(dict[str, NativeOp]):
+    """Name of a primitive -> its row. Several names are given as words."""
+
+    def add(self, names: str, op: NativeOp) -> None:
+        """One row under several names."""
+        self.update(dict.fromkeys(names.split(), op))
+
+    def row(self, names: str, canonical: str, bind: Callable, call: Callable) -> None:
+        """A new row, see `row`, under several names."""
+        self.add(names, row(canonical, bind, call))
 
 
 def _call_by_position(func: Any, operands: tuple, statics: tuple) -> Any:

@@ -11,7 +11,7 @@ from mindspore import Tensor
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty_shards import guarded
-from hyper_parallel.platform.mindspore.op_table.binding import elementwise, row, rows
+from hyper_parallel.platform.mindspore.op_table.binding import Table, elementwise, row
 from hyper_parallel.platform.mindspore.private import type_id_to_type
 
 __all__ = ["OPS", "VARIANTS"]
@@ -87,29 +87,28 @@ def _bind_full_like(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (args[0],), (fill, kwargs.get("dtype", args[2] if len(args) > 2 else None))
 
 
-OPS: dict[str, NativeOp] = rows(_POINTWISE, elementwise("pointwise"))
-OPS.update(rows(_FLAT, elementwise("pointwise", flat=True)))
-OPS.update(rows(_POINTWISE_INPLACE, elementwise("pointwise_")))
-OPS.update(rows(_LINEAR_UNARY, elementwise("linear_unary", 1)))
-OPS.update(rows("Add AddExt AddScalar Sub SubExt SubScalar AddV2", elementwise("add", 2)))
-OPS.update(rows("Mul Muls MulNoNan", elementwise("mul", 2)))
-OPS.update(rows("Div Divs RealDiv DivNoNan", elementwise("div", 2, _no_rounding)))
-OPS.update(rows("DivMod DivMods", elementwise("div", 2, _rounding)))
-OPS.update(rows("InplaceDiv InplaceDivs", elementwise("div_", 2, _no_rounding)))
-OPS.update(rows("InplaceDivMod InplaceDivMods", elementwise("div_", 2, _rounding)))
-OPS.update(rows("InplaceMul InplaceMuls", elementwise("mul_", 2)))
-OPS.update(rows("InplaceCopy Assign", elementwise("linear_", 2)))
+OPS = Table()
+OPS.add(_POINTWISE, elementwise("pointwise"))
+OPS.add(_FLAT, elementwise("pointwise", flat=True))
+OPS.add(_POINTWISE_INPLACE, elementwise("pointwise_"))
+OPS.add(_LINEAR_UNARY, elementwise("linear_unary", 1))
+OPS.add("Add AddExt AddScalar Sub SubExt SubScalar AddV2", elementwise("add", 2))
+OPS.add("Mul Muls MulNoNan", elementwise("mul", 2))
+OPS.add("Div Divs RealDiv DivNoNan", elementwise("div", 2, _no_rounding))
+OPS.add("DivMod DivMods", elementwise("div", 2, _rounding))
+OPS.add("InplaceDiv InplaceDivs", elementwise("div_", 2, _no_rounding))
+OPS.add("InplaceDivMod InplaceDivMods", elementwise("div_", 2, _rounding))
+OPS.add("InplaceMul InplaceMuls", elementwise("mul_", 2))
+OPS.add("InplaceCopy Assign", elementwise("linear_", 2))
 OPS["InplaceZero"] = elementwise("linear_", 1)
-OPS.update(
-    rows("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
-)
+OPS.add("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 OPS["Contiguous"] = elementwise("contiguous", 1)
 # Not guarded: on an empty shard nothing leads back either.
 OPS["StopGradient"] = NativeOp("alias", OPS["Neg"].bind, _stop_gradient, False)
 OPS["Clone"] = guarded(NativeOp("linear_unary", OPS["Neg"].bind, _clone, False))
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
-OPS.update(rows("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0))))
-OPS.update(rows("OnesLike OnesLikeExt", row("like", _bind_like, _like(1))))
+OPS.add("ZerosLike ZerosLikeExt EmptyLike", row("like", _bind_like, _like(0)))
+OPS.add("OnesLike OnesLikeExt", row("like", _bind_like, _like(1)))
 OPS["FullLike"] = row("like", _bind_full_like, _like(None))
 
 _TO_FLOAT = elementwise("linear_unary", 1)

@@ -9,17 +9,12 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_table.binding import arguments, row
+from hyper_parallel.platform.mindspore.op_table.binding import Table, arguments, row
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 
-OPS: dict[str, NativeOp] = {}
+OPS = Table()
 VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
-
-
-def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
-    for name in names.split():
-        OPS[name] = row(canonical, bind, call)
 
 
 # -------------------------------------------------------------------- products
@@ -62,9 +57,9 @@ def _addmm(func: Any, xs: tuple, statics: tuple) -> Any:
     return (c if beta == 1 else c * beta) + (product if alpha == 1 else product * alpha)
 
 
-_add("Dense", "linear", _bind_linear, lambda func, xs, statics: mint.nn.functional.linear(*xs))
-_add("MatMul MatMulExt BatchMatMul BatchMatMulExt Mm MatMulV2 BatchMatMulV2 Bmm", "matmul", _bind_matmul, _matmul)
-_add("Addmm", "addmm", _bind_addmm, _addmm)
+OPS.row("Dense", "linear", _bind_linear, lambda func, xs, statics: mint.nn.functional.linear(*xs))
+OPS.row("MatMul MatMulExt BatchMatMul BatchMatMulExt Mm MatMulV2 BatchMatMulV2 Bmm", "matmul", _bind_matmul, _matmul)
+OPS.row("Addmm", "addmm", _bind_addmm, _addmm)
 
 
 # -------------------------------------------------------------------- norms
@@ -96,9 +91,9 @@ def _bind_rms_norm(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x, weight), (weight.ndim, 1, float(eps))
 
 
-_add("LayerNorm LayerNormV3", "layer_norm", _bind_layer_norm_old, _layer_norm_old)
-_add("LayerNormExt", "layer_norm", _bind_layer_norm, _layer_norm)
-_add("RmsNorm", "rms_norm", _bind_rms_norm, lambda func, xs, statics: func(*xs, statics[2]))
+OPS.row("LayerNorm LayerNormV3", "layer_norm", _bind_layer_norm_old, _layer_norm_old)
+OPS.row("LayerNormExt", "layer_norm", _bind_layer_norm, _layer_norm)
+OPS.row("RmsNorm", "rms_norm", _bind_rms_norm, lambda func, xs, statics: func(*xs, statics[2]))
 
 
 # -------------------------------------------------------------------- embeddings
@@ -209,9 +204,9 @@ def _bind_soft_cross_entropy(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (args[0], args[1], None), ("none", -100, 0.0)
 
 
-_add("NLLLoss", "nll_loss", _bind_nll, _nll)
-_add("SoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_soft_cross_entropy, _cross_entropy)
-_add("SparseSoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_sparse_cross_entropy, _cross_entropy)
+OPS.row("NLLLoss", "nll_loss", _bind_nll, _nll)
+OPS.row("SoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_soft_cross_entropy, _cross_entropy)
+OPS.row("SparseSoftmaxCrossEntropyWithLogits", "cross_entropy", _bind_sparse_cross_entropy, _cross_entropy)
 
 
 #: primitives with more results than the canonical operation has: how the one becomes what MindSpore's wrapper takes

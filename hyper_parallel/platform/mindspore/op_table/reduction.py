@@ -9,17 +9,12 @@ from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.empty_shards import guarded
-from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, hashable, row, rows
+from hyper_parallel.platform.mindspore.op_table.binding import Table, arguments, dims_of, hashable, row
 
 __all__ = ["OPS", "VARIANTS"]
 
-OPS: dict[str, NativeOp] = {}
+OPS = Table()
 VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
-
-
-def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
-    for name in names.split():
-        OPS[name] = row(canonical, bind, call)
 
 
 def _bind_reduction(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -57,13 +52,13 @@ def _amin(func: Any, xs: tuple, statics: tuple) -> Any:
     return ops.amin(xs[0], statics[0] if statics[0] is not None else (), statics[1])
 
 
-_add("SumExt", "sum", _bind_reduction, _sum)
-_add("DeprecatedSum", "sum", _bind_sum_old, _sum)
-_add("ReduceSum", "sum", _bind_primitive, _sum)
-_add("MeanExt", "mean", _bind_reduction, _mean)
-_add("ReduceMean DeprecatedMean", "mean", _bind_primitive, _mean)
-_add("ReduceMax", "amax", _bind_primitive, _amax)
-_add("ReduceMin", "amin", _bind_primitive, _amin)
+OPS.row("SumExt", "sum", _bind_reduction, _sum)
+OPS.row("DeprecatedSum", "sum", _bind_sum_old, _sum)
+OPS.row("ReduceSum", "sum", _bind_primitive, _sum)
+OPS.row("MeanExt", "mean", _bind_reduction, _mean)
+OPS.row("ReduceMean DeprecatedMean", "mean", _bind_primitive, _mean)
+OPS.row("ReduceMax", "amax", _bind_primitive, _amax)
+OPS.row("ReduceMin", "amin", _bind_primitive, _amin)
 _MAX_OF_ALL = row("amax", lambda args, kwargs: (args[:1], (None, False, None)), _amax)
 _MIN_OF_ALL = row("amin", lambda args, kwargs: (args[:1], (None, False, None)), _amin)
 
@@ -89,11 +84,11 @@ def _repeat(func: Any, xs: tuple, statics: tuple) -> Any:
     return func(xs[0], *statics[2], **dict(statics[3]))
 
 
-OPS.update(rows("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt", _repeated("reduce_whole")))
+OPS.add("ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt", _repeated("reduce_whole"))
 OPS["LogSumExp"] = _repeated("logsumexp")
-OPS.update(rows("Argmax Argmin DeprecatedArgmax DeprecatedArgmin", _repeated("reduce_whole", keepdim_at=0)))
-OPS.update(rows("Var Std DeprecatedVar DeprecatedStd", _repeated("reduce_whole", keepdim_at=3)))
-OPS.update(rows("MaxDim MinDim ArgMaxWithValue ArgMinWithValue", _repeated("reduce_pair")))
+OPS.add("Argmax Argmin DeprecatedArgmax DeprecatedArgmin", _repeated("reduce_whole", keepdim_at=0))
+OPS.add("Var Std DeprecatedVar DeprecatedStd", _repeated("reduce_whole", keepdim_at=3))
+OPS.add("MaxDim MinDim ArgMaxWithValue ArgMinWithValue", _repeated("reduce_pair"))
 OPS["ReduceStd"] = _repeated("reduce_pair", keepdim_at=3)
 _EXTREME = _repeated("reduce_whole")
 
@@ -137,8 +132,8 @@ def _bind_lp_norm_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tupl
     return args[:1], (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
 
 
-_add("LinalgVectorNorm", "vector_norm", _bind_norm, _norm)
-_add("LpNormV2", "vector_norm", _bind_lp_norm, _norm)
+OPS.row("LinalgVectorNorm", "vector_norm", _bind_norm, _norm)
+OPS.row("LpNormV2", "vector_norm", _bind_lp_norm, _norm)
 OPS["LpNorm"] = guarded(NativeOp("vector_norm", _bind_lp_norm_old, _norm))
 
 
@@ -183,7 +178,7 @@ def _last_two(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 _TRIANGLE = row("along_dims", _last_two, _repeat)
-OPS.update(rows("Tril TrilExt Triu", _TRIANGLE))
+OPS.add("Tril TrilExt Triu", _TRIANGLE)
 
 
 def _bind_sort_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -208,11 +203,9 @@ def _topk(func: Any, xs: tuple, statics: tuple) -> Any:
     return func(xs[0], *statics[2], **dict(statics[3]))
 
 
-_add("TopkExt", "topk", _bind_topk, _topk)
-_add("TopK", "topk", _bind_topk_old, _topk)
+OPS.row("TopkExt", "topk", _bind_topk, _topk)
+OPS.row("TopK", "topk", _bind_topk_old, _topk)
 
 
 # -------------------------------------------------------------------- results that depend on all values
-OPS.update(
-    rows("NonZero MaskedSelect EqualExt Unique UniqueDim Unique2 ArgWhere", row("replicate", lambda a, k: (a, ())))
-)
+OPS.add("NonZero MaskedSelect EqualExt Unique UniqueDim Unique2 ArgWhere", row("replicate", lambda a, k: (a, ())))

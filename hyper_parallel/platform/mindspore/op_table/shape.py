@@ -13,18 +13,13 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
 from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty_shards import guarded, nothing_taken
-from hyper_parallel.platform.mindspore.op_table.binding import arguments, dims_of, ints, row
+from hyper_parallel.platform.mindspore.op_table.binding import Table, arguments, dims_of, ints, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
 
-OPS: dict[str, NativeOp] = {}
+OPS = Table()
 VARIANTS: dict[str, Callable[[tuple, dict], NativeOp | None]] = {}
-
-
-def _add(names: str, canonical: str, bind: Callable, call: Callable) -> None:
-    for name in names.split():
-        OPS[name] = row(canonical, bind, call)
 
 
 def _rest(args: tuple, kwargs: dict, key: str) -> tuple:
@@ -33,7 +28,7 @@ def _rest(args: tuple, kwargs: dict, key: str) -> tuple:
 
 
 # -------------------------------------------------------------------- views
-_add(
+OPS.row(
     "Reshape View ReshapeView",
     "reshape",
     lambda args, kwargs: (args[:1], (_rest(args, kwargs, "shape"),)),
@@ -46,8 +41,8 @@ def _bind_like_other(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return args[:1], (tuple(other.shape),)
 
 
-_add("ViewAs ReshapeAs", "reshape", _bind_like_other, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
-_add("ExpandAs", "expand", _bind_like_other, lambda func, xs, statics: ops.broadcast_to(xs[0], statics[0]))
+OPS.row("ViewAs ReshapeAs", "reshape", _bind_like_other, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
+OPS.row("ExpandAs", "expand", _bind_like_other, lambda func, xs, statics: ops.broadcast_to(xs[0], statics[0]))
 
 
 def _bind_flatten(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -64,8 +59,8 @@ def _bind_flatten_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return args[:1], ((args[0].shape[0], -1),)
 
 
-_add("FlattenExt", "reshape", _bind_flatten, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
-_add("Flatten", "reshape_copy", _bind_flatten_old, lambda func, xs, statics: ops.reshape(copied(xs[0]), statics[0]))
+OPS.row("FlattenExt", "reshape", _bind_flatten, lambda func, xs, statics: ops.reshape(xs[0], statics[0]))
+OPS.row("Flatten", "reshape_copy", _bind_flatten_old, lambda func, xs, statics: ops.reshape(copied(xs[0]), statics[0]))
 
 
 def _permute(func: Any, xs: tuple, statics: tuple) -> Any:
@@ -88,10 +83,10 @@ def _bind_t(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return args[:1], (tuple(reversed(range(args[0].ndim))),)
 
 
-_add("Transpose TransposeView DeprecatedTranspose DeprecatedPermute Permute", "permute", _bind_permute, _permute)
-_add("TransposeExt TransposeExtView", "permute", _bind_transpose, _permute)
-_add("TExt T", "permute", _bind_t, _permute)
-_add(
+OPS.row("Transpose TransposeView DeprecatedTranspose DeprecatedPermute Permute", "permute", _bind_permute, _permute)
+OPS.row("TransposeExt TransposeExtView", "permute", _bind_transpose, _permute)
+OPS.row("TExt T", "permute", _bind_t, _permute)
+OPS.row(
     "BroadcastTo BroadcastToView Expand ExpandDimsTo",
     "expand",
     lambda args, kwargs: (args[:1], (_rest(args, kwargs, "shape"),)),
@@ -113,20 +108,20 @@ def _squeeze(func: Any, xs: tuple, statics: tuple) -> Any:
     return ops.reshape(x, tuple(s for d, s in enumerate(x.shape) if d not in drop or s != 1))
 
 
-_add("Squeeze SqueezeView DeprecatedSqueeze", "squeeze", _bind_squeeze, _squeeze)
-_add(
+OPS.row("Squeeze SqueezeView DeprecatedSqueeze", "squeeze", _bind_squeeze, _squeeze)
+OPS.row(
     "ExpandDims ExpandDimsView Unsqueeze UnsqueezeView",
     "unsqueeze",
     lambda args, kwargs: (args[:1], (int(args[1] if len(args) > 1 else next(iter(kwargs.values()))),)),
     lambda func, xs, statics: ops.expand_dims(xs[0], statics[0]),
 )
-_add(
+OPS.row(
     "Narrow NarrowView",
     "narrow",
     lambda args, kwargs: (args[:1], tuple(int(v) for v in (*args[1:], *kwargs.values()))),
     lambda func, xs, statics: mint.narrow(xs[0], *statics),
 )
-_add(
+OPS.row(
     "Tile Repeat RepeatView",
     "repeat",
     lambda args, kwargs: (args[:1], (_rest(args, kwargs, "dims"),)),
@@ -174,8 +169,8 @@ def _bind_split_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x,), (x.shape[dim] // number, dim)
 
 
-_add("SplitTensor SplitTensorView SplitWithSize SplitWithSizeView", "split", _bind_split, _split)
-_add("Split", "split", _bind_split_old, _split)
+OPS.row("SplitTensor SplitTensorView SplitWithSize SplitWithSizeView", "split", _bind_split, _split)
+OPS.row("Split", "split", _bind_split_old, _split)
 
 
 def _bind_chunk(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -193,13 +188,13 @@ def _unbind(func: Any, xs: tuple, statics: tuple) -> Any:
 
 
 OPS["Unstack"] = guarded(NativeOp("unbind", _bind_unbind_old, _unbind))
-_add(
+OPS.row(
     "UnstackExt UnstackExtView",
     "unbind",
     lambda args, kwargs: (args[:1], (int(args[1] if len(args) > 1 else kwargs.get("dim", 0)),)),
     _unbind,
 )
-_add("Chunk ChunkView", "chunk", _bind_chunk, lambda func, xs, statics: mint.chunk(xs[0], *statics[:2]))
+OPS.row("Chunk ChunkView", "chunk", _bind_chunk, lambda func, xs, statics: mint.chunk(xs[0], *statics[:2]))
 
 
 def _bind_many(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -207,8 +202,8 @@ def _bind_many(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return tuple(tensors), (int(dim),)
 
 
-_add("Concat Cat", "cat", _bind_many, lambda func, xs, statics: ops.cat(xs, statics[0]))
-_add("Stack StackExt", "stack", _bind_many, lambda func, xs, statics: ops.stack(xs, statics[0]))
+OPS.row("Concat Cat", "cat", _bind_many, lambda func, xs, statics: ops.cat(xs, statics[0]))
+OPS.row("Stack StackExt", "stack", _bind_many, lambda func, xs, statics: ops.stack(xs, statics[0]))
 
 
 # -------------------------------------------------------------------- indexing
@@ -269,7 +264,7 @@ def _call_basic_index(func: Any, operands: tuple, statics: tuple) -> Any:
     return Tensor.__getitem__(operands[0], decode_index(statics[0], ()))
 
 
-_add("SelectExt SelectExtView SelectView", "getitem", _bind_select, _call_basic_index)
+OPS.row("SelectExt SelectExtView SelectView", "getitem", _bind_select, _call_basic_index)
 
 
 def _bind_strided_slice(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
@@ -293,13 +288,13 @@ def _bind_gather(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x, index), (int(dim),)
 
 
-_add(
+OPS.row(
     "GatherD GatherElements",
     "gather",
     _bind_gather,
     lambda func, xs, statics: ops.gather_elements(xs[0], statics[0], xs[1]),
 )
-_add(
+OPS.row(
     "IndexSelect",
     "index_select",
     _bind_gather,
