@@ -103,7 +103,7 @@ OPS.add("InplaceCopy Assign", elementwise("linear_", 2))
 OPS["InplaceZero"] = elementwise("linear_", 1)
 OPS.add("InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub", elementwise("add_", 2))
 OPS["Contiguous"] = elementwise("contiguous", 1)
-# Not guarded: on an empty shard nothing leads back either.
+# Not guarded: it has no gradient, whether there are elements or not.
 OPS["StopGradient"] = NativeOp("alias", OPS["Neg"].bind, _stop_gradient, False)
 OPS["Clone"] = guarded(NativeOp("linear_unary", OPS["Neg"].bind, _clone, False))
 OPS["Lerp"] = OPS["LerpScalar"] = elementwise("pointwise")
