@@ -34,22 +34,15 @@ def _bind_primitive(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x,), (dims_of(dim), bool(keepdim), None)
 
 
-def _sum(func: Any, xs: tuple, statics: tuple) -> Any:
-    dims, keepdim, dtype = statics
-    return mint.sum(xs[0], dims, keepdim, dtype=dtype)
+def _with_dtype(function: Callable) -> Callable[[Any, tuple, tuple], Any]:
+    return lambda func, xs, statics: function(xs[0], statics[0], statics[1], dtype=statics[2])
 
 
-def _mean(func: Any, xs: tuple, statics: tuple) -> Any:
-    dims, keepdim, dtype = statics
-    return mint.mean(xs[0], dims, keepdim, dtype=dtype)
+def _extremum(function: Callable) -> Callable[[Any, tuple, tuple], Any]:
+    return lambda func, xs, statics: function(xs[0], statics[0] or (), statics[1])
 
 
-def _amax(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.amax(xs[0], statics[0] if statics[0] is not None else (), statics[1])
-
-
-def _amin(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.amin(xs[0], statics[0] if statics[0] is not None else (), statics[1])
+_sum, _mean, _amax, _amin = _with_dtype(mint.sum), _with_dtype(mint.mean), _extremum(ops.amax), _extremum(ops.amin)
 
 
 OPS.row("SumExt", "sum", _bind_reduction, _sum)
@@ -146,10 +139,7 @@ def _along(dim_at: int, results: int, default: int | None = -1) -> NativeOp:
         dims = dims_of(dim) or tuple(range(len(args[0].shape)))
         return args[:1], (dims, results, hashable(args[1:]), tuple(kwargs.items()))
 
-    def call(func: Any, xs: tuple, statics: tuple) -> Any:
-        return func(xs[0], *statics[2], **dict(statics[3]))
-
-    return row("along_dims", bind, call)
+    return row("along_dims", bind, _repeat)
 
 
 def _softmax(name: str, has_dtype: bool = False) -> NativeOp:
@@ -199,12 +189,8 @@ def _bind_topk_old(args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return args[:1], (int(args[1]), -1, args[1:], tuple(kwargs.items()))
 
 
-def _topk(func: Any, xs: tuple, statics: tuple) -> Any:
-    return func(xs[0], *statics[2], **dict(statics[3]))
-
-
-OPS.row("TopkExt", "topk", _bind_topk, _topk)
-OPS.row("TopK", "topk", _bind_topk_old, _topk)
+OPS.row("TopkExt", "topk", _bind_topk, _repeat)
+OPS.row("TopK", "topk", _bind_topk_old, _repeat)
 
 
 # -------------------------------------------------------------------- results that depend on all values

@@ -142,7 +142,7 @@ def call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
     return func(*operands) if statics is None else func(*operands, *statics[0], **statics[1])
 
 
-def elementwise(name: str, *operands: str, call: Callable[..., Any] = call_elementwise) -> NativeOp:
+def elementwise(name: str, *operands: str) -> NativeOp:
     """Row of an element-wise operation whose first positional arguments are the named tensor operands."""
     count = len(operands)
     positions = {operand: i for i, operand in enumerate(operands)}
@@ -160,4 +160,4 @@ def elementwise(name: str, *operands: str, call: Callable[..., Any] = call_eleme
                 values.insert(i, rest.pop(key))
         return tuple(values), (args[count:], rest)
 
-    return NativeOp(name, bind, call)
+    return NativeOp(name, bind, call_elementwise)
