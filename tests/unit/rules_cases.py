@@ -374,8 +374,6 @@ ELEMENTWISE = [
     Case("div", "ab,_->ab", (floats(5, 4), 0.3), ("floor",), lambda o, s: np.floor(o[0] / o[1])),
     Case("div_", "ab,_->ab", (floats(5, 4), 0.3), (None,), lambda o, s: o[0] / o[1]),
     Case("linear_unary", "ab->ab", (floats(5, 4),), (), lambda o, s: -o[0]),
-    Case("alias", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
-    Case("contiguous", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
     Case("linear_", "ab,b->ab", (floats(5, 4), floats(4)), (), lambda o, s: np.broadcast_to(o[1], o[0].shape)),
     Case("linear_", "ab->ab", (floats(5, 4),), (), lambda o, s: 0 * o[0]),
     Case("like", "ab->ab", (floats(5, 4),), (), lambda o, s: np.full_like(o[0], 7.0)),
@@ -455,7 +453,6 @@ REDUCTION = [
 ]
 
 VIEW = [
-    *(Case(name, "a.c->ac.", (floats(4, 8, 6),), ((32, 2, 3),), _reshape) for name in ("view", "reshape_copy")),
     *(
         Case("reshape", labels, (floats(*shape),), (new,), _reshape)
         for labels, shape, new in (
@@ -753,6 +750,13 @@ DROPOUT = [
     Case("dropout", "->", (floats(),), (0.5, True), _dropout),
 ]
 
+#: Operations that have their rule from another one, and differ from it in what their results share memory with.
+SAME_RULE = [
+    Case("alias", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
+    Case("contiguous", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
+    *(Case(name, "a.c->ac.", (floats(4, 8, 6),), ((32, 2, 3),), _reshape) for name in ("view", "reshape_copy")),
+]
+
 CASES = [
     *ELEMENTWISE,
     *MATMUL,
@@ -768,4 +772,5 @@ CASES = [
     *FUSED_ATTENTION,
     *LOSS,
     *DROPOUT,
+    *SAME_RULE,
 ]
