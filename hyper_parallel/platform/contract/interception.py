@@ -19,7 +19,7 @@ class NativeOp:
     """One row of a backend's op table: how a native operation maps to a canonical one.
 
     Attributes:
-        name: the canonical operation, a key of `core.dtensor.operations.rules` (``"linear"``, ``"pointwise"``, ...).
+        name: the canonical operation (``"linear"``, ``"pointwise"``, ...); docs/rules.md lists them.
         bind: ``bind(func, args, kwargs) -> (operands, statics)`` brings a native call into canonical form.
             ``operands`` is the tuple of tensor operands (tensors, Python scalars or ``None``), ``statics`` the tuple
             of the remaining arguments in the order that the canonical operation documents; it must be hashable.
