@@ -111,13 +111,9 @@ def is_moved(have: Layout, read: Layout | None) -> bool:
     )
 
 
-def _each(result: Any) -> tuple | list:
-    return result if isinstance(result, (tuple, list)) else (result,)
-
-
 # ---------------------------------------------------------------------------- the shards tell
 def _share(operands: tuple, result: Any) -> None:
-    for y in _each(result):
+    for y in result if isinstance(result, (tuple, list)) else (result,):
         share(operands[0], y)
 
 
@@ -146,7 +142,7 @@ def _following(view: _View, layout: Layout, name: str) -> After:
                 return
             if None in view.strides(strides):
                 return
-        follow(x, _each(result), backs, name)
+        follow(x, result if isinstance(result, (tuple, list)) else (result,), backs, name)
 
     return after
 
@@ -180,7 +176,8 @@ def _tracking(view: _View) -> Aliasing:
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
-        for y, strides in zip(_each(result), known[x._strides], strict=True):
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for y, strides in zip(results, known[x._strides], strict=True):
             if strides is _COPY or y is x:
                 continue
             if strides is UNKNOWN and not view.always:
