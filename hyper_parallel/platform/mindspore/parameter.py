@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
 from hyper_parallel.platform.contract import Dispatch
+from hyper_parallel.platform.mindspore.empty_shards import use_rules
 from hyper_parallel.platform.mindspore.handlers.likes import NEW_METHODS
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, copy_of, is_dispatching
 from hyper_parallel.platform.unpatched import Unpatched
@@ -133,6 +134,7 @@ def make_dtensor_class(mixin: type, dispatch: Dispatch) -> type:
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
     members = {**names, **NEW_METHODS}
     InterceptedTensor._dispatch = staticmethod(dispatch)  # type: ignore[assignment]
+    use_rules(dispatch)
     dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), members)
     parameter = type(Tensor)(
         "DTensorParameter",

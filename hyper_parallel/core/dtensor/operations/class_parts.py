@@ -14,7 +14,7 @@ _HEADS: dict[int, list[tuple[weakref.ref[Any], str]]] = {}
 
 
 def remember_head(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
-    """Remember a module whose plain output has ``own`` of its ``features``, and no layer beside it that takes these."""
+    """Remember a module whose plain output has ``own`` of its ``features``, which no layer takes as its input."""
     what = (
         f"the logits have {own} classes, which is this rank's part of the {features} that {path!r} gives: its "
         f"ColwiseParallel shards them over {mesh}, and its output is plain. Give {path!r} "
