@@ -193,7 +193,7 @@ def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
     )
 
 
-@handles(*find("as_strided as_strided_copy as_strided_scatter", torch, T))
+@handles(*find(["as_strided", "as_strided_copy", "as_strided_scatter"], torch, T))
 def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.as_strided(...)`` names places in memory: in a gathered copy, if the single device's memory looks like it."""
     x = args[0] if args else kwargs["input"]
@@ -220,7 +220,7 @@ def _is_where_one_device_has_it(x: Any) -> bool:
     return x._layout.replicated and (x._family is None or x._family.source is None)
 
 
-@handles(*find("to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc", T))
+@handles(*find(["to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"], T))
 def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
     """A DTensor is made of strided tensors: a sparse one has other parts, whose sizes depend on the data."""
     raise TypeError(

@@ -17,6 +17,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     global_shape,
     signature,
     to_dims,
+    words,
 )
 from hyper_parallel.platform.torch.private import any_autocast
 
@@ -27,22 +28,22 @@ T: Any = torch.Tensor
 
 def table() -> Table:
     """Rows of operations along whole dimensions, and of those whose operands are gathered."""
-    rows = Table()
+    rows: Table = {}
     for name in ("softmax", "log_softmax"):
         call = _call_softmax(getattr(torch, name))
         row = NativeOp(name, _bind_softmax, call, binds_by_function=False, varies=any_autocast)
-        rows.add(find(name, torch, T, F, torch.special), row)
+        rows.update(dict.fromkeys(find([name], torch, T, F, torch.special), row))
     for name, results in (("cumsum", 1), ("cumprod", 1), ("logcumsumexp", 1), ("cummax", 2), ("cummin", 2)):
         row = NativeOp("along_dims", _bind_cumulative(results), _call_cumulative(getattr(torch, name)))
-        rows.add(find(name, torch, T), row)
-    rows.add([torch.sort, T.sort], NativeOp("along_dims", _bind_sort(2), _call_sort))
-    rows.add([torch.argsort, T.argsort], NativeOp("along_dims", _bind_sort(1), _call_argsort))
-    rows.add([torch.flip, T.flip], NativeOp("along_dims", _bind_flip, _call_flip))
-    rows.add([torch.roll, T.roll], NativeOp("along_dims", _bind_roll, _call_roll))
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    rows.update(dict.fromkeys([torch.sort, T.sort], NativeOp("along_dims", _bind_sort(2), _call_sort)))
+    rows.update(dict.fromkeys([torch.argsort, T.argsort], NativeOp("along_dims", _bind_sort(1), _call_argsort)))
+    rows.update(dict.fromkeys([torch.flip, T.flip], NativeOp("along_dims", _bind_flip, _call_flip)))
+    rows.update(dict.fromkeys([torch.roll, T.roll], NativeOp("along_dims", _bind_roll, _call_roll)))
     for name in ("tril", "triu"):
         row = NativeOp("along_dims", _bind_triangle, _call_triangle(getattr(torch, name)))
-        rows.add(find(name, torch, T), row)
-    rows.add([torch.topk, T.topk], NativeOp("topk", _bind_topk, _call_topk))
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    rows.update(dict.fromkeys([torch.topk, T.topk], NativeOp("topk", _bind_topk, _call_topk)))
     rows.update(_replicated())
     return rows
 
@@ -148,14 +149,14 @@ def _call_topk(func: Any, operands: tuple, statics: tuple) -> Any:
 
 def _replicated() -> Table:
     """What leaves the world of tensors, or whose result has a size that depends on the data."""
-    names = """
+    names = words(
+        """
     item tolist numpy equal allclose is_nonzero nonzero argwhere unique unique_consecutive masked_select bincount
     __bool__ __int__ __float__ __complex__ __index__ __array__
     """
+    )
     row = NativeOp("replicate", lambda func, args, kwargs: (args, (tuple(kwargs.items()),)), _call_replicated)
-    rows = Table()
-    rows.add(find(names, torch, T), row)
-    return rows
+    return dict.fromkeys(find(names, torch, T), row)
 
 
 def _call_replicated(func: Any, operands: tuple, statics: tuple) -> Any:

@@ -24,15 +24,7 @@ __all__ = [
     "words",
 ]
 
-
-class Table(dict[Any, NativeOp]):
-    """Native function -> its row."""
-
-    def add(self, functions: Iterable[Any], op: NativeOp) -> None:
-        """One row for several functions."""
-        self.update(dict.fromkeys(functions, op))
-
-
+Table = dict[Any, NativeOp]
 Bind = Callable[[Any, tuple, dict], tuple[tuple, Any]]
 
 #: Other spellings that torch accepts for an argument.
@@ -125,11 +117,10 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def find(names: str, *owners: Any) -> list[Any]:
-    """Every function of these names, given as words, in ``owners`` (default: torch, its tensor methods, functional and
-    special)."""
+def find(names: Iterable[str], *owners: Any) -> list[Any]:
+    """Every function of these names in ``owners`` (default: torch, its tensor methods, functional and special)."""
     found = []
-    for name in names.split():
+    for name in names:
         for owner in owners or (torch, torch.Tensor, F, torch.special, native_functions):
             function = getattr(owner, name, None)
             if function is not None and function not in found:
@@ -142,7 +133,7 @@ def call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
     return func(*operands) if statics is None else func(*operands, *statics[0], **statics[1])
 
 
-def elementwise(name: str, *operands: str) -> NativeOp:
+def elementwise(name: str, *operands: str, call: Callable[..., Any] = call_elementwise) -> NativeOp:
     """Row of an element-wise operation whose first positional arguments are the named tensor operands."""
     count = len(operands)
     positions = {operand: i for i, operand in enumerate(operands)}
@@ -160,4 +151,4 @@ def elementwise(name: str, *operands: str) -> NativeOp:
                 values.insert(i, rest.pop(key))
         return tuple(values), (args[count:], rest)
 
-    return NativeOp(name, bind, call_elementwise)
+    return NativeOp(name, bind, call)

@@ -20,7 +20,7 @@ __all__ = ["table"]
 def table() -> Table:
     """Rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
     npu_fusion_attention."""
-    rows = Table()
+    rows: Table = {}
     attention = NativeOp("fused_attention", _bind_attention, _call_attention)
     for name, row in (
         ("npu_rms_norm", NativeOp("rms_norm", _bind_rms_norm, _call)),

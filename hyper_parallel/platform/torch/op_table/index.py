@@ -18,13 +18,13 @@ T: Any = torch.Tensor
 
 def table() -> Table:
     """Rows of getitem, setitem_, gather, index_select and one_hot."""
-    rows = Table()
+    rows: Table = {}
     rows[T.__getitem__] = NativeOp("getitem", _bind_getitem, _call_getitem)
     rows[T.__setitem__] = NativeOp("setitem_", _bind_setitem, _call_setitem)
-    rows.add([torch.select, T.select], NativeOp("getitem", _bind_select, _call_getitem))
+    rows.update(dict.fromkeys([torch.select, T.select], NativeOp("getitem", _bind_select, _call_getitem)))
     for name in ("gather", "index_select"):
         row = NativeOp(name, _bind_gather, _call_gather(getattr(torch, name)))
-        rows.add(find(name, torch, T), row)
+        rows.update(dict.fromkeys(find([name], torch, T), row))
     one_hot = NativeOp("one_hot", _bind_one_hot, lambda func, operands, statics: F.one_hot(operands[0], *statics))
     rows[F.one_hot] = one_hot
     return rows

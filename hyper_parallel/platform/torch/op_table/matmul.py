@@ -19,13 +19,13 @@ _no_statics: tuple = ()
 
 def table() -> Table:
     """Rows of linear, matmul and addmm."""
-    rows = Table({F.linear: NativeOp("linear", _bind_linear, _call_linear)})
+    rows: Table = {F.linear: NativeOp("linear", _bind_linear, _call_linear)}
     matmul = NativeOp("matmul", _bind_matmul, _call_matmul)
-    rows.add(find("matmul mm bmm mv dot __matmul__", torch, T), matmul)
+    rows.update(dict.fromkeys(find(["matmul", "mm", "bmm", "mv", "dot", "__matmul__"], torch, T), matmul))
     rows[torch.linalg.matmul] = matmul
     reflected = NativeOp("matmul", lambda func, args, kwargs: ((args[1], args[0]), _no_statics), _call_matmul)
     rows[T.__rmatmul__] = reflected
-    rows.add([torch.addmm, T.addmm], NativeOp("addmm", _bind_addmm, _call_addmm))
+    rows.update(dict.fromkeys([torch.addmm, T.addmm], NativeOp("addmm", _bind_addmm, _call_addmm)))
     rows[torch.einsum] = NativeOp("einsum", _bind_einsum, lambda func, ops, statics: torch.einsum(statics[0], *ops))
     return rows
 

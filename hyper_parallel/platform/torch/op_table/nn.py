@@ -17,7 +17,7 @@ T: Any = torch.Tensor
 
 def table() -> Table:
     """Rows of embedding, layer_norm, rms_norm, attention, cross_entropy, nll_loss and dropout."""
-    rows = Table()
+    rows: Table = {}
     rows[F.embedding] = NativeOp("embedding", _bind_embedding, _call_embedding)
     rows[torch.embedding] = NativeOp("embedding", _bind_raw_embedding, _call_embedding)
     rows[F.layer_norm] = NativeOp("layer_norm", _bind_layer_norm, _call_layer_norm)

@@ -14,6 +14,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     find,
     signature,
     to_dims,
+    words,
 )
 
 __all__ = ["WHOLE_EXTREMUM", "table"]
@@ -21,36 +22,39 @@ __all__ = ["WHOLE_EXTREMUM", "table"]
 T: Any = torch.Tensor
 
 #: Rows of ``max(x)`` and ``min(x)``; the same functions with a dimension have two results and another row.
-WHOLE_EXTREMUM = Table()
+WHOLE_EXTREMUM: Table = {}
 
 
 def table() -> Table:
     """Rows of reductions."""
-    return Table({**_reductions(), **_norms()})
+    return {**_reductions(), **_norms()}
 
 
 # ---------------------------------------------------------------------------------------------------- reductions
 
 
 def _reductions() -> Table:
-    rows = Table()
+    rows: Table = {}
     for name in ("sum", "mean"):
         row = NativeOp(name, _bind_sum, _call_with_dtype(getattr(torch, name)))
-        rows.add(find(name, torch, T), row)
+        rows.update(dict.fromkeys(find([name], torch, T), row))
     for name in ("amax", "amin"):
         call = _call_extremum(getattr(torch, name))
-        rows.add(find(name, torch, T), NativeOp(name, _bind_extremum, call))
+        rows.update(dict.fromkeys(find([name], torch, T), NativeOp(name, _bind_extremum, call)))
         row = NativeOp(name, _bind_whole_extremum, _call_whole_extremum(getattr(torch, name[1:])))
-        WHOLE_EXTREMUM.add(find(name[1:], torch, T), row)
-    names = "argmax argmin prod all any std var count_nonzero nansum nanmean"
+        WHOLE_EXTREMUM.update(dict.fromkeys(find([name[1:]], torch, T), row))
+    names = words("argmax argmin prod all any std var count_nonzero nansum nanmean")
     row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
-    rows.add(find(names, torch, T), row)
+    rows.update(dict.fromkeys(find(names, torch, T), row))
     row = NativeOp("logsumexp", _bind_reduce_whole, _call_reduce_whole)
-    rows.add(find("logsumexp"), row)
+    rows.update(dict.fromkeys(find(["logsumexp"]), row))
     row = NativeOp("reduce_pair", _bind_extremum_pair, _call_pair)
-    rows.add(find("max min median nanmedian mode", torch, T), row)
+    for name in ("max", "min"):
+        rows.update(dict.fromkeys(find([name], torch, T), row))
+    for name in ("median", "nanmedian", "mode"):
+        rows.update(dict.fromkeys(find([name], torch, T), row))
     row = NativeOp("reduce_pair", _bind_reduce_whole, _call_reduce_whole)
-    rows.add([torch.var_mean, torch.std_mean], row)
+    rows.update(dict.fromkeys([torch.var_mean, torch.std_mean], row))
     return rows
 
 
@@ -142,9 +146,9 @@ def _call_reduce_whole(func: Any, operands: tuple, statics: tuple) -> Any:
 
 def _norms() -> Table:
     row = NativeOp("vector_norm", _bind_vector_norm, _call_vector_norm)
-    rows = Table({torch.linalg.vector_norm: row})
+    rows: Table = {torch.linalg.vector_norm: row}
     norm = NativeOp("vector_norm", _bind_norm, _call_vector_norm)
-    rows.add([torch.norm, T.norm], norm)
+    rows.update(dict.fromkeys([torch.norm, T.norm], norm))
     return rows
 
 

@@ -27,7 +27,7 @@ T: Any = torch.Tensor
 
 def table() -> Table:
     """Rows of all operations on shapes."""
-    return Table({**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits()})
+    return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits()}
 
 
 def _int_list(args: tuple, kwargs: dict, *names: str) -> tuple[int, ...]:
@@ -52,17 +52,17 @@ def _input(args: tuple, kwargs: dict) -> Any:
 
 
 def _reshapes() -> Table:
-    rows = Table()
+    rows: Table = {}
     reshape = NativeOp("reshape", _bind_reshape, _call_reshape)
     rows[T.view] = NativeOp("view", _bind_reshape, _call_view)
     rows[getattr(torch, "view_copy", None)] = NativeOp("reshape_copy", _bind_reshape, _call_view_copy)
     rows[T.reshape] = rows[torch.reshape] = reshape
     rows[T.view_as] = NativeOp("view", _bind_like, _call_reshape)
     rows[T.reshape_as] = NativeOp("reshape", _bind_like, _call_reshape)
-    rows.add(find("flatten", torch, T), NativeOp("reshape", _bind_flatten, _call_reshape))
-    rows.add(find("unflatten", torch, T), NativeOp("reshape", _bind_unflatten, _call_reshape))
+    rows.update(dict.fromkeys(find(["flatten"], torch, T), NativeOp("reshape", _bind_flatten, _call_reshape)))
+    rows.update(dict.fromkeys(find(["unflatten"], torch, T), NativeOp("reshape", _bind_unflatten, _call_reshape)))
     ravel = NativeOp("reshape", lambda func, args, kwargs: ((_input(args, kwargs),), ((-1,),)), _call_reshape)
-    rows.add(find("ravel", torch, T), ravel)
+    rows.update(dict.fromkeys(find(["ravel"], torch, T), ravel))
     return rows
 
 
@@ -136,16 +136,17 @@ def _swapped(ndim: int, a: int, b: int) -> tuple[int, ...]:
 
 
 def _permutations() -> Table:
-    rows = Table()
-    rows.add(find("permute", torch, T), NativeOp("permute", _bind_permute, _call_permute))
-    rows.add(find("transpose swapaxes swapdims", torch, T), NativeOp("permute", _bind_transpose, _call_permute))
+    rows: Table = {}
+    rows.update(dict.fromkeys(find(["permute"], torch, T), NativeOp("permute", _bind_permute, _call_permute)))
+    names = ["transpose", "swapaxes", "swapdims"]
+    rows.update(dict.fromkeys(find(names, torch, T), NativeOp("permute", _bind_transpose, _call_permute)))
     movedim = NativeOp("permute", _bind_movedim, _call_permute)
-    rows.add(find("movedim moveaxis", torch, T), movedim)
+    rows.update(dict.fromkeys(find(["movedim", "moveaxis"], torch, T), movedim))
     two = NativeOp("permute", _bind_last_two, _call_permute)
-    rows.add([T.mT.__get__, T.t, torch.t], two)
+    rows.update(dict.fromkeys([T.mT.__get__, T.t, torch.t], two))
     rows[T.T.__get__] = NativeOp("permute", _bind_reverse, _call_permute)
     adjoint = NativeOp("permute", _bind_last_two, lambda func, ops, statics: ops[0].permute(statics[0]).conj())
-    rows.add([T.mH.__get__, T.H.__get__, torch.adjoint, T.adjoint], adjoint)
+    rows.update(dict.fromkeys([T.mH.__get__, T.H.__get__, torch.adjoint, T.adjoint], adjoint))
     return rows
 
 
@@ -199,20 +200,20 @@ def _bind_movedim(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 
 def _sizes_one() -> Table:
-    rows = Table()
+    rows: Table = {}
     unsqueeze = NativeOp("unsqueeze", _bind_dim, lambda func, operands, statics: T.unsqueeze(operands[0], statics[0]))
-    rows.add(find("unsqueeze", torch, T), unsqueeze)
-    rows.add(find("squeeze", torch, T), NativeOp("squeeze", _bind_squeeze, _call_squeeze))
+    rows.update(dict.fromkeys(find(["unsqueeze"], torch, T), unsqueeze))
+    rows.update(dict.fromkeys(find(["squeeze"], torch, T), NativeOp("squeeze", _bind_squeeze, _call_squeeze)))
     expand = NativeOp("expand", _bind_expand, lambda func, operands, statics: T.expand(operands[0], statics[0]))
-    rows.add([T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to], expand)
+    rows.update(dict.fromkeys([T.expand, T.expand_as, torch.broadcast_to, T.broadcast_to], expand))
     repeat = NativeOp("repeat", _bind_repeat, lambda func, operands, statics: T.repeat(operands[0], statics[0]))
-    rows.add([T.repeat, torch.tile, T.tile], repeat)
+    rows.update(dict.fromkeys([T.repeat, torch.tile, T.tile], repeat))
     interleave = NativeOp(
         "repeat_interleave",
         _bind_interleave,
         lambda func, operands, statics: T.repeat_interleave(operands[0], statics[0], statics[1]),
     )
-    rows.add([torch.repeat_interleave, T.repeat_interleave], interleave)
+    rows.update(dict.fromkeys([torch.repeat_interleave, T.repeat_interleave], interleave))
     rows[F.pad] = rows[native("pad")] = NativeOp("pad", _bind_pad, _call_pad)
     return rows
 
@@ -273,18 +274,18 @@ def _call_pad(func: Any, operands: tuple, statics: tuple) -> Any:
 
 
 def _joins_and_splits() -> Table:
-    rows = Table()
+    rows: Table = {}
     cat = NativeOp("cat", _bind_join, _call_cat)
-    rows.add(find("cat concat concatenate", torch), cat)
+    rows.update(dict.fromkeys(find(["cat", "concat", "concatenate"], torch), cat))
     rows[torch.stack] = NativeOp("stack", _bind_join, _call_stack)
     chunk = NativeOp("chunk", _bind_chunk, lambda func, operands, statics: T.chunk(operands[0], *statics))
-    rows.add([torch.chunk, T.chunk], chunk)
+    rows.update(dict.fromkeys([torch.chunk, T.chunk], chunk))
     split = NativeOp("split", _bind_split, lambda func, operands, statics: torch.split(operands[0], *statics))
-    rows.add(find("split split_with_sizes", torch, T), split)
+    rows.update(dict.fromkeys(find(["split", "split_with_sizes"], torch, T), split))
     unbind = NativeOp("unbind", _bind_unbind, lambda func, operands, statics: T.unbind(operands[0], statics[0]))
-    rows.add([torch.unbind, T.unbind], unbind)
+    rows.update(dict.fromkeys([torch.unbind, T.unbind], unbind))
     narrow = NativeOp("narrow", _bind_narrow, lambda func, operands, statics: T.narrow(operands[0], *statics))
-    rows.add([torch.narrow, T.narrow], narrow)
+    rows.update(dict.fromkeys([torch.narrow, T.narrow], narrow))
     return rows
 
 
