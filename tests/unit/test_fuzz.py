@@ -227,3 +227,13 @@ def test_results_in_row_major_order() -> None:
     program = Program(1, (2,), (leaf,), steps, (2,))
     assert (values_of(replace(program, row_major=True))[2] == 2).all()
     assert not (values_of(program)[2] == 2).any()
+
+
+def test_what_was_written_is_shaken() -> None:
+    """The norm of equal numbers makes much of errors of rounding, also where a write made them equal."""
+    leaf = Leaf((5, 5), "float32", (Replicate(),), False, 5)
+    steps = (Step("set", (0,), ((...,), 2)),)
+    program = Program(1, (2,), (leaf,), steps, (1,))
+    assert (values_of(program)[1] == 2).all()
+    shaken = values_of(program, 1)[1]
+    assert len(np.unique(shaken)) > 10 and np.abs(shaken - 2).max() < 1e-4

@@ -41,11 +41,7 @@ class Leaf:
         """The whole tensor; ``shaken`` by a random error such as rounding makes, another one for each number above
         0."""
         values = self._values()
-        if not shaken or self.dtype in ("bool", "int64"):
-            return values
-        error = (1e-3 if self.dtype == "float16" else 1e-6) * (1 + np.abs(values))
-        noise = np.random.default_rng((self.seed, shaken)).standard_normal(self.shape)
-        return np.asarray(values + error * noise, self.dtype)
+        return _shaken(values, np.random.default_rng((self.seed, shaken))) if shaken else values
 
     def _values(self) -> np.ndarray:
         rng = np.random.default_rng(self.seed)
@@ -57,6 +53,14 @@ class Leaf:
         if self.has_nan and values.size:
             values.flat[int(rng.integers(0, values.size))] = np.nan
         return values
+
+
+def _shaken(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """``values`` with errors like those of rounding, if they are floating."""
+    if not np.issubdtype(values.dtype, np.floating):
+        return values
+    error = (1e-3 if values.dtype == np.float16 else 1e-6) * (1 + np.abs(values))
+    return np.asarray(values + error * rng.standard_normal(values.shape), values.dtype)
 
 
 @dataclass(frozen=True)
@@ -267,10 +271,14 @@ _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
 
 
 def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
-    """All values of a program in NumPy; see `Leaf.values`."""
+    """All values of a program in NumPy; `Leaf.values` says how they are shaken, and so is what a step has written to:
+    numbers that were equal before it are so no more."""
     values = [leaf.values(shaken) for leaf in program.leaves]
-    for step in program.steps:
-        values += _results(program, step, values)
+    for number, step in enumerate(program.steps):
+        results = _results(program, step, values)
+        if shaken and step.word != "redistribute" and WORDS[step.word].writes:
+            results[0][...] = _shaken(results[0], np.random.default_rng((program.seed, shaken, number)))
+        values += results
     return values
 
 

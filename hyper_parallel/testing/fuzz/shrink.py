@@ -104,7 +104,8 @@ def _past_step(program: Program, at: int) -> Iterator[Program]:
             for k, later in enumerate(program.steps)
         )
         outputs = tuple(sorted({i if n == start else n for n in program.outputs}))
-        shorter = _without_step(replace(program, steps=steps, outputs=outputs), at)
+        past = replace(program, steps=steps, outputs=outputs)
+        shorter = _without_step(past, at) if _is_valid(past) else None
         if shorter is not None:
             yield shorter
 

@@ -16,7 +16,6 @@ def _merge(*tables: Table) -> Table:
         for func in table.keys() & merged.keys():
             raise AssertionError(f"{func} has two rows: {merged[func].name} and {table[func].name}")
         merged.update(table)
-    merged.pop(None, None)
     return merged
 
 
