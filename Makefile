@@ -76,7 +76,7 @@ demo: .venv/$(DEMO_ENVIRONMENT)/.ready
 	HYPER_PARALLEL_PLATFORM=$(DEMO_PLATFORM) $(DEMO_PYTHON) examples/train_llama/train.py --tp $(TP)
 
 CASES :=
-OUT := benchmarks/results/$(shell date +%F)-$(shell uname -m)-$(shell getconf _NPROCESSORS_ONLN)-cores
+OUT := benchmarks/results/$(shell uname -m)-$(shell getconf _NPROCESSORS_ONLN)-cores
 bench: .venv/all/.ready
 	HYPER_PARALLEL_PLATFORM=torch-cpu .venv/all/bin/python -m benchmarks $(CASES) --out $(OUT)
 

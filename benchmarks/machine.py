@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform as machine
@@ -16,6 +17,7 @@ def describe() -> dict[str, str | int | float]:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     versions = {package: _version(package) for package in ("torch", "mindspore", "numpy")}
     return {
+        "date": f"{datetime.date.today()}",
         "processor": _processor(),
         "cores": os.cpu_count() or 0,
         "load average at the start": round(load, 2),

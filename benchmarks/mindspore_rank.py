@@ -32,7 +32,7 @@ from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes, MlpSizes
 from benchmarks.timing import Step, ratios, spread
 from benchmarks.traffic import Traffic, differences
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 
 UNSHARDED, HAND_WRITTEN = "unsharded", "hand-written"
 HYPER_PARALLEL, DTENSORS = "hyper_parallel", "hyper_parallel, DTensors between modules"

@@ -1,14 +1,22 @@
-"""What a case returns, and how it is written: JSON for programs, Markdown for people."""
+"""What a case returns, and how it is written.
+
+A file of JSON holds the whole run, and one of Markdown beside it a summary. ``python -m benchmarks.report NAME.json``
+prints the whole run as Markdown.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Goal", "Result", "Table", "as_markdown", "write"]
+__all__ = ["Goal", "Result", "Table", "as_json", "as_markdown", "as_summary", "read", "write"]
+
+#: JSON that is not longer stands on one line.
+LINE = 300
 
 
 @dataclass
@@ -81,33 +89,94 @@ def _grid(columns: list[str], rows: list[list[Any]]) -> list[str]:
     ]
 
 
-def as_markdown(environment: dict[str, Any], results: list[Result]) -> str:
-    """The report: goals first, then each case, then the machine."""
-    lines = [
-        "# Benchmark",
-        "",
-        "In brackets: quartiles over rounds. Each case is explained in `benchmarks/README.md`.",
-        "",
+def _of_goals(results: list[Result], missed_only: bool = False) -> list[str]:
+    rows = [
+        [result.case, goal.what, goal.value, f"<= {goal.limit:g}", "yes" if goal.reached else "**no**"]
+        for result in results
+        for goal in result.goals
+        if not (missed_only and goal.reached)
     ]
-    goals = [(result, goal) for result in results for goal in result.goals]
-    if goals:
-        rows = [
-            [result.case, goal.what, goal.value, f"<= {goal.limit:g}", "yes" if goal.reached else "**no**"]
-            for result, goal in goals
-        ]
-        lines += ["## Goals", "", *_grid(["case", "goal", "measured", "limit", "reached"], rows)]
+    return _grid(["case", "goal", "measured", "limit", "reached"], rows) if rows else []
+
+
+def _of_machine(environment: dict[str, Any]) -> list[str]:
+    return ["## Machine", "", *(f"- {key}: {value}" for key, value in environment.items()), ""]
+
+
+def as_markdown(environment: dict[str, Any], results: list[Result]) -> str:
+    """The whole run: goals first, then every table of every case, then the machine."""
+    lines = ["# Benchmark", "", "In brackets: quartiles over rounds. Cases: `benchmarks/README.md`.", ""]
+    if goals := _of_goals(results):
+        lines += ["## Goals", "", *goals]
     for result in results:
         lines += [f"## {result.case}", "", result.how, ""]
         for table in result.tables:
             lines += [f"**{table.title}**", "", *_grid(table.columns, table.rows)]
-    lines += ["## Machine", "", *(f"- {key}: {value}" for key, value in environment.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_of_machine(environment)])
+
+
+def as_summary(environment: dict[str, Any], results: list[Result]) -> str:
+    """The goals that were missed; and of each case the medians, one row a table where tables are alike."""
+    goals = [goal for result in results for goal in result.goals]
+    lines = [
+        "# Benchmark",
+        "",
+        "A summary. The file of JSON beside this one holds every figure, with quartiles over rounds; `python -m "
+        "benchmarks.report` prints it. Cases: `benchmarks/README.md`.",
+        "",
+    ]
+    if goals:
+        lines += ["## Goals", "", f"{sum(goal.reached for goal in goals)} of {len(goals)} were reached.", ""]
+        lines += _of_goals(results, missed_only=True)
+    for result in results:
+        lines += [f"## {result.case}", "", result.how, ""]
+        alike: dict[tuple[str, ...], list[Table]] = {}
+        for table in result.tables:
+            alike.setdefault((*table.columns, *(row[0] for row in table.rows)), []).append(table)
+        for first, *others in alike.values():
+            if not others:
+                lines += [f"**{first.title}**", "", *_grid(first.columns, first.rows)]
+                continue
+            lines += [f"**{first.columns[-1]}**", ""]
+            rows = [[table.title, *(_median(row[-1]) for row in table.rows)] for table in (first, *others)]
+            lines += _grid(["", *(row[0] for row in first.rows)], rows)
+    return "\n".join([*lines, *_of_machine(environment)])
+
+
+def _median(cell: Any) -> Any:
+    return cell["median"] if isinstance(cell, dict) else cell
+
+
+def as_json(value: Any, indent: str = "") -> str:
+    """JSON with numbers to six digits; what is longer than a line has one item a line."""
+    if isinstance(value, float):
+        return json.dumps(float(f"{value:.6g}"))
+    if isinstance(value, dict):
+        items, brackets = [f"{json.dumps(key)}: {as_json(x, indent + ' ')}" for key, x in value.items()], "{}"
+    elif isinstance(value, list):
+        items, brackets = [as_json(x, indent + " ") for x in value], "[]"
+    else:
+        return json.dumps(value)
+    line = ", ".join(items)
+    if len(line) <= LINE and "\n" not in line:
+        return f"{brackets[0]}{line}{brackets[1]}"
+    return f"{brackets[0]}\n{indent} " + f",\n{indent} ".join(items) + f"\n{indent}{brackets[1]}"
 
 
 def write(out: Path, environment: dict[str, Any], results: list[Result]) -> None:
-    """Write ``out`` with the suffixes .json and .md."""
+    """Write the run to ``out`` with the suffix .json, and its summary to ``out`` with .md."""
     out.parent.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment, "results": [dataclasses.asdict(result) for result in results]}
     # Not with_suffix: names may hold dots.
-    Path(f"{out}.json").write_text(json.dumps(record, indent=1) + "\n")
-    Path(f"{out}.md").write_text(as_markdown(environment, results))
+    Path(f"{out}.json").write_text(as_json(record) + "\n")
+    Path(f"{out}.md").write_text(as_summary(*read(Path(f"{out}.json"))))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
+    """The environment and the results in a file that `write` wrote."""
+    record = json.loads(path.read_text())
+    return record["environment"], [Result.from_dict(result) for result in record["results"]]
+
+
+if __name__ == "__main__":
+    print(as_markdown(*read(Path(sys.argv[1]))))

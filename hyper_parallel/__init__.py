@@ -7,9 +7,57 @@ all that changes. They are resolved when first used, so that ``import hyper_para
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at run time
+    from hyper_parallel.core.dtensor.communication.coalesce import coalesce_gradients as coalesce_gradients
+    from hyper_parallel.core.dtensor.communication.errors import CollectiveError as CollectiveError
+    from hyper_parallel.core.dtensor.communication.errors import RankMismatchError as RankMismatchError
+    from hyper_parallel.core.dtensor.communication.rank_check import check_ranks as check_ranks
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh as DeviceMesh
+    from hyper_parallel.core.dtensor.device_mesh import init_device_mesh as init_device_mesh
+    from hyper_parallel.core.dtensor.dtensor import DTensor as DTensor
+    from hyper_parallel.core.dtensor.dtensor import distribute_module as distribute_module
+    from hyper_parallel.core.dtensor.dtensor import distribute_parameter as distribute_parameter
+    from hyper_parallel.core.dtensor.dtensor import distribute_tensor as distribute_tensor
+    from hyper_parallel.core.dtensor.factories import empty as empty
+    from hyper_parallel.core.dtensor.factories import full as full
+    from hyper_parallel.core.dtensor.factories import ones as ones
+    from hyper_parallel.core.dtensor.factories import rand as rand
+    from hyper_parallel.core.dtensor.factories import randn as randn
+    from hyper_parallel.core.dtensor.factories import zeros as zeros
+    from hyper_parallel.core.dtensor.operations.custom_ops import register_sharding as register_sharding
+    from hyper_parallel.core.dtensor.operations.modes import implicit_replication as implicit_replication
+    from hyper_parallel.core.dtensor.operations.modes import strict as strict
+    from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding as OpSharding
+    from hyper_parallel.core.dtensor.operations.random import manual_seed as manual_seed
+    from hyper_parallel.core.dtensor.placement_types import PackedShard as PackedShard
+    from hyper_parallel.core.dtensor.placement_types import Partial as Partial
+    from hyper_parallel.core.dtensor.placement_types import Placement as Placement
+    from hyper_parallel.core.dtensor.placement_types import Replicate as Replicate
+    from hyper_parallel.core.dtensor.placement_types import Shard as Shard
+    from hyper_parallel.core.tensor_parallel.api import parallelize_module as parallelize_module
+    from hyper_parallel.core.tensor_parallel.loss import loss_parallel as loss_parallel
+    from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from hyper_parallel.core.tensor_parallel.overlap import overlap_collectives as overlap_collectives
+    from hyper_parallel.core.tensor_parallel.style import ColwiseParallel as ColwiseParallel
+    from hyper_parallel.core.tensor_parallel.style import HeadNormParallel as HeadNormParallel
+    from hyper_parallel.core.tensor_parallel.style import NoParallel as NoParallel
+    from hyper_parallel.core.tensor_parallel.style import ParallelStyle as ParallelStyle
+    from hyper_parallel.core.tensor_parallel.style import ParameterParallel as ParameterParallel
+    from hyper_parallel.core.tensor_parallel.style import PrepareModuleInput as PrepareModuleInput
+    from hyper_parallel.core.tensor_parallel.style import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from hyper_parallel.core.tensor_parallel.style import PrepareModuleOutput as PrepareModuleOutput
+    from hyper_parallel.core.tensor_parallel.style import RowwiseParallel as RowwiseParallel
+    from hyper_parallel.core.tensor_parallel.style import SequenceParallel as SequenceParallel
+    from hyper_parallel.core.tensor_parallel.style import register_style as register_style
+    from hyper_parallel.debug import CommDebugMode as CommDebugMode
+    from hyper_parallel.platform import Platform as Platform
+    from hyper_parallel.platform import available_platforms as available_platforms
+    from hyper_parallel.platform import get_platform as get_platform
+    from hyper_parallel.platform import register_platform as register_platform
+
+__version__ = "0.1.0.dev0"  # the only place that says it: pyproject.toml reads it here
 
 _HOME_OF = {
     "CollectiveError": "hyper_parallel.core.dtensor.communication.errors",
@@ -62,13 +110,14 @@ _HOME_OF = {
 
 __all__ = sorted(_HOME_OF)
 
+if not TYPE_CHECKING:  # type checkers must not take any name for one that exists
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

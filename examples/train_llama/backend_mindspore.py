@@ -11,7 +11,7 @@ from mindspore.experimental.optim import AdamW
 
 from config import VOCAB_SIZE, RunConfig
 from hyper_parallel import DeviceMesh, DTensor, parallelize_module
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from model_mindspore import LlamaForCausalLM
 from plan import tensor_parallel_plan
 

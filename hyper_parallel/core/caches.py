@@ -57,9 +57,11 @@ def clear_caches() -> None:
 
 
 def cache_sizes() -> dict[str, int]:
-    """How many entries the caches have, by name: to see whether something grows that should not.
+    """How many entries each cache has, by name: to see whether something grows that should not. A cache appears when
+    the module that keeps it is first used.
 
     Example:
+        >>> from hyper_parallel import DTensor
         >>> from hyper_parallel.debug import cache_sizes
         >>> "plans of operations" in cache_sizes()
         True

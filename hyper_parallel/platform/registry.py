@@ -111,6 +111,9 @@ def register_platform(
 
     Raises:
         ValueError: when the name or an alias is taken by another backend.
+
+    Example:
+        >>> register_platform("my-backend", "my_package.platform:MyPlatform", aliases=["mine"])  # doctest: +SKIP
     """
     with _lock:
         _read_built_in()
@@ -140,10 +143,10 @@ def available_platforms() -> dict[str, str | None]:
 
 
 def get_platform(name: str | None = None) -> Platform:
-    """The backend called ``name``, always the same object.
+    """The backend called ``name``, or the selected one. It is always the same object.
 
-    Without a name it is the selected one, decided at the first call and kept: what ``HYPER_PARALLEL_PLATFORM`` says;
-    else the framework that the program has imported; else the only one installed; else torch.
+    The selected backend is decided when it is first needed, and kept. It is what ``HYPER_PARALLEL_PLATFORM`` names;
+    else that of the framework that the program has imported; else that of the only one installed; else torch.
 
     Args:
         name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or one that was
@@ -225,8 +228,8 @@ def _listing() -> str:
     _read_all()
     lines = ["Known platforms:"]
     for name, backend in sorted(_backends.items()):
-        reason = "available" if backend.instance is not None else backend.unavailable_reason()
-        lines.append(f"  {name}: " + ("available" if reason in (None, "available") else f"not available: {reason}"))
+        reason = None if backend.instance is not None else backend.unavailable_reason()
+        lines.append(f"  {name}: " + ("available" if reason is None else f"not available: {reason}"))
     aliases = ", ".join(sorted(_aliases))
     lines.append(f"Aliases: {aliases}. Set {ENVIRONMENT_VARIABLE} or call get_platform(name).")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from hyper_parallel import CommDebugMode, DTensor, check_ranks, manual_seed
-from hyper_parallel.platform.mindspore import grad
+from hyper_parallel.mindspore import grad
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import loss_of, make_net, whole
 
@@ -46,7 +46,7 @@ def clipped(mesh: Any, how: str) -> list[str]:
     gradients = own_gradients(plain, how)
     for name, clip in CLIPS.items():
         wanted = [g.asnumpy() for g in clip(gradients)]
-        distributed = grad.grad(loss_of(net), None, parameters)()
+        distributed = grad(loss_of(net), None, parameters)()
         if name != "value":
             got = [whole(g) for g in clip(distributed)]
             if not all(np.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(got, wanted, strict=True)):
@@ -92,14 +92,14 @@ def refused(mesh: Any) -> list[str]:
     plain = make_net()
     ops.clip_by_global_norm(tuple(g * 0.5 for g in own_gradients(plain, "grad")), 0.1)
     own_gradients(net, "grad")
-    grad.grad(loss_of(net), None, net.trainable_params())()
+    grad(loss_of(net), None, net.trainable_params())()
     ops.clip_by_global_norm(local, 0.1)
     return messages
 
 
 def test_what_was_computed_from_local_gradients(pool: Any) -> None:
     first, *others = pool.run(3, refused)
-    assert all("hyper_parallel.platform.mindspore.grad" in message for message in first)
+    assert all("hyper_parallel.mindspore" in message for message in first)
     assert all(len(other) == len(first) for other in others)
 
 

@@ -21,7 +21,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.core.dtensor.operations import random
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 
 ROWS, WIDTH = 5, 40

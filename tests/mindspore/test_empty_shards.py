@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import DTensor, check_ranks, manual_seed
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.calls import CALLS, evaluate, operands
 from tests.mindspore.test_calls import placed

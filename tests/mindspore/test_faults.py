@@ -17,7 +17,7 @@ import os
 import numpy as np
 from mindspore import Tensor, nn
 import hyper_parallel as hp
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 
 platform = hp.get_platform()
 platform.init_process_group()

@@ -25,7 +25,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.debug import CommDebugMode
-from hyper_parallel.platform.mindspore.grad import grad, value_and_grad
+from hyper_parallel.mindspore import grad, value_and_grad
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import loss_of, make_net, whole

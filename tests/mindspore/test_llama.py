@@ -14,7 +14,7 @@ from mindspore import Tensor, ops
 from mindspore.experimental.optim import AdamW
 
 from hyper_parallel import CommDebugMode, DTensor, Shard, implicit_replication, loss_parallel, parallelize_module
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.llama import CASES, FEW_HEADS, PLAN, Case, Config, make, tokens

@@ -20,7 +20,7 @@ from hyper_parallel import (
     distribute_tensor,
     parallelize_module,
 )
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 
 on_2_by_2 = on_mesh(2, 2, names=("dp", "tp"))

@@ -11,7 +11,7 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import ColwiseParallel, DTensor, Shard, distribute_tensor, parallelize_module
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import FEATURES, error_of, loss_of, make_net, rows_of, whole
 

@@ -23,6 +23,7 @@ import hyper_parallel as hp
 from hyper_parallel import Shard
 from hyper_parallel.platform import patching
 from hyper_parallel.core.tensor_parallel import api  # every module that a plan uses
+import hyper_parallel.mindspore
 import hyper_parallel.platform.mindspore.grad, hyper_parallel.platform.mindspore.patches
 
 def unpatched():
@@ -67,7 +68,7 @@ def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
     """After training, too; then plain cells are trained as before, and a plan can be applied again."""
     code = """
 import inspect
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.platform.mindspore.patches import PATCHES
 from hyper_parallel.platform.patching import _resolved
 rng = np.random.default_rng(0)

@@ -189,6 +189,16 @@ def test_contiguous_is_dense(platform: Any) -> None:
     assert platform.contiguous(x.T).is_contiguous()
 
 
+def test_bytes(platform: Any) -> None:
+    for dtype in (ms.bfloat16, ms.float16, ms.int64, ms.bool_):
+        for x in (Tensor(np.arange(6.0).reshape(2, 3)).astype(dtype), ops.zeros((0, 3), dtype)):
+            back = platform.from_bytes(platform.bytes_of(x), x)
+            assert (back.dtype, back.shape) == (dtype, x.shape) and platform.bytes_of(back) == platform.bytes_of(x)
+            parameter = Parameter(ops.zeros(x.shape, dtype)) if x.size else ops.zeros(x.shape, dtype)
+            platform.write(parameter, back)
+            assert platform.bytes_of(parameter) == platform.bytes_of(x)
+
+
 def test_factories(platform: Any) -> None:
     for dtype in (ms.float16, ms.bfloat16, ms.int8, ms.bool_):
         for value in (0.0, 1.0, 7):

@@ -12,7 +12,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from hyper_parallel import CommDebugMode, DTensor
-from hyper_parallel.platform.mindspore.grad import value_and_grad
+from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import VOCABULARY, batch, loss_of, make_net, whole
 

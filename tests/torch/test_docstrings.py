@@ -1,8 +1,9 @@
-"""The examples in the docstrings run."""
+"""The examples in the docstrings run, and the style that CONTRIBUTING.md shows."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -30,15 +31,23 @@ def test_examples() -> None:
         for path in sorted((PACKAGE / folder).rglob("*.py"))
         if path.stem != "__init__"
     ]
+    assert int(run_alone("-c", PROGRAM, *modules).split()[-1]) > 30
+
+
+def test_style_of_the_first_day(tmp_path: Path) -> None:
+    page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "frozen.py"
+    script.write_text(next(block for block in blocks if block.startswith("# frozen.py\n")))
+    assert "(Shard(dim=0),) None torch.Size([2, 4])" in run_alone(str(script))
+
+
+def run_alone(*arguments: str) -> str:
+    """What Python prints, in a process whose world has one rank."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launcher}
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *modules],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert int(run.stdout.split()[-1]) > 30
+    return run.stdout

@@ -185,7 +185,7 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda x, **_: x.view((24,)),
         lambda x, y, **_: x.view_as(y),
     ],
-    "reshape_copy": [lambda x, **_: torch.view_copy(x, (2, 2, 6))],
+    "reshape_copy": [lambda x, **_: torch.view_copy(x, (2, 2, 6)), lambda x, **_: torch.view_copy(x.t(), (24,))],
     "reshape": [
         lambda x, **_: x.reshape(-1, 3),
         lambda x, **_: torch.reshape(x, [4, 2, 3]),

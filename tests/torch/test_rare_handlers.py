@@ -21,6 +21,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch import op_table
 from hyper_parallel.platform.torch.handlers.copying import rebuild_dtensor
 from hyper_parallel.platform.torch.handlers.optimizers import local_step
+from hyper_parallel.platform.torch.op_table.binding import find
 from hyper_parallel.platform.torch.tensor import make_dtensor_class
 from hyper_parallel.testing.spmd import on_mesh
 from tests.conftest import PLATFORM
@@ -201,10 +202,11 @@ def test_a_function_has_one_row() -> None:
     rows = [NativeOp(name, lambda func, args, kwargs: (args, None), lambda func, ops, statics: None) for name in "ab"]
     with pytest.raises(AssertionError, match="has two rows: a and b"):
         op_table._merge({torch.relu: rows[0]}, {torch.relu: rows[1]})
-    assert op_table._merge({torch.relu: rows[0], None: rows[1]}, {torch.tanh: rows[1]}) == {
-        torch.relu: rows[0],
-        torch.tanh: rows[1],
-    }
+    merged = {torch.relu: rows[0], torch.tanh: rows[1]}
+    assert op_table._merge({torch.relu: rows[0]}, {torch.tanh: rows[1]}) == merged
+    # What this torch does not have, or is no function (a dtype), gets no row.
+    assert find("relu no_such_function", torch, torch.Tensor) == [torch.relu, torch.Tensor.relu]
+    assert find("float", torch, torch.Tensor) == [torch.Tensor.float]
 
 
 # ------------------------------------------------------------------------------------------------ importing torch

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import against, cases, machine, plot
-from benchmarks.report import Goal, Result, Table, as_markdown, write
+from benchmarks.report import Goal, Result, Table, as_json, as_markdown, as_summary, read, write
 from benchmarks.timing import Effort, Step, interleaved, ratios, spread
 
 
@@ -56,10 +56,50 @@ def test_report(tmp_path: Path) -> None:
     assert record["environment"] == {"torch": "2.13"}
     again = Result.from_dict(record["results"][0])
     assert dataclasses.asdict(again)["tables"] == dataclasses.asdict(result())["tables"]
-    text = (tmp_path / "folder" / "cpu-2.10.md").read_text()
+    text = as_markdown(*read(tmp_path / "folder" / "cpu-2.10.json"))
     assert text == as_markdown({"torch": "2.13"}, [result()])
     assert "| mlp | slow | 2.00 | <= 1.5 | **no** |" in text
     assert "| unsharded | 2.00 (1.50 to 2.50) | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) |" in text
+
+
+def test_json_has_one_item_a_line_where_it_is_long() -> None:
+    rows = [["x" * 100, float(i), {"median": 2 / 3}] for i in range(9)]
+    text = as_json({"n": 1, "rows": rows, "title": None})
+    assert json.loads(text) == {"n": 1, "rows": [[a, b, {"median": 0.666667}] for a, b, _ in rows], "title": None}
+    assert len(text.splitlines()) == 2 + 2 + len(rows) + 2
+
+
+def test_summary(tmp_path: Path) -> None:
+    """The goals that were missed; the medians of tables that have the same versions, a row each; other tables whole."""
+    alone = Table("Loading", ["way", "seconds"], [["meta", spread([1.0, 2.0, 3.0])]])
+    several = dataclasses.replace(result(), tables=[*result().tables, alone, *result().tables])
+    write(tmp_path / "cpu", {"torch": "2.13"}, [several])
+    text = (tmp_path / "cpu.md").read_text()
+    assert "1 of 3 were reached" in text and "| slow |" in text and "| equal |" not in text
+    assert "**ratio to tuned**" in text and "|  | unsharded | hand-written, textbook | torch <1> |" in text
+    assert text.count("| MLP: forward | 0.50 | 1.00 | 100.0 |") == 2
+    assert "**Loading**" in text and "| meta | 2.00 (1.50 to 2.50) |" in text
+    assert text.endswith("- torch: 2.13\n")
+
+
+RESULTS = sorted((Path(cases.__file__).parents[1] / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_summaries_are_those_of_the_runs(path: Path) -> None:
+    assert path.with_suffix(".md").read_text() == as_summary(*read(path))
+
+
+def test_the_committed_plot_is_drawn_from_a_committed_run() -> None:
+    drawn = [plot.draw(json.loads(path.read_text())) for path in RESULTS]
+    assert (Path(cases.__file__).parents[2] / "docs" / "benchmarks.svg").read_text() in drawn
+
+
+def test_results_have_little_weight() -> None:
+    """One run of a machine, not the history: that is what the repository's is for."""
+    files = [path for path in RESULTS[0].parent.iterdir() if path.suffix not in (".json", ".md")]
+    assert not files
+    assert all(len(path.read_text().splitlines()) < 1000 for path in RESULTS)
 
 
 def test_plot() -> None:

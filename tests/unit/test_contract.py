@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,30 @@ def test_core_calls_every_verb_that_is_required() -> None:
     assert {verb for verb in required() if not re.search(rf"\.{verb}\b", text)} == set()
 
 
+def test_every_verb_is_called() -> None:
+    """Those of checkpoints, which are not there yet, by the conformance suite."""
+    package = CONTRACT.parents[1]
+    paths = [
+        *(package / "core").rglob("*.py"),
+        *(package / "testing" / "conformance").glob("*.py"),
+        CONTRACT / "tensors.py",
+    ]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    verbs = {name for cls in Platform.__mro__ for name, x in vars(cls).items() if isinstance(x, FunctionType)}
+    # `unavailable_reason` is a class method, for the registry; users call `register_...`.
+    verbs = {verb for verb in verbs if not verb.startswith(("_", "register_"))} | {"register_forward_hook"}
+    assert {verb for verb in verbs if not re.search(rf"\.{verb}\b", text)} == set()
+
+
+def test_the_page_shows_how_a_verb_is_added() -> None:
+    page = (CONTRACT.parents[2] / "docs" / "platform.md").read_text(encoding="utf-8").split("## Adding a verb")[1]
+    blocks = re.findall(r"`([^\s`]+\.py)`[^`]*```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    for path, block in blocks:
+        (file,) = CONTRACT.parents[1].glob(f"*{path}" if path.startswith("core") else f"platform/{path}")
+        assert block in file.read_text(encoding="utf-8"), path
+
+
 def test_a_role_is_on_two_screens() -> None:
     for path in CONTRACT.glob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 200, path.name
@@ -62,11 +87,20 @@ class _Arrays:
     def detach(self, x: np.ndarray) -> np.ndarray:
         return x.view()
 
+    def cat(self, xs: Any, dim: int) -> np.ndarray:
+        return np.concatenate(xs, dim)
+
+    def all_gather(self, x: np.ndarray, group: Any, size: int) -> np.ndarray:
+        return np.concatenate([x * (i + 1) for i in range(size)])
+
+    def write(self, x: np.ndarray, values: np.ndarray) -> None:
+        x[...] = values
+
     def own_parameters(self, module: Any) -> dict[str, Any]:
         return {"weight": module, "bias": None}
 
     def autograd_function(self, forward: Any, backward: Any) -> Any:
-        return lambda x: forward(None, x)
+        return lambda x, *static: forward(SimpleNamespace(), x, *static)
 
 
 def plain() -> Any:
@@ -111,3 +145,21 @@ def test_a_backend_supports_what_it_brings() -> None:
         with pytest.raises(TypeError, match=f"Plain brings no {verb}"):
             getattr(platform, verb)(*arguments)
     assert isinstance(platform, CollectiveRole)
+
+
+def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
+    platform, x, y = plain(), np.arange(6.0).reshape(2, 3), np.arange(2.0)
+    assert platform.join([x, y[:0], y]).tolist() == [*range(6), 0, 1]
+    parts = platform.part(platform.join([x, y]), [(2, 3), (0, 4), (2,)])
+    assert [part.tolist() for part in parts] == [x.tolist(), [], y.tolist()]
+    swapped = platform.joint_function(lambda ctx, factor, a, b: [b * factor, a.T], lambda ctx, b, a: [a.T, b])
+    assert [z.tolist() for z in swapped(2, x, y)] == [(y * 2).tolist(), x.T.tolist()]
+    out = np.zeros(6)
+    platform.start_collective("all_gather", out, y + 1, "", None, 3).wait()
+    assert out.tolist() == [1, 2, 2, 4, 3, 6]
+    assert not platform.frees_storage and not platform.is_compiling()
+    for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, x)):
+        with pytest.raises(TypeError, match="Plain frees no storage"):
+            refused()
+    with pytest.raises(TypeError, match="Plain makes no tensors of bytes"):
+        platform.from_bytes(b"", x)

@@ -114,7 +114,7 @@ def test_the_page_shows_the_example() -> None:
     blocks += [
         textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n)+", page, re.MULTILINE) if "numpy =" in block
     ]
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     for block in blocks:
         assert block in code, block
 

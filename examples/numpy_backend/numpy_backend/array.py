@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "Node", "Parameter", "gradients", "made", "no_recording", "recording"]
+__all__ = ["Array", "Node", "Parameter", "gradients", "in_backward", "made", "no_recording", "recording"]
 
 _ORDER = itertools.count()
 
 
 class _Recording(threading.local):
     on = True
+    backwards = 0
 
 
 _RECORDING = _Recording()
@@ -29,6 +30,11 @@ _RECORDING = _Recording()
 def recording() -> bool:
     """Whether operations are noted on the tape."""
     return _RECORDING.on
+
+
+def in_backward() -> bool:
+    """Whether gradients are being computed."""
+    return _RECORDING.backwards > 0
 
 
 @contextmanager
@@ -92,6 +98,11 @@ class Array:
     def dtype(self) -> np.dtype:
         """NumPy's dtype."""
         return self.value.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.value.itemsize
 
     @property
     def grad(self) -> Any:
@@ -173,6 +184,7 @@ def gradients(output: Array, inputs: Sequence[Array], cotangent: Array, create_g
                 if x.node is not None:
                     waiting.append(x)
     before, _RECORDING.on = _RECORDING.on, create_graph
+    _RECORDING.backwards += 1
     try:
         for y in sorted(ordered, key=lambda y: -y.node.order):  # type: ignore[union-attr]
             received = found.get(id(y))
@@ -186,4 +198,5 @@ def gradients(output: Array, inputs: Sequence[Array], cotangent: Array, create_g
                 found[id(x)] = part if known is None else known + part
     finally:
         _RECORDING.on = before
+        _RECORDING.backwards -= 1
     return [found.get(id(x)) for x in inputs]

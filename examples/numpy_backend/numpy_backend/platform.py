@@ -19,7 +19,7 @@ from numpy_backend import (
     processes,
     random,
 )
-from numpy_backend.array import Array, Node, Parameter, no_recording, recording
+from numpy_backend.array import Array, Node, Parameter, in_backward, no_recording, recording
 
 __all__ = ["NumpyPlatform"]
 
@@ -86,6 +86,9 @@ class NumpyPlatform(Platform):
     def requires_grad(self, x: Array) -> bool:
         return recording() and x.requires_grad
 
+    def in_backward(self) -> bool:
+        return in_backward()
+
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def back_of(context: Any) -> Callable[[Array], list[Any]]:
             def back(g: Array) -> list[Any]:
@@ -131,6 +134,9 @@ class NumpyPlatform(Platform):
 
     def bytes_of(self, x: Array) -> bytes:
         return x.value.tobytes()
+
+    def from_bytes(self, values: bytes, like: Array) -> Array:
+        return Array(np.frombuffer(bytearray(values), like.dtype).reshape(like.value.shape))
 
     def write(self, x: Array, values: Array) -> None:
         x.value[...] = values.value

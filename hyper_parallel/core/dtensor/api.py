@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.transitions import by_rank
+from hyper_parallel.core.dtensor.communication.shard_steps import by_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
@@ -30,18 +30,23 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
-    """Distribute a whole tensor over a mesh. The result is a leaf: it has no gradient history.
+    """Distribute a whole tensor over a mesh.
 
     Args:
-        tensor: plain tensor with the global shape, on every rank.
+        tensor: plain tensor of the global shape and any dtype, on every rank; from another device it is copied to the
+            mesh's. A DTensor that is placed so already is returned as it is.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
-        placements: `Shard` or `Replicate` per mesh dimension; None is `Replicate` everywhere. `Partial` is allowed too:
-            the first rank then holds the value.
-        src_data_rank: index along each mesh dimension of the rank whose data counts: one scatter or broadcast per
-            mesh dimension. None takes each rank's own data and communicates nothing.
+        placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere. With `Partial`, the
+            first rank along the mesh dimension holds the value, and the others hold what changes nothing: zeros of a
+            sum, ones of a product, and otherwise the value too.
+        src_data_rank: which rank's data counts, as an index along each mesh dimension: one scatter or broadcast for
+            each mesh dimension. None takes each rank's own data and communicates nothing.
+
+    Returns:
+        A DTensor of the same global shape, dtype and ``requires_grad``. It is a leaf: gradients end at it.
 
     Raises:
-        TypeError: when ``tensor`` is no tensor.
+        TypeError: when ``tensor`` is no tensor of the platform, or one of another library's distributed tensors.
         ValueError: for wrong placements, a ``src_data_rank`` outside the mesh, or a DTensor placed otherwise.
 
     Example:
@@ -82,12 +87,27 @@ def distribute_parameter(
     *,
     src_data_rank: int | None = 0,
 ) -> None:
-    """Distribute the parameter ``module.<name>``; name, ``requires_grad`` and ties stay.
+    """Distribute the parameter ``module.<name>`` in place. Its name, ``requires_grad`` and ties stay.
 
-    A parameter that is distributed already, because another module shares it, must have these placements.
+    Args:
+        module: module that holds the parameter itself, not through a child.
+        name: name of the parameter in ``module``, such as ``"weight"``.
+        device_mesh: the mesh.
+        placements: `Shard` or `Replicate` for each mesh dimension. A parameter that is distributed already, because
+            another module shares it, must have these.
+        src_data_rank: as in `distribute_tensor`.
 
     Raises:
+        KeyError: when ``module`` has no parameter of that name.
         ValueError: for wrong placements, or a tied parameter that is placed otherwise.
+
+    Example:
+        >>> from torch import nn
+        >>> from hyper_parallel import Shard, distribute_parameter, init_device_mesh
+        >>> linear = nn.Linear(4, 6)
+        >>> distribute_parameter(linear, "weight", init_device_mesh("cpu", (1,)), [Shard(0)])
+        >>> linear.weight.placements
+        (Shard(dim=0),)
     """
     platform = bind_platform(device_mesh.platform)
     parameter = dict(platform.named_parameters(module))[name]
@@ -121,17 +141,30 @@ def distribute_module(
     """Distribute the parameters and buffers of a module and, with hooks, its inputs and outputs.
 
     Args:
-        module: module of the platform; changed in place and returned.
+        module: module of the framework; it is changed in place.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
-        partition_fn: ``partition_fn(path, submodule, mesh)`` distributes parameters, with `distribute_parameter` for
-            example; what it leaves plain is replicated.
+        partition_fn: ``partition_fn(path, submodule, mesh)`` is called for every module below, the whole one included,
+            and distributes parameters, for example with `distribute_parameter`. What it leaves plain is replicated.
         input_fn: ``input_fn(module, args, mesh)`` gives the new positional inputs;
             ``input_fn(module, args, kwargs, mesh)`` gives ``(args, kwargs)``.
         output_fn: ``output_fn(module, output, mesh)`` gives the new output.
         src_data_rank: as in `distribute_tensor`.
 
+    Returns:
+        ``module``.
+
     Raises:
         ValueError: when ``input_fn`` takes neither three nor four arguments.
+
+    Example:
+        >>> from torch import nn
+        >>> from hyper_parallel import Shard, distribute_module, distribute_parameter, init_device_mesh
+        >>> def by_rows(path, module, mesh):
+        ...     if isinstance(module, nn.Linear):
+        ...         distribute_parameter(module, "weight", mesh, [Shard(0)])
+        >>> model = distribute_module(nn.Sequential(nn.Linear(4, 6)), init_device_mesh("cpu", (1,)), by_rows)
+        >>> model[0].weight.placements, model[0].bias.placements
+        ((Shard(dim=0),), (Replicate(),))
 
     Source: ``torch.distributed.tensor.distribute_module``.
     """
@@ -191,8 +224,9 @@ def _shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
                     local = platform.narrow(local, placement.dim, sum(sizes[:rank]), sizes[rank])
             elif source is not None:
                 local = collectives.broadcast(platform.clone(local), mesh, mesh_dim, source)
-            if placement is Partial() and rank != 0:
-                local = platform.zeros(platform.shape_of(local), local)
+            if rank != 0 and (placement is Partial() or placement is Partial("product")):
+                neutral = platform.zeros if placement is Partial() else platform.ones
+                local = neutral(platform.shape_of(local), local)
         return platform.clone(local)
 
 

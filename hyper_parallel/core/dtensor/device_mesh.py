@@ -30,9 +30,11 @@ _ACTIVE = threading.local()
 
 
 class DeviceMesh:
-    """Ranks arranged in an array, one process group per row of each dimension.
+    """Ranks arranged in an n-dimensional array, with a process group for each row along each dimension.
 
-    Constructing one is collective: every rank of the world takes part, also those outside the mesh.
+    All ranks of the world must construct it, in the same order as other meshes, also those that are not in it.
+    Constructing an equal mesh again gives the same object. Inside ``with mesh:``, functions that take a mesh use this
+    one when they are given none.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the platform's own.
@@ -40,7 +42,7 @@ class DeviceMesh:
         mesh_dim_names: one name per dimension, needed for ``mesh["name"]``.
 
     Attributes:
-        device_type: as given.
+        device_type: device type of the platform.
         platform: the `Platform` whose collectives the mesh uses.
         mesh: int array of global ranks.
         mesh_dim_names: tuple of names, or None.
@@ -81,7 +83,7 @@ class DeviceMesh:
         return _intern(platform, ranks, names, None)
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's index in each dimension, None outside the mesh."""
+        """This rank's index in each dimension; None on a rank that is not in the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
@@ -201,11 +203,14 @@ def init_device_mesh(
     *,
     mesh_dim_names: Sequence[str] | None = None,
 ) -> DeviceMesh:
-    """A `DeviceMesh` over ranks 0, 1, ... in row-major order; initialises the default process group where needed.
+    """A `DeviceMesh` of ranks 0, 1, ... in row-major order. All ranks of the world must call it.
+
+    It initialises the framework's default process group if the program has not done so. Without a launcher, the world
+    has one rank.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the selected platform's own.
-        mesh_shape: sizes of the dimensions; None is one dimension over the whole world.
+        mesh_shape: number of ranks in each dimension; None is one dimension over the whole world.
         mesh_dim_names: one name per dimension.
 
     Raises:

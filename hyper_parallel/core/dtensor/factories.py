@@ -1,4 +1,4 @@
-"""Distributed tensors made from nothing. Mirrors the factories of ``torch.distributed.tensor``."""
+"""Factories of distributed tensors. Mirrors the factories of ``torch.distributed.tensor``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
 
 def zeros(*size: Any, **options: Any) -> Any:
-    """A DTensor of zeros.
+    """A DTensor of zeros. Nothing is communicated, and each rank allocates its own part only.
 
     Args:
         size: global shape, as one sequence or as ints.
-        dtype: dtype; None is the framework's default.
-        requires_grad: whether the result records gradients.
-        device_mesh: mesh; None is the one entered with ``with mesh:``.
-        placements: `Shard` or `Replicate` per mesh dimension; None is `Replicate` everywhere.
+        dtype: dtype of the framework; None is the framework's default.
+        requires_grad: whether gradients with respect to the result are recorded.
+        device_mesh: the mesh; None is the one entered with ``with mesh:``.
+        placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere.
+
+    Returns:
+        A DTensor of the shape ``size`` on the mesh's device.
 
     Raises:
         ValueError: for wrong placements (`Partial` included) or a negative size.
@@ -39,28 +42,52 @@ def zeros(*size: Any, **options: Any) -> Any:
 
 
 def ones(*size: Any, **options: Any) -> Any:
-    """A DTensor of ones; arguments as for `zeros`."""
+    """A DTensor of ones. Arguments and errors are those of `zeros`."""
     return _make("ones", size, 1.0, **options)
 
 
 def empty(*size: Any, **options: Any) -> Any:
-    """A DTensor with any values; arguments as for `zeros`."""
+    """A DTensor whose values are not set. Arguments and errors are those of `zeros`."""
     return _make("empty", size, None, **options)
 
 
 def full(size: Sequence[int], fill_value: Any, **options: Any) -> Any:
-    """A DTensor full of ``fill_value``; the other arguments as for `zeros`."""
+    """A DTensor in which every element is ``fill_value``.
+
+    Args:
+        size: global shape, as a sequence.
+        fill_value: a Python number, from which the dtype follows unless ``dtype`` is given.
+        options: ``dtype``, ``requires_grad``, ``device_mesh`` and ``placements``, as in `zeros`.
+
+    Example:
+        >>> from hyper_parallel import full, init_device_mesh
+        >>> full((2,), 1.5, device_mesh=init_device_mesh("cpu", (1,))).full_tensor()
+        tensor([1.5000, 1.5000])
+    """
     return _make("full", (size,), fill_value, **options)
 
 
 def rand(*size: Any, **options: Any) -> Any:
-    """Uniform numbers from [0, 1): the ones the framework's generator gives a single device with this seed, whatever
-    the number of ranks. Arguments as for `zeros`."""
+    """A DTensor of random numbers, uniform in [0, 1).
+
+    They are the numbers that the framework's generator gives to a single device with the same seed, for any number of
+    ranks and any placements: every rank draws the whole tensor and keeps its part. Where the generators of the ranks
+    differ, the first rank's state counts (`manual_seed`). Arguments and errors are those of `zeros`.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import Shard, init_device_mesh, manual_seed, rand
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> manual_seed(0, mesh)
+        >>> x = rand(4, 2, device_mesh=mesh, placements=[Shard(0)])
+        >>> torch.equal(x.full_tensor(), torch.rand(4, 2, generator=torch.Generator().manual_seed(0)))
+        True
+    """
     return _make("rand", size, None, **options)
 
 
 def randn(*size: Any, **options: Any) -> Any:
-    """Standard normal numbers, as `rand`."""
+    """A DTensor of random numbers with the standard normal distribution, drawn as `rand` draws them."""
     return _make("randn", size, None, **options)
 
 

@@ -15,7 +15,15 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """Base class of `Shard`, `Replicate` and `Partial`. Immutable and interned."""
+    """How a tensor lies on one dimension of a mesh: base class of `Shard`, `PackedShard`, `Replicate` and `Partial`.
+
+    Placements cannot be changed, and equal ones are one object. A DTensor has one for each mesh dimension.
+
+    Example:
+        >>> from hyper_parallel import Placement, Shard
+        >>> isinstance(Shard(0), Placement), Shard(0) is Shard(0)
+        (True, True)
+    """
 
     __slots__ = ()
     _interned: ClassVar[dict[tuple, Placement]] = {}
@@ -51,7 +59,7 @@ class Placement:
 
 
 class Replicate(Placement):
-    """Every rank of the mesh dimension holds the whole tensor.
+    """Every rank along the mesh dimension holds all of the tensor, and the same values.
 
     Example:
         >>> from hyper_parallel import Replicate
@@ -75,8 +83,10 @@ class Replicate(Placement):
 
 
 class Shard(Placement):
-    """Tensor dimension ``dim`` is split over the mesh dimension as `torch.chunk` splits it: 5 over 4 ranks gives 2, 2,
-    1 and 0.
+    """Tensor dimension ``dim`` is split over the ranks along the mesh dimension.
+
+    It is split as `torch.chunk` does it: every part has the size of the dimension divided by the number of ranks,
+    rounded up, as long as something is left. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0 elements.
 
     Args:
         dim: tensor dimension; negative counts from the end and is resolved where the number of dimensions is known.
@@ -117,10 +127,10 @@ class Shard(Placement):
 class PackedShard(Shard):
     """Tensor dimension ``dim`` holds several parts one after the other, and each part is split over the mesh dimension.
 
-    For weights that are several matrices in one, such as query, key and value: rank 0 of two holds the first half of
-    each part, where ``Shard(dim)`` would give it the first half of the whole. What computes along the dimension element
-    by element keeps the placement; taking the parts apart (``split``, ``chunk``, a view) gives each as ``Shard(dim)``
-    without communication.
+    It is for weights that are several matrices in one, such as query, key and value: rank 0 of two holds the first half
+    of each part, where ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element
+    along the dimension by itself keep the placement. Operations that take the parts apart (``split``, ``chunk``, a
+    view) give each part as ``Shard(dim)``, without communication.
 
     Args:
         dim: tensor dimension, as in `Shard`.
@@ -183,10 +193,13 @@ class PackedShard(Shard):
 
 
 class Partial(Placement):
-    """Every rank of the mesh dimension holds one summand (or factor, or candidate); the tensor is their reduction.
+    """Every rank along the mesh dimension holds a tensor of the whole shape, and the value is their reduction: with
+    ``"sum"``, each rank holds a summand.
+
+    Operations that contract a sharded dimension give such results; `DTensor.redistribute` reduces them.
 
     Args:
-        reduce_op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.
+        reduce_op: how the value comes about: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.
 
     Raises:
         ValueError: for another ``reduce_op``.

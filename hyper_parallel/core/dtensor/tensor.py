@@ -30,11 +30,12 @@ _EVEN_LAYOUTS: dict[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]], L
 
 
 class DTensor:
-    """A distributed tensor: an instance is a tensor of the framework too, with the global shape as its shape.
+    """A distributed tensor. It is a tensor of the framework too, and its shape is the global one.
 
-    Operations on it run on this rank's local part, with the communication that their sharding rules ask for; its local
-    tensor is part of the framework's autograd graph. Instances come from `from_local`, `distribute_tensor` and the
-    factories, never from the constructor.
+    Operations on it run on this rank's local part, with the communication that their sharding rules ask for. Its local
+    tensor is part of the framework's autograd graph, and its gradient is a DTensor placed as it is itself, with
+    `Replicate` for `Partial`. Instances are made by `from_local`, `distribute_tensor`, the factories and operations,
+    not by the constructor.
 
     Example:
         >>> from hyper_parallel import DTensor, Shard, init_device_mesh
@@ -75,15 +76,18 @@ class DTensor:
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> Any:
-        """Make a DTensor of each rank's local tensor. Differentiable, no communication without ``run_check``.
+        """Make a DTensor of each rank's local tensor. It is differentiable, and communicates nothing without
+        ``run_check``.
 
         Args:
             local_tensor: plain tensor, this rank's part; from another device it is copied to the mesh's.
             device_mesh: the mesh; None is the one entered with ``with mesh:``.
-            placements: one per mesh dimension; None is `Replicate` everywhere.
-            run_check: compare shapes, dtypes and replicated data over the ranks; what differs is an error on all.
-            shape: global shape. Needed when shards are uneven: without it the shards are taken to be equal.
-            stride: accepted because torch has it; strides follow from the local tensor.
+            placements: one for each mesh dimension; None is `Replicate` everywhere.
+            run_check: whether to compare shapes, dtypes and replicated data over the ranks. Where they differ, all
+                ranks raise.
+            shape: global shape. It is needed when shards are uneven: without it, all shards are taken to have the size
+                of this one.
+            stride: taken because torch has it, and not read: strides follow from the local tensor.
             grad_placements: how the gradient that reaches ``local_tensor`` is laid out; by default as ``placements``,
                 `Replicate` for `Partial`.
 
@@ -137,7 +141,8 @@ class DTensor:
             return x
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
-        """This rank's part as a plain tensor. Differentiable, no communication in forward.
+        """This rank's part, as a plain tensor of the local shape. It is differentiable, and communicates nothing in
+        forward.
 
         Args:
             grad_placements: how the gradient that comes back to the plain tensor is laid out. By default: the full
@@ -172,12 +177,15 @@ class DTensor:
         *,
         async_op: bool = False,
     ) -> Any:
-        """The same tensor placed otherwise. Differentiable.
+        """The same tensor with other placements, by the cheapest sequence of collectives. It is differentiable.
 
         Args:
             device_mesh: None or the tensor's own mesh.
-            placements: one per mesh dimension; None is `Replicate` everywhere.
-            async_op: accepted because torch has it; the result is always ready to use.
+            placements: one for each mesh dimension; None is `Replicate` everywhere.
+            async_op: taken because torch has it, and not read: the result is always ready to use.
+
+        Returns:
+            A DTensor with memory of its own, or this one where nothing changes.
 
         Raises:
             ValueError: for another mesh, wrong placements, or a `Partial` that the tensor does not have already.
@@ -200,7 +208,11 @@ class DTensor:
             return platform.wrap(platform.clone(y), target) if alias else y
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
-        """The whole tensor as a plain tensor, on every rank of the mesh; differentiable, gathers as needed.
+        """The whole tensor, as a plain tensor of the global shape on every rank of the mesh. It is differentiable. All
+        ranks of the mesh must call it, for it gathers what is sharded and reduces what is partial.
+
+        Args:
+            grad_placements: as in `to_local`, of the whole tensor.
 
         Raises:
             ValueError: on a rank outside the mesh.

@@ -10,13 +10,14 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.lookalikes import import_hint
-from hyper_parallel.core.tensor_parallel.held import name_module, remember_layouts, title, watch
+from hyper_parallel.core.tensor_parallel.held import name_module, path_of, remember_layouts, title, watch
 from hyper_parallel.core.tensor_parallel.lengths import compare_lengths, uneven_on
 from hyper_parallel.core.tensor_parallel.local_forward import LocalForward
 
@@ -127,6 +128,8 @@ class ModuleStyle(ParallelStyle):
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if LISTENERS and current_module() != path_of(module):
+                return run_in_module(path_of(module), convert, module, *args, **kwargs)
             if CHECKS:
                 check_call(module)
             check(module)
@@ -154,6 +157,8 @@ class ModuleStyle(ParallelStyle):
             by_class[plain] = compare
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if LISTENERS and current_module() != path_of(module):
+                return run_in_module(path_of(module), run, module, *args, **kwargs)
             if len(args) == 1 and not kwargs and not CHECKS:
                 if uneven:
                     by_class[plain] = compare

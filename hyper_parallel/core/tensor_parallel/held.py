@@ -14,7 +14,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = ["layouts_held", "name_module", "planned_layouts", "remember_layouts", "title", "watch"]
+__all__ = ["layouts_held", "name_module", "path_of", "planned_layouts", "remember_layouts", "title", "watch"]
 
 _PATH = "_hyper_parallel_path"
 _LAYOUTS = "_hyper_parallel_layouts"
@@ -23,6 +23,11 @@ _LAYOUTS = "_hyper_parallel_layouts"
 def name_module(module: Any, path: str) -> None:
     """Remember on ``module`` what the plan calls it, for messages."""
     object.__setattr__(module, _PATH, path)
+
+
+def path_of(module: Any) -> str:
+    """The path of a module where a plan named it, else its class."""
+    return getattr(module, _PATH, "") or type(module).__name__
 
 
 def title(module: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import summation
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.rules.embedding import look_up
@@ -36,10 +36,10 @@ def embedding_forward(
         takes_plain: whether plain ids are as described.
         use_local_output: give a plain tensor.
     """
-    platform, transitions = mesh.platform, transitions_of(mesh.platform)
+    platform = mesh.platform
     fast = platform.fast or NOTHING_FASTER
     own_parameters, no_dispatch = platform.own_parameters, platform.no_dispatch
-    all_reduce, run, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
+    all_reduce, wrap = summation(mesh, 0).in_place, platform.wrap
     by_features = weight.placements[0] is Shard(1)
     layouts = (None, weight)
 
@@ -66,7 +66,7 @@ def embedding_forward(
                 y = fast.embedding(ids, matrix)
             else:
                 y = look_up(platform, native, (ids, matrix), (None,), layouts, (output,))
-                y = all_reduce(y) if desired is Replicate() else run(y, plan_redistribution(summands, output)[0])
+                y = all_reduce(y) if desired is Replicate() else plan_redistribution(summands, output)[0](y)
             return y if use_local_output else wrap(y, output)
 
     def distributed(module: Any, ids: Any) -> Any:

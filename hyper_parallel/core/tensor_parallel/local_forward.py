@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.bound_steps import bind_scatter
 from hyper_parallel.core.dtensor.communication.redistribute import (
     linear_input_view,
     linear_key,
@@ -22,7 +21,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import (
     partial_grad_view,
     plan_redistribution,
 )
-from hyper_parallel.core.dtensor.communication.transitions import summation, transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import one_summand, summation
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
@@ -137,12 +136,11 @@ def row_forward(
         takes_plain: whether a plain input is as described.
         use_local_output: give a plain tensor.
     """
-    platform, transitions = mesh.platform, transitions_of(mesh.platform)
+    platform = mesh.platform
     linear, no_dispatch = (platform.fast or NOTHING_FASTER).linear, platform.no_dispatch
     own_parameters = platform.own_parameters
     whole = desired is Replicate()
-    all_reduce, take_step, wrap = transitions.sum_new(mesh, 0), transitions.run, platform.wrap
-    of_one_rank = summation(mesh, 0).reversed
+    all_reduce, of_one_rank, wrap = summation(mesh, 0).in_place, one_summand(mesh, 0), platform.wrap
     (shard,), features = of_weight.placements, of_weight.shape[0]
 
     def output_of(shape: tuple[int, ...]) -> tuple[Any, Layout] | None:
@@ -155,7 +153,7 @@ def row_forward(
         output = summands.with_placements((desired,))
         if use_local_output:
             HANDED_OUT[output]
-        return None if whole else bind_scatter(plan_redistribution(summands, output)[0]), output
+        return None if whole else plan_redistribution(summands, output)[0].bind(), output
 
     def output_of_layout(x: Layout) -> tuple[Any, Layout] | None:
         return output_of(tuple(x.shape)) if _is_placed(x, mesh, shard.with_dim(x.ndim - 1)) else None  # type: ignore[attr-defined]
@@ -180,7 +178,7 @@ def row_forward(
                     y = y if bias is None else _add(y, bias, platform)
                 else:
                     # In one of the summands, of which every rank gets the whole gradient back.
-                    y = output[0](linear(x, weight, None if bias is None else take_step(bias, of_one_rank)))
+                    y = output[0](linear(x, weight, None if bias is None else of_one_rank(bias)))
                 return y if use_local_output else wrap(y, output[1])
 
         return run

@@ -9,9 +9,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.collectives import record_collective
 from hyper_parallel.core.dtensor.communication.errors import explain_along
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
@@ -129,7 +129,7 @@ def overlapped_first(
             return NotImplemented
         with platform.no_dispatch():
             try:
-                y = fast.linear_with_collective(collective, x, matrix, group, size, dim, announce_on_mesh, chunks)
+                y = fast.linear_with_collective(collective, x, matrix, group, size, dim, record_native, chunks)
             except RuntimeError as error:
                 explain_along(error, collective, x, mesh, 0)
                 raise
@@ -144,8 +144,9 @@ def overlapped_first(
             placement = output_layout if rows else Shard(len(shape) - 1)
             return platform.wrap(y, get_layout(mesh, (placement,), (*shape[:-1], features)))
 
-    def announce_on_mesh(name: str, x: Any) -> None:
-        record_collective(name, mesh, 0, x)
+    def record_native(kind: str, x: Any) -> None:
+        if LISTENERS:
+            record(kind, mesh, 0, x, "" if kind == "all_gather" else "sum")
 
     def plain(module: Any, x: Any) -> Any:
         if (_OPEN or fast.fuses_linear) and x.ndim:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import dtensor_class
@@ -18,6 +19,7 @@ from hyper_parallel.core.tensor_parallel.convert import (
     replace,
     too_few_inputs,
 )
+from hyper_parallel.core.tensor_parallel.held import path_of
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -83,6 +85,8 @@ class PrepareModuleInput(ParallelStyle):
         distributed = dtensor_class(device_mesh.platform)
 
         def before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if LISTENERS:
+                return run_in_module(path_of(module), self._before, module, args, kwargs, device_mesh, distributed)
             return self._before(module, args, kwargs, device_mesh, distributed)
 
         device_mesh.platform.register_forward_pre_hook(module, of_style(before), with_kwargs=True)
@@ -176,9 +180,12 @@ class PrepareModuleOutput(ParallelStyle):
         )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        device_mesh.platform.register_forward_hook(
-            module, of_style(lambda module, args, output: self._after(module, output, device_mesh))
-        )
+        def after(module: Any, args: tuple, output: Any) -> Any:
+            if LISTENERS:
+                return run_in_module(path_of(module), self._after, module, output, device_mesh)
+            return self._after(module, output, device_mesh)
+
+        device_mesh.platform.register_forward_hook(module, of_style(after))
         mark_applied(module, self, device_mesh)
         return module
 

@@ -34,8 +34,15 @@ __all__ = ["NOTHING_FASTER", "Dispatch", "Fast", "ModuleKind", "NativeOp", "Plat
 
 
 class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole):
-    """What core asks of a backend: the sum of the roles. Instances are singletons; get one with
-    `hyper_parallel.platform.get_platform`."""
+    """What core asks of a backend: the sum of the roles. There is one instance of each backend in a process, which
+    `hyper_parallel.get_platform` gives.
+
+    Example:
+        >>> from hyper_parallel import get_platform
+        >>> platform = get_platform("torch-cpu")  # doctest: +SKIP
+        >>> platform.name, platform.device_type, platform.comm_backend  # doctest: +SKIP
+        ('torch-cpu', 'cpu', 'gloo')
+    """
 
     #: Name in the registry and in ``HYPER_PARALLEL_PLATFORM``, for example ``"torch-cpu"``.
     name: ClassVar[str]

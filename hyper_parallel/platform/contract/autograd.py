@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +37,11 @@ class AutogradRole(ABC):
         off. A backend that cannot know answers True."""
         return True
 
+    def in_backward(self) -> bool:
+        """Whether a backward pass is running on this thread; asked only while collectives are being recorded, see
+        `CollectiveEvent.direction`. A backend that cannot know answers False."""
+        return False
+
     @abstractmethod
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
@@ -49,6 +54,36 @@ class AutogradRole(ABC):
         attributes; a tensor that backward needs goes through ``ctx.save_for_backward(...)`` and comes back as
         ``ctx.saved_tensors``. Interception is off in both.
         """
+
+    def joint_function(
+        self: Any, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """Make a differentiable ``apply(static, *xs)`` of several operands that gives a tuple of several results, whose
+        backward runs once, when the cotangents of all results are there. Called with interception off.
+
+        ``forward(ctx, static, *xs)`` and ``ctx`` are as in `autograd_function`; ``backward(ctx, *cotangents)`` returns
+        a cotangent of each operand. A result that nothing was computed from has a cotangent of zeros. The operands have
+        one floating point dtype, and the results have one. Results share memory with what ``forward`` returned in a
+        backend that `frees_storage`. Unless a backend brings more, operands and results are joined to one vector each.
+        """
+
+        def run_forward(ctx: Any, x: Tensor, static: Any, operands: list, results: list) -> Tensor:
+            found = forward(ctx, static, *self.part(x, operands))
+            ctx.shapes = results
+            results.extend(map(self.shape_of, found))
+            return self.join(found)
+
+        def run_backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            return self.join(backward(ctx, *self.part(cotangent, ctx.shapes)))
+
+        function = self.autograd_function(run_forward, run_backward)
+
+        def apply(static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+            results: list[tuple[int, ...]] = []
+            y = function(self.join(xs), static, list(map(self.shape_of, xs)), results)
+            return tuple(self.part(y, results))
+
+        return apply
 
     def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> Callable[[Tensor], Tensor]:
         """``view(x)``: the data of ``x``, not to be written to; its cotangent reaches ``x`` as

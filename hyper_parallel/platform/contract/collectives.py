@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["CollectiveRole"]
+__all__ = ["FINISHED", "CollectiveRole", "Work"]
 
 Tensor = Any
 Group = Any
+
+
+class Work(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> Any:
+        """Return when its result may be read by what this rank computes next, and its operand be overwritten."""
+
+
+class _Finished:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+#: The `Work` of what is done already.
+FINISHED: Work = _Finished()
 
 
 class CollectiveRole(ABC):
@@ -38,6 +54,34 @@ class CollectiveRole(ABC):
     def reduce_scatter(self, local: Tensor, op: str, group: Group, size: int) -> Tensor:
         """``local`` (size * s0, ...) contiguous -> (s0, ...): the reduction of part `rank` of every rank's tensor."""
         raise self._missing("reduce_scatter")
+
+    def start_collective(
+        self: Any, collective: str, out: Tensor, local: Tensor, op: str, group: Group, size: int
+    ) -> Work:
+        """Begin a collective that writes its result into ``out``: data parallelism computes meanwhile.
+
+        ``out`` and ``local`` are buffers of core: 1-D, contiguous, of one dtype, each all of its storage, on this
+        rank's device. Neither is read, written or freed before `Work.wait`. Called where `supports` says yes, in the
+        same order on all ranks. Unless a backend brings it, the result is there on return.
+
+        Args:
+            collective: ``"all_gather"``, from (n,) to (size * n,), ``"reduce_scatter"``, from (size * n,) to (n,), or
+                ``"all_reduce"``, of (n,), where ``out`` may be ``local``.
+            out: what the result is written to.
+            local: the operand.
+            op: of a reduction, as in `supports`; ``""`` for ``"all_gather"``.
+            group: whose ranks take part.
+            size: how many they are.
+        """
+        if collective == "all_gather":
+            result = self.all_gather(local, group, size)
+        elif collective == "reduce_scatter":
+            result = self.reduce_scatter(local, op, group, size)
+        else:
+            result = self.all_reduce(local if out is local else self.clone(local), op, group)
+        if result is not out:
+            self.write(out, result)
+        return FINISHED
 
     def all_to_all(self, local: Tensor, group: Group, size: int) -> Tensor:
         """``local`` (size * s0, ...) contiguous -> the same shape: part i goes to rank i, part j comes from rank j."""

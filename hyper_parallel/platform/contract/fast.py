@@ -110,7 +110,7 @@ class Fast:
         """
         return None
 
-    def overwriting(
+    def in_place_step(
         self, write: Callable[[Tensor], Tensor], record: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor] | None:
         """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the

@@ -87,6 +87,11 @@ class InterceptionRole(ABC):
     def op_table(self) -> Mapping[Any, NativeOp]:
         """Native operation (function object or name) -> `NativeOp`."""
 
+    def is_compiling(self) -> bool:
+        """Whether a compiler of the framework is tracing the caller: then what Python does besides calling operations
+        is no part of what will run. False for a framework without a compiler, or where DTensors are kept from it."""
+        return False
+
     def why_no_rule(self, function: Any) -> str | None:
         """Why `register_sharding` cannot give a native operation that has no row a rule: the backend serves it before
         dispatch, or calls another in its place. None where it can."""

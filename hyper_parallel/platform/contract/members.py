@@ -32,6 +32,11 @@ class TensorMembers(Protocol):
         ...
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        ...
+
+    @property
     def requires_grad(self) -> bool:
         """Whether gradients are asked for."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,6 +54,25 @@ class TensorRole(ABC):
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
         the same object, on its device. Called without gradients."""
 
+    def from_bytes(self, values: bytes, like: Tensor) -> Tensor:
+        """A new plain tensor on this rank's device with the values that `bytes_of` gave, and the shape and dtype of the
+        plain tensor ``like``. Checkpoints are read with it; a backend without it reads none."""
+        raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
+
+    #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
+    #: is gone that needs it, and neither verb is called.
+    frees_storage: bool = False
+
+    def free_storage(self, x: Tensor) -> None:
+        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and what autograd
+        keeps of them stay the same objects, and are not read until `refill_storage`."""
+        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
+
+    def refill_storage(self, x: Tensor, values: Tensor) -> None:
+        """Give ``x`` memory again, if it was freed, and write ``values`` there, of its shape and dtype: all views of it
+        have these values, and to autograd nothing has changed. Called without gradients."""
+        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
+
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
         """``how()``, which says how the native ``operation`` has written to a plain tensor since: ``""`` for not,
         ``"recorded"`` for a change that gradients pass through, else ``"values"``. Unless a framework counts writes, it
@@ -84,6 +104,19 @@ class TensorRole(ABC):
     @abstractmethod
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
         """Concatenate along ``dim``; differentiable."""
+
+    def join(self, xs: Sequence[Tensor]) -> Tensor:
+        """The elements of tensors of one dtype, each in row-major order, as a 1-D tensor. Differentiable."""
+        return self.cat([x.reshape((math.prod(self.shape_of(x)),)) for x in xs], 0)
+
+    def part(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """`join` backwards: tensors of these shapes, which are views of ``x`` where possible. Differentiable."""
+        counts = list(map(math.prod, shapes))
+        x = x.reshape((sum(counts),))
+        return [
+            self.narrow(x, 0, sum(counts[:i]), n).reshape(shape)
+            for i, (n, shape) in enumerate(zip(counts, shapes, strict=True))
+        ]
 
     def contiguous(self, x: Tensor) -> Tensor:
         """``x``, dense and in row-major order; ``x`` itself, or a copy, if it is so already. Differentiable."""

@@ -225,6 +225,9 @@ class AutogradVerbs:
         # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
         return is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
+    def in_backward(self) -> bool:
+        return _Recording.backwards > 0
+
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
             ctx.count = len(static)
@@ -246,6 +249,22 @@ class AutogradVerbs:
         )
         # `_Function.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
+
+    def joint_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run_forward(ctx: Any, static: Any, *xs: Any) -> tuple:
+            with NoDispatch():
+                ys = tuple(_data(y) for y in forward(ctx, static, *xs))
+            ctx.shapes = [y.shape for y in ys]
+            return ys
+
+        def run_backward(ctx: Any, *cotangents: Any) -> tuple:
+            with NoDispatch():
+                # As in `autograd_function`.
+                given = [g.reshape(shape) for g, shape in zip(cotangents, ctx.shapes, strict=True)]
+                return (None, *backward(ctx, *given))
+
+        members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+        return _bare_apply.__get__(None, type(forward.__name__, (_Function,), members))
 
     def detach(self, x: Any) -> Any:
         return _data(x)

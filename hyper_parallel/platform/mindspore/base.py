@@ -37,6 +37,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)
         self.fast = MindSporeFast(self)
+        self.frees_storage = device_target() == "CPU"  # on Ascend, kernels that read it may still wait
         if device_target() == "Ascend":
             self.device_type = "npu"  # type: ignore[misc]
             self.comm_backend = "hccl"  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Gradients of functions with distributed parameters and inputs, as DTensors.
+"""Gradients of functions with distributed parameters and inputs, as DTensors: what `hyper_parallel.mindspore` calls.
 
-MindSpore's own `mindspore.value_and_grad` works on such functions too and is what runs here; it gives the gradients as
-plain local tensors. These functions give them back as DTensors placed as the gradient contract says (as the parameter,
-with ``Replicate`` for ``Partial``), which clipping by global norm and checkpoints want.
+MindSpore's own `mindspore.value_and_grad` works on such functions too and is what runs here. It gives plain local
+tensors, of which these functions make DTensors placed as the gradient contract says: as the parameter, with
+``Replicate`` for ``Partial``.
 """
 
 from __future__ import annotations
@@ -26,22 +26,7 @@ def value_and_grad(
     weights: Sequence[Any] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple]:
-    """As `mindspore.value_and_grad`, with DTensor gradients for what is distributed.
-
-    Args:
-        fn: function or cell; its first output is differentiated. A DTensor as output counts as its global value.
-        grad_position: which inputs; None for none.
-        weights: parameters.
-        has_aux: whether ``fn`` has further outputs that are not differentiated.
-
-    Returns:
-        A function of the inputs of ``fn`` that gives (value, gradients), in MindSpore's nesting.
-
-    Example:
-        >>> step = value_and_grad(loss_of, None, network.trainable_params())  # doctest: +SKIP
-        >>> loss, gradients = step(batch)  # doctest: +SKIP
-        >>> optimizer(gradients)  # doctest: +SKIP
-    """
+    """See `hyper_parallel.mindspore.value_and_grad`."""
     plain = ms.value_and_grad(fn, grad_position, weights, has_aux)
 
     def call(*args: Any, **kwargs: Any) -> tuple:
@@ -58,7 +43,7 @@ def grad(
     weights: Sequence[Any] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """As `mindspore.grad`, with DTensor gradients for what is distributed. See `value_and_grad`."""
+    """See `hyper_parallel.mindspore.grad`."""
     plain = ms.grad(fn, grad_position, weights, has_aux)
 
     def call(*args: Any, **kwargs: Any) -> Any:

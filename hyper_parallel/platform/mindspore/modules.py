@@ -55,6 +55,19 @@ class ModuleVerbs:
             # Into a view, `copy_` would write nothing on CPU, and say nothing.
             x.assign_value(dense(values))
 
+    def from_bytes(self, values: bytes, like: Any) -> Any:
+        shape = tuple(like._shape)
+        if not values:
+            return mint.empty(shape, dtype=like.dtype)
+        return Tensor(Tensor.convert_bytes_to_tensor(values, shape, like.dtype))
+
+    def free_storage(self, x: Any) -> None:
+        x.untyped_storage().resize_(0)
+
+    def refill_storage(self, x: Any, values: Any) -> None:
+        x.untyped_storage().resize_(x.nbytes)
+        x.copy_(values)
+
     def shape_of(self, local: Any) -> tuple[int, ...]:
         return tuple(local._shape)
 

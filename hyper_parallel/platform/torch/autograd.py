@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -12,19 +13,45 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
-from hyper_parallel.platform.torch.cache import NOTHING, SAME_AS_VIEW, Cache, address_of, shape_of, stride_of
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.torch.private import bare_apply
+from hyper_parallel.platform.torch.private import bare_apply, graph_task
 
-__all__ = ["AutogradVerbs", "as_plain", "hook_of", "make_apply"]
+__all__ = [
+    *("NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
+    *("address_of", "as_plain", "hook_of", "make_apply", "shape_of", "stride_of"),
+]
 
 # Not as methods of DTensors, which first ask whether they are to be intercepted.
 _view_as, _detach = torch.Tensor.view_as, torch.Tensor.detach
+shape_of, stride_of, address_of = torch.Tensor.shape.__get__, torch.Tensor.stride, torch.Tensor.data_ptr
 is_grad_enabled = torch.is_grad_enabled
+
+#: What is compared where something was kept for a tensor, besides the version, which ``x.data = y`` leaves as it is:
+#: that the view that was kept has the same data; nothing, for DTensors, which forget what was kept; else address, shape
+#: and strides.
+SAME_AS_VIEW, NOTHING = None, ()
+
+
+class Cache(dict):
+    """``key -> (value or weak reference, version of the holder, what of its data is compared)``, kept in the attribute
+    ``_cached`` of the holder. All values share the memory of the holder, so while one lives no other data can have its
+    address.
+
+    It belongs to that one tensor object: a copy of the tensor, or one that was saved and loaded, starts empty.
+    """
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict) -> Cache:
+        return Cache()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        # A class that torch.load(weights_only=True) accepts.
+        return (collections.OrderedDict, ())
 
 
 class _NoContext:
-    """The context of a function that nothing is recorded of."""
+    """The context of a function that autograd does not record."""
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Keep nothing."""
@@ -32,6 +59,10 @@ class _NoContext:
 
 class AutogradVerbs(Platform):
     """The autograd verbs of `Platform`."""
+
+    def in_backward(self) -> bool:
+        """See `Platform.in_backward`."""
+        return graph_task() != -1
 
     def autograd_function(
         self, forward: Callable[..., torch.Tensor], backward: Callable[..., torch.Tensor]
@@ -59,6 +90,31 @@ class AutogradVerbs(Platform):
                 return apply(x, *static)
             with no_dispatch():
                 return forward(_NoContext(), x, *static)
+
+        return run
+
+    def joint_function(
+        self, forward: Callable[..., Sequence[torch.Tensor]], backward: Callable[..., Sequence[torch.Tensor]]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """See `Platform.joint_function`."""
+
+        def run_forward(ctx: Any, static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with no_dispatch():
+                return tuple(y.detach() for y in forward(ctx, static, *xs))
+
+        def run_backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+            with no_dispatch():
+                return (None, *backward(ctx, *map(as_plain, cotangents)))
+
+        apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
+
+        def run(static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if SEEN:
+                refuse_levels(xs[0])
+            if is_grad_enabled() and any(x.requires_grad for x in xs):
+                return apply(static, *xs)
+            with no_dispatch():
+                return tuple(forward(_NoContext(), static, *xs))
 
         return run
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.platform.contract import Dispatch, NativeOp
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch import tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
+from hyper_parallel.platform.torch.local_tensors import LocalVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.private import is_traceable_wrapper
@@ -30,7 +32,7 @@ _local_shape = T.shape.__get__
 _UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
 
 
-class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
+class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     """What all torch devices share; `cpu`, `cuda` and `npu` add what differs."""
 
     Tensor = torch.Tensor
@@ -79,13 +81,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
         if foreign is not None:
             raise TypeError(f"a DTensor is made of plain dense tensors, got {foreign}")
 
-    def is_floating_point(self, x: torch.Tensor) -> bool:
-        """See `Platform.is_floating_point`."""
-        return x.is_floating_point()
-
-    def is_meta(self, x: torch.Tensor) -> bool:
-        """See `Platform.is_meta`."""
-        return x.is_meta
+    #: See `Platform.is_floating_point` and `is_meta`.
+    is_floating_point: Any = staticmethod(T.is_floating_point)
+    is_meta: Any = staticmethod(attrgetter("is_meta"))
 
     def has_values(self, x: torch.Tensor) -> bool:
         """See `Platform.has_values`."""
@@ -106,6 +104,22 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
             if stride == 0 and x.shape[dim] > 1:  # expanded: one element stands for all
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
+
+    def from_bytes(self, values: bytes, like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.from_bytes`."""
+        dense = torch.frombuffer(bytearray(values), dtype=like.dtype) if values else like.new_empty(0)
+        return dense.reshape(self.shape_of(like)).to(self.device())
+
+    frees_storage = True
+
+    def free_storage(self, x: torch.Tensor) -> None:
+        """See `Platform.free_storage`."""
+        x.untyped_storage().resize_(0)
+
+    def refill_storage(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Platform.refill_storage`. Of what is written to ``data`` autograd does not count the writes."""
+        x.untyped_storage().resize_(x.nbytes)
+        x.data.copy_(values)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
         """See `Platform.watch`. Torch does not count what is written to running statistics, nor in inference mode."""
@@ -128,20 +142,19 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
             return _local_shape(local)
 
     # ------------------------------------------------------------------------------------------------ interception
-    def make_dtensor_class(self, mixin: type, dispatch: Dispatch) -> type:
-        """See `Platform.make_dtensor_class`."""
-        return tensor.make_dtensor_class(mixin, dispatch)
-
-    #: See `Platform.wrap`: the function itself, which saves a call.
+    #: See `Platform`: the functions and the class themselves, which saves a call.
+    make_dtensor_class: Any = staticmethod(tensor.make_dtensor_class)
     wrap: Any = staticmethod(tensor.wrap)
-
-    #: See `Platform.no_dispatch`: the class itself, which saves a call.
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)
 
     @property
     def op_table(self) -> Mapping[Any, NativeOp]:
         """See `Platform.op_table`."""
         return OP_TABLE
+
+    def is_compiling(self) -> bool:
+        """See `Platform.is_compiling`."""
+        return torch.compiler.is_compiling()
 
     def why_no_rule(self, function: Any) -> str | None:
         """See `Platform.why_no_rule`."""
@@ -157,67 +170,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
             return "in place, an operation runs on a copy of its first operand: use the one that returns a tensor"
         return None
 
-    # ------------------------------------------------------------------------------------------------ local operations
-    #: See `Platform.narrow`, `chunk`, `cat` and `contiguous`: torch's own functions, which saves a call.
-    narrow: Any = staticmethod(T.narrow)
-    chunk: Any = staticmethod(torch.chunk)
-    cat: Any = staticmethod(torch.cat)
-    contiguous: Any = staticmethod(T.contiguous)
-
-    def clone(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Platform.clone`."""
-        return x.clone(memory_format=torch.contiguous_format)
-
-    def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """See `Platform.zeros`."""
-        return like.new_zeros(shape) if type(like) is torch.Tensor else self.full(shape, 0, like)
-
-    def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> torch.Tensor:
-        """See `Platform.full`."""
-        return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
-
-    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """See `Platform.ones_in_memory`."""
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=like.dtype, device=like.device).fill_(1)
-
-    def strides(self, x: torch.Tensor) -> tuple[int, ...]:
-        """See `Platform.strides`."""
-        return T.stride(x)
-
-    def masked_fill(self, x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
-        """See `Platform.masked_fill`."""
-        return x.masked_fill(mask, value)
-
-    def to_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `Platform.to_dtype`."""
-        return x.to(dtype)
-
-    def amax(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """See `Platform.amax`."""
-        largest = x.amax(dim, keepdim=True)
-        return largest if largest.dtype is torch.float64 else largest.float()
-
-    def sum_along(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """See `Platform.sum_along`."""
-        return x.sum(dim, keepdim=True)
-
-    def shifted_exp(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Platform.shifted_exp`."""
-        y = torch.sub(x, shift).exp_()
-        return y if scale is None else y.div_(scale)
-
-    def log(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Platform.log`."""
-        return x.log()
-
-    def gather(self, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-        """See `Platform.gather`."""
-        return torch.gather(x, dim, index.long())
-
-    def scatter_add(self, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """See `Platform.scatter_add`."""
-        return x.scatter_add_(dim, index.long(), source)
-
     # ------------------------------------------------------------------------------------------------ devices, random
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.to_device`. A meta tensor stays one."""
@@ -227,9 +179,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs):
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
         """See `Platform.factory`."""
-        if name == "full":
-            return torch.full(tuple(shape), fill_value, dtype=dtype, device=self.device())
-        return getattr(torch, name)(tuple(shape), dtype=dtype, device=self.device())
+        fill = (fill_value,) if name == "full" else ()
+        return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 
     def manual_seed(self, seed: int) -> None:
         """See `Platform.manual_seed`."""

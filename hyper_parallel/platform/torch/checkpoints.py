@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and DTensors.
 
 Its functions for whole state dicts gather DTensors as they gather torch's own. What it writes and reads by shards it
-takes from methods of the tensor, which refuse: as a plain tensor of the global shape, which it would take a DTensor
-for, one rank's shard would be kept.
+takes from methods of the tensor, which refuse: without them it would take a DTensor for a plain tensor of the global
+shape and keep one rank's shard.
 """
 
 from __future__ import annotations

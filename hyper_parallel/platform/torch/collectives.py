@@ -1,9 +1,9 @@
 """Process groups and collectives of torch.distributed.
 
 The hot collectives call the group's backend itself, which costs a quarter of the functions of `torch.distributed` and
-half of the process group's methods. These pass torch's dispatcher, so they are called where somebody watches it:
-torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because torch_npu
-replaces some of them.
+half of the process group's methods. The methods go through torch's dispatcher, so they are called while somebody
+watches it: torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because
+torch_npu replaces some of them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,14 @@ _REDUCE_OPS = {
 }
 
 
-def _all_reduce_options(op: Any) -> Any:
-    options = dist.AllreduceOptions()
+def _options(kind: Any, op: Any) -> Any:
+    options = kind()
     options.reduceOp = op
     return options
 
 
-def _reduce_scatter_options(op: Any) -> Any:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op
-    return options
-
-
-_ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()}
-_REDUCE_SCATTER = {name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS.items()}
+_ALL_REDUCE = {name: _options(dist.AllreduceOptions, op) for name, op in _REDUCE_OPS.items()}
+_REDUCE_SCATTER = {name: _options(dist.ReduceScatterOptions, op) for name, op in _REDUCE_OPS.items()}
 
 
 class _Group:
@@ -140,20 +134,16 @@ class CommunicationVerbs(Platform):
 
     def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
         """See `Platform.all_reduce`."""
-        if SEEN:
-            refuse_levels(local)
-        if local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _written_out(local)
+        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+            local = _sendable(local)
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
         backend.allreduce([local], _ALL_REDUCE[op]).wait()
         return local
 
     def all_gather(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         """See `Platform.all_gather`."""
-        if SEEN:
-            refuse_levels(local)
-        if local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _written_out(local)
+        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+            local = _sendable(local)
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
@@ -165,32 +155,41 @@ class CommunicationVerbs(Platform):
 
     def reduce_scatter(self, local: torch.Tensor, op: str, group: Any, size: int) -> torch.Tensor:
         """See `Platform.reduce_scatter`."""
-        if SEEN:
-            refuse_levels(local)
-        if local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _written_out(local)
+        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+            local = _sendable(local)
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
         backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
         return out
 
-    def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
-        """See `Platform.all_to_all`."""
+    def start_collective(
+        self, collective: str, out: torch.Tensor, local: torch.Tensor, op: str, group: Any, size: int
+    ) -> Any:
+        """See `Platform.start_collective`."""
         if SEEN:
             refuse_levels(local)
-        if local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _written_out(local)
+        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        if collective == "all_gather":
+            return backend._allgather_base(self._movable(out), self._movable(local))
+        if collective == "reduce_scatter":
+            return backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op])
+        if out is not local:
+            out.copy_(local)
+        return backend.allreduce([out], _ALL_REDUCE[op])
+
+    def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
+        """See `Platform.all_to_all`."""
+        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+            local = _sendable(local)
         out = torch.empty_like(local)
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
         return out
 
     def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
         """See `Platform.broadcast`."""
-        if SEEN:
-            refuse_levels(local)
-        if local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _written_out(local)
+        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+            local = _sendable(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
         return local
 
@@ -239,9 +238,15 @@ class CommunicationVerbs(Platform):
         """Make the device of this rank the current one."""
 
 
-def _written_out(x: torch.Tensor) -> torch.Tensor:
+def _sendable(x: torch.Tensor) -> torch.Tensor:
     """The values of ``x`` in memory: of an efficient zero tensor, which has none (backward and forward-mode AD make
-    such), and of one that is marked as conjugate or negative, of which backends send what the mark is about."""
+    such), and of one that is marked as conjugate or negative, whose mark backends do not send.
+
+    Raises:
+        ValueError: inside a transform, see `refuse_levels`.
+    """
+    if SEEN:
+        refuse_levels(x)
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return x.resolve_conj().resolve_neg()

@@ -8,19 +8,9 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.torch.base import TorchPlatform
+from hyper_parallel.platform.torch.dtypes import COMPLEX, FLOATS, INTEGERS, REDUCED
 
 __all__ = ["TorchCpuPlatform"]
-
-_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64})
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
-_REDUCED = {
-    "sum": _INTEGERS | _FLOATS | _COMPLEX,
-    "avg": _FLOATS | _COMPLEX,
-    "max": _INTEGERS | _FLOATS,
-    "min": _INTEGERS | _FLOATS,
-    "product": _INTEGERS | _FLOATS,
-}
 
 
 class TorchCpuPlatform(TorchPlatform):
@@ -31,9 +21,8 @@ class TorchCpuPlatform(TorchPlatform):
     device_type = "cpu"
     comm_backend = "gloo"
 
-    moved_dtypes = _INTEGERS | _FLOATS
-    all_reduce_dtypes = _REDUCED
-    reduce_scatter_dtypes = _REDUCED
+    moved_dtypes = INTEGERS | FLOATS
+    all_reduce_dtypes = reduce_scatter_dtypes = REDUCED | {"avg": FLOATS | COMPLEX}
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

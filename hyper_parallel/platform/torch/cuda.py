@@ -8,19 +8,9 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.torch.base import TorchPlatform
+from hyper_parallel.platform.torch.dtypes import FLOATS, INTEGERS, REDUCED
 
 __all__ = ["TorchCudaPlatform"]
-
-_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64})
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
-_REDUCED = {
-    "sum": _INTEGERS | _FLOATS | _COMPLEX,
-    "avg": _FLOATS,
-    "max": _INTEGERS | _FLOATS,
-    "min": _INTEGERS | _FLOATS,
-    "product": _INTEGERS | _FLOATS,
-}
 
 
 class TorchCudaPlatform(TorchPlatform):
@@ -30,9 +20,8 @@ class TorchCudaPlatform(TorchPlatform):
     device_type = "cuda"
     comm_backend = "nccl"
 
-    moved_dtypes = _INTEGERS | _FLOATS
-    all_reduce_dtypes = _REDUCED
-    reduce_scatter_dtypes = _REDUCED
+    moved_dtypes = INTEGERS | FLOATS
+    all_reduce_dtypes = reduce_scatter_dtypes = REDUCED
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

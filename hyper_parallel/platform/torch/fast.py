@@ -14,8 +14,17 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Fast
 from hyper_parallel.platform.torch import overlap
-from hyper_parallel.platform.torch.autograd import as_plain, hook_of, make_apply
-from hyper_parallel.platform.torch.cache import NOTHING, SAME_AS_VIEW, Cache, address_of, shape_of, stride_of
+from hyper_parallel.platform.torch.autograd import (
+    NOTHING,
+    SAME_AS_VIEW,
+    Cache,
+    address_of,
+    as_plain,
+    hook_of,
+    make_apply,
+    shape_of,
+    stride_of,
+)
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import any_autocast, current_node, saved_tensor_hooks, will_execute
 
@@ -143,7 +152,7 @@ class TorchFast(Fast):
                 # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
                 # tensors (checkpointing, offloading) make of it.
                 return otherwise(x)
-            # Of a view with more dimensions it would keep a 2-D view, and not that one.
+            # `F.linear` would save a 2-D view of a view with more dimensions, and not that view itself.
             y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
             y._backward_hooks = hooks
             y.grad_fn._register_hook_dict(y)
@@ -159,12 +168,12 @@ class TorchFast(Fast):
 
         return view
 
-    def overwriting(
+    def in_place_step(
         self,
         write: Callable[[torch.Tensor], torch.Tensor],
         record: Callable[[torch.Tensor], torch.Tensor],
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See `Fast.overwriting`."""
+        """See `Fast.in_place_step`."""
         hooks = OrderedDict({0: hook_of(None, record)})
 
         def apply(y: Any) -> torch.Tensor:
@@ -197,12 +206,8 @@ class TorchFast(Fast):
         """See `Fast.linear_with_collective`: in chunks."""
         platform = self.platform
         with no_dispatch():
-            reduced = ("all_reduce",) if collective == "all_reduce" else ("reduce_scatter",)
-            if (
-                chunks < 2
-                or x.dtype not in platform.moved_dtypes
-                or not all(platform.supports(c, "sum", x) for c in reduced)
-            ):
+            reduces = "all_reduce" if collective == "all_reduce" else "reduce_scatter"
+            if chunks < 2 or x.dtype not in platform.moved_dtypes or not platform.supports(reduces, "sum", x):
                 return None
             chunks = overlap.chunks_of(collective, x, weight, size, dim, chunks)
             if chunks < 2:

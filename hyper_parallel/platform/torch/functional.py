@@ -1,7 +1,7 @@
 """Functions of `torch.nn.functional` that are Python around one native function.
 
 torch hands such a function over with all its arguments named, and calling it again on the local tensors takes the same
-way through Python once more. What it would call in the end is dispatched in its place.
+way through Python once more. The native function that it would call in the end is dispatched in its place.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import Table, elementwise
+from hyper_parallel.platform.torch.op_table.binding import Table
 from hyper_parallel.platform.torch.private import native
 
 __all__ = ["calls_in_place", "direct_calls"]
@@ -22,7 +21,11 @@ __all__ = ["calls_in_place", "direct_calls"]
 Handler = Callable[[Any, tuple, dict], Any]
 
 #: function -> the native function for ``inplace=False``.
-_ACTIVATIONS = {F.relu: torch.relu, F.silu: native("silu")}
+_ACTIVATIONS = {
+    F.relu: torch.relu,
+    F.selu: torch.selu,
+    **{getattr(F, name): native(name) for name in ("silu", "relu6", "mish", "hardswish", "hardsigmoid")},
+}
 #: function -> the native function, which takes the dimension.
 _SOFTMAXES = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
 _OUT_OF_PLACE = {"inplace": False}
@@ -37,18 +40,15 @@ def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     }
 
 
-def calls_in_place(
-    table: Table, handlers: Mapping[Any, Handler], bind: Callable[[NativeOp], Handler]
-) -> dict[Any, Handler]:
+def calls_in_place(table: Table, handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     """Handlers for the element-wise functions that take ``inplace``: with it they are operations in place, which write
     the tensor itself or are refused. By their own row they would write into what a partial sum was reduced to.
 
     Args:
         table: the op table.
         handlers: what serves the functions without ``inplace``.
-        bind: makes a handler of a row.
     """
-    written = bind(elementwise("pointwise_", "input"))
+    written = handlers[torch.relu_]
     names = [name for name in vars(F) if not name.startswith("__")]
     functions = {f for f in map(vars(F).get, names) if inspect.isfunction(f) and f in table}
     return {

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.overlap import FUNCTIONS
 
 __all__ = ["applies", "run"]
 
@@ -77,9 +78,7 @@ def run(
     record: Record,
 ) -> torch.Tensor:
     """See `Platform.linear_with_collective`."""
-    function: Any = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}[collective]
-    rows = x.reshape(-1, x.shape[-1])
-    y = function.apply(rows, weight, group, size, record)
+    y = FUNCTIONS[collective].apply(x.reshape(-1, x.shape[-1]), weight, _Fused(group, size, record))
     return y.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 : -1], y.shape[-1])
 
 
@@ -93,81 +92,31 @@ def communicator(group: Any) -> str:
     return name
 
 
-def _all_gather_product(
-    rows: torch.Tensor, other: torch.Tensor, group: Any, size: int, record: Record
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gathered rows @ other, gathered rows)."""
-    rows = rows.contiguous()
-    record("all_gather", rows)
-    return torch.ops.npu.npu_all_gather_base_mm(rows, other, communicator(group), size)
+class _Fused:
+    """Products and their collective in one operator, with the methods of `overlap._Chunked`: all rows are one chunk."""
 
+    def __init__(self, group: Any, size: int, record: Record) -> None:
+        self.group, self.size, self.record = group, size, record
 
-def _reduce_scatter_product(
-    rows: torch.Tensor, other: torch.Tensor, group: Any, size: int, record: Record
-) -> torch.Tensor:
-    """This rank's rows of the sum of rows @ other."""
-    rows = rows.contiguous()
-    record("reduce_scatter", rows)
-    return torch.ops.npu.npu_mm_reduce_scatter_base(rows, other, communicator(group), size)
+    def pieces(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x]
 
+    def whole(self, chunks: list[torch.Tensor]) -> torch.Tensor:
+        return chunks[0]
 
-class _AllReduce(torch.autograd.Function):
-    """(rows, in / ranks) -> (rows, out), summed over the ranks. The gradient of the sum is that of each summand."""
+    def reduce(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self._run("all_reduce", x, other)
 
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, record: Record) -> Any:
-        with no_dispatch():
-            ctx.save_for_backward(rows, weight)
-            rows = rows.contiguous()
-            record("all_reduce", rows)
-            return torch.ops.npu.npu_mm_all_reduce_base(rows, weight.t(), communicator(group))
+    def gather(self, x: torch.Tensor, other: torch.Tensor, multiplies: bool = True) -> list[Any]:
+        return [self._run("all_gather", x, other, self.size)]
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        with no_dispatch():
-            rows, weight = ctx.saved_tensors
-            needs_rows, needs_weight = ctx.needs_input_grad[:2]
-            by_rows = cotangent @ weight if needs_rows else None
-            return by_rows, cotangent.t() @ rows if needs_weight else None, None, None, None
+    def scatter(self, pieces: list[torch.Tensor], other: torch.Tensor) -> torch.Tensor:
+        return self._run("reduce_scatter", pieces[0], other, self.size)
 
+    def finish(self, started: torch.Tensor) -> torch.Tensor:
+        return started
 
-class _ReduceScatter(torch.autograd.Function):
-    """(rows, in / ranks) -> (rows / ranks, out); in backward the gradient's rows are gathered, once for both."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, record: Record) -> Any:
-        with no_dispatch():
-            ctx.save_for_backward(rows, weight)
-            ctx.how = (group, size, record)
-            return _reduce_scatter_product(rows, weight.t(), *ctx.how)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        with no_dispatch():
-            rows, weight = ctx.saved_tensors
-            by_rows, gathered = _all_gather_product(cotangent, weight, *ctx.how)
-            by_weight = gathered.t() @ rows if ctx.needs_input_grad[1] else None
-            return by_rows, by_weight, None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    """(rows / ranks, in) -> (rows, out / ranks); the gathered rows are kept for the gradient of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, group: Any, size: int, record: Record) -> Any:
-        with no_dispatch():
-            ctx.how = (group, size, record)
-            y, gathered = _all_gather_product(rows, weight.t(), *ctx.how)
-            ctx.save_for_backward(gathered, weight)
-            return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        with no_dispatch():
-            gathered, weight = ctx.saved_tensors
-            by_rows = _reduce_scatter_product(cotangent, weight, *ctx.how) if ctx.needs_input_grad[0] else None
-            by_weight = cotangent.t() @ gathered if ctx.needs_input_grad[1] else None
-            return by_rows, by_weight, None, None, None
+    def _run(self, collective: str, rows: torch.Tensor, other: torch.Tensor, *size: int) -> Any:
+        rows = rows.contiguous()
+        self.record(collective, rows)
+        return getattr(torch.ops.npu, _OPERATORS[collective])(rows, other, communicator(self.group), *size)

@@ -2,7 +2,7 @@
 
 `torch.func` and `torch.vmap` compute with tensors that they put around others, forward-mode AD with tensors that carry
 a tangent. A DTensor put into one is a plain local tensor to the function, and a collective reads what is inside: one
-value of the batch, the value without its tangent. Nothing says so by itself, so the verbs that stand between local
+value of the batch, the value without its tangent. Neither is an error by itself, so the verbs that stand between local
 tensors and other ranks refuse while a transform is open.
 
 Asking torch costs as much as a view, so it is asked only after something was wrapped: `SEEN` is empty until then, and

@@ -83,7 +83,7 @@ class TorchNpuPlatform(TorchPlatform):
         self.npu().set_device(local_rank % self.npu().device_count())
 
     def is_communication_failure(self, error: Exception) -> bool:
-        """See `Platform.is_communication_failure`. Of what runs in the background only a watchdog hears."""
+        """See `Platform.is_communication_failure`. Errors in the background reach only a watchdog."""
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16

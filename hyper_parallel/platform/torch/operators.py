@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.leaves import explain_leaf
-from hyper_parallel.platform.torch.op_table.binding import UnboundCallError, words
+from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.private import function_modes as modes_open
 from hyper_parallel.platform.torch.private import is_dispatch_on
 
@@ -55,46 +54,48 @@ _METHODS = {
 _OPERANDS = (T, int, float, complex)
 
 
-def make_operators(handlers: Mapping[Any, Callable[[Any, tuple, dict], Any]]) -> dict[str, Any]:
-    """The operator methods for the class namespace; ``handlers`` is where intercepted functions are looked up."""
+Handler = Callable[[Any, tuple, dict], Any]
+
+
+def make_operators(handlers: Mapping[Any, Handler], recover: Callable[..., Any]) -> dict[str, Any]:
+    """The operator methods for the class namespace.
+
+    Args:
+        handlers: where intercepted functions are looked up.
+        recover: see `handlers.unknown`.
+    """
     namespace: dict[str, Any] = {"__hash__": T.__hash__}
     for name in _OPERATORS:
         native = getattr(T, name)
         func = _METHODS.get(name, native)
-        namespace[name] = _make_operator(name, native, func, handlers[func])
+        namespace[name] = _make_operator(name, native, func, handlers[func], recover)
     return namespace
 
 
-def make_methods(
-    handlers: Mapping[Any, Callable[[Any, tuple, dict], Any]], unbound: Callable[[Any, tuple, dict], Any]
-) -> dict[str, Any]:
-    """The methods of `torch.Tensor` that ``handlers`` has a function for, for the class namespace; ``unbound`` takes
-    arguments that a handler does not cover."""
+def make_methods(handlers: Mapping[Any, Handler], recover: Callable[..., Any]) -> dict[str, Any]:
+    """The methods of `torch.Tensor` that ``handlers`` has a function for; see `make_operators`."""
     natives = {name: getattr(T, name) for name in dir(T) if not name.startswith("_")}
     return {
-        name: _make_method(native, handlers[native], unbound)
+        name: _make_method(native, handlers[native], recover)
         for name, native in natives.items()
         if inspect.isroutine(native) and native in handlers
     }
 
 
-def _make_method(native: Any, handler: Callable[[Any, tuple, dict], Any], unbound: Any) -> Any:
+def _make_method(native: Any, handler: Handler, recover: Callable[..., Any]) -> Any:
     @functools.wraps(native)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatch_on() or modes_open():
             return native(self, *args, **kwargs)
         try:
             return handler(native, (self, *args), kwargs)
-        except UnboundCallError:
-            return unbound(native, (self, *args), kwargs)
         except RuntimeError as error:
-            explain_leaf(error, native, (self, *args))
-            raise
+            return recover(error, native, (self, *args), kwargs)
 
     return method
 
 
-def _make_operator(name: str, native: Any, func: Any, handler: Callable[[Any, tuple, dict], Any]) -> Any:
+def _make_operator(name: str, native: Any, func: Any, handler: Handler, recover: Callable[..., Any]) -> Any:
     no_kwargs: dict[str, Any] = {}
 
     def operator(self: Any, other: Any) -> Any:
@@ -102,8 +103,7 @@ def _make_operator(name: str, native: Any, func: Any, handler: Callable[[Any, tu
             try:
                 return handler(func, (self, other), no_kwargs)
             except RuntimeError as error:
-                explain_leaf(error, func, (self, other))
-                raise
+                return recover(error, func, (self, other), no_kwargs)
         return native(self, other)
 
     operator.__name__ = name

@@ -108,8 +108,8 @@ def _has_parameters(*names: str) -> Callable[[Any], bool]:
 # ---------------------------------------------------------------------------------------------- interception
 
 is_dispatch_on: Callable[[], bool] = _take("_C._is_torch_function_enabled", _returns(bool))
-#: How many modes see torch's functions, and torch's kernels, before tensors do. Not knowing, as if there were one: the
-#: short ways round torch's own entry are then not taken.
+#: How many modes see torch's functions, and torch's kernels, before tensors do. Where torch cannot say, one is assumed,
+#: so that torch's own entry is used.
 function_modes: Callable[[], int] = _take("_C._len_torch_function_stack", _returns(int), lambda: 1)
 dispatch_modes: Callable[[], int] = _take("_C._len_torch_dispatch_stack", _returns(int), lambda: 1)
 in_dispatch_mode: Callable[[], bool] = _take(
@@ -134,13 +134,14 @@ def _is_autocast(device: str) -> bool:
 
 
 any_autocast: Callable[[], bool] = _take("_C._is_any_autocast_enabled", _returns(bool), _any_autocast)
-#: Called with True, None where no hooks on saved tensors are set. Not knowing, as if there were some.
+#: Called with True, None where no hooks on saved tensors are set. Where torch cannot say, some are assumed.
 saved_tensor_hooks: Callable[[bool], Any] = _take(
     "_C._autograd._top_saved_tensors_default_hooks",
     lambda function: function(True) is None or isinstance(function(True), tuple),
     lambda _: (None, None),
 )
-#: The node that backward is at, and whether it will come to another. Not knowing, gradients are not delayed.
+#: The node that backward is at, and whether it will come to another. Where torch cannot say, gradients are not
+#: delayed.
 current_node: Callable[[], Any] = _take("_C._current_autograd_node", lambda f: f() is None, lambda: None)
 will_execute: Callable[[Any], bool] = _take("_C._will_engine_execute_node", callable, lambda _: False)
 #: -1 outside of backward.
@@ -198,7 +199,8 @@ def native(name: str) -> Any:
     return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
 
 
-#: Whether one tensor can get the data of another and stay the same object. Not knowing, it is asked what it comes to.
+#: Whether one tensor can get the data of another and stay the same object. Where torch cannot say, device type
+#: and layout are compared.
 same_implementation: Callable[[Any, Any], bool] = _take(
     "_has_compatible_shallow_copy_type", callable, lambda x, y: x.device.type == y.device.type and x.layout == y.layout
 )

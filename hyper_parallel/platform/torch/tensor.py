@@ -20,9 +20,8 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Dispatch
 from hyper_parallel.platform.torch.functional import calls_in_place, direct_calls
-from hyper_parallel.platform.torch.leaves import explain_leaf
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
+from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
 from hyper_parallel.platform.torch.private import is_dispatch_on
 from hyper_parallel.platform.unpatched import Unpatched
@@ -183,20 +182,16 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
     from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
 
     computing: dict[Any, Handler] = {func: core_dispatch.bind(row) for func, row in OP_TABLE.items()}
-    computing.update(calls_in_place(OP_TABLE, computing, core_dispatch.bind))
+    computing.update(calls_in_place(OP_TABLE, computing))
     table = _State.table = {**computing, **direct_calls(computing), **HANDLERS}
     look_up = table.get
-    unknown = handlers.run_unknown
+    unknown, recover = handlers.run_unknown, handlers.recover
 
     def torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         try:
             return look_up(func, unknown)(func, args, kwargs or _NO_KWARGS)
-        except UnboundCallError:
-            # The row does not cover these arguments.
-            return unknown(func, args, kwargs or _NO_KWARGS)
         except RuntimeError as error:
-            explain_leaf(error, func, args)
-            raise
+            return recover(error, func, args, kwargs or _NO_KWARGS)
 
     def shape(self: Any) -> Any:
         """Global shape; of the local tensor where dispatch is off."""
@@ -214,8 +209,8 @@ def make_dtensor_class(mixin: type, core_dispatch: Dispatch, base: type = torch.
         "set_": handlers.composite.set_method,
         "_is_flat_param": wrappers.refuse_flat_parameter,
         **checkpoints.REFUSALS,
-        **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, unknown),
-        **make_operators(table),
+        **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, recover),
+        **make_operators(table, recover),
     }
     _State.tensor_class = type(mixin)("DTensor", (mixin, base), namespace)
     _State.dispatch = core_dispatch

@@ -2,20 +2,22 @@
 
 torch calls a hook whenever a module gets a submodule, which wrappers do with the model that they are given, before they
 communicate. So nothing of torch is replaced, and what builds on a wrapper is covered: ``Accelerator.prepare`` and
-``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`.
+``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. Only `fully_shard` does not wrap.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.core.dtensor.communication.local_collectives import check_local_collective
-from hyper_parallel.platform.torch.tensor import layout_of
+from hyper_parallel.platform.torch.tensor import is_dtensor, layout_of
 
-__all__ = ["refuse_flat_parameter", "watch_wrappers"]
+__all__ = ["refuse_distributed_parameters", "refuse_flat_parameter", "watch_wrappers"]
 
 
 def watch_wrappers(hooks: Any) -> Any:
@@ -79,3 +81,25 @@ def _refuse_flat(x: Any, value: Any = None) -> Any:
 #: A property for the class of DTensors: the attribute by which torch's FSDP asks whether a parameter is one that it has
 #: made, which it does before it flattens and cuts what it finds.
 refuse_flat_parameter = property(_refuse_flat, _refuse_flat)
+
+
+def refuse_distributed_parameters(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for ``FSDPParam._init_sharded_param`` of torch's `fully_shard` (FSDP2): it refuses DTensors, on all
+    ranks, before it communicates.
+
+    FSDP2 takes a parameter for a plain tensor of the global shape and cuts it by rank, with operations on DTensors that
+    differ from rank to rank, so that ranks wait for each other or crash.
+    """
+
+    @functools.wraps(make)
+    def init_sharded_param(self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dtensor(param):
+            raise TypeError(
+                f"fully_shard cannot take over a parameter of shape {tuple(param.shape)} that is placed "
+                f"{list(param.placements)} on {param.device_mesh}: hyper_parallel has no data parallelism that shards "
+                "parameters. Use DistributedDataParallel over the data-parallel dimension of the mesh, or apply "
+                "fully_shard to modules that parallelize_module does not touch"
+            )
+        return make(self, param, *args, **kwargs)
+
+    return init_sharded_param

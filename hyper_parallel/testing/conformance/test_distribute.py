@@ -101,6 +101,20 @@ def test_distribute_tensor(pool: Any, mesh: tuple[int, ...], rows: int) -> None:
     pool.run(int(np.prod(mesh)), whole_tensors, mesh, rows)
 
 
+@spmd.on_mesh()
+def partial_tensors(mesh: Any) -> None:
+    lab = get_lab()
+    for op in ("sum", "avg", "max", "min", "product"):
+        x = distribute_tensor(lab.tensor(floats(4, 3)), mesh, [Partial(op)])
+        same(lab.numpy(x), floats(4, 3), op)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_distribute_as_partial(pool: Any, world_size: int) -> None:
+    """Whatever reduces it, the reduction is the tensor that was given."""
+    pool.run(world_size, partial_tensors)
+
+
 # ---------------------------------------------------------------------- parameters
 
 

@@ -25,7 +25,6 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.testing import spmd
@@ -63,7 +62,7 @@ def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
 
 def by_steps(mesh: Any) -> Callable[..., Any]:
     """The verb, made of core's steps."""
-    lab, transitions = get_lab(), transitions_of(mesh.platform)
+    lab = get_lab()
 
     def answer(collective: str, x: Any, weight: Any, dim: int, record: Any) -> Any:
         record(collective, x)
@@ -72,13 +71,12 @@ def by_steps(mesh: Any) -> Callable[..., Any]:
             shape[dim] *= mesh.size()
             shards = get_layout(mesh, (Shard(dim),), shape)
             (step,) = plan_redistribution(shards, shards.with_placements([R]))
-            data = transitions.gather_data(x, step)
-            return lab.linear(transitions.share_partial(x, step, data), weight)
+            return lab.linear(step.for_parts(x), weight)
         y = lab.linear(x, weight)
         summands = get_layout(mesh, (Partial(),), tuple(y.shape))
         target = summands.with_placements([R if collective == "all_reduce" else Shard(dim)])
         (step,) = plan_redistribution(summands, target)
-        return transitions.run(y, step)
+        return step(y)
 
     return answer
 

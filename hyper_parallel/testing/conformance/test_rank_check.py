@@ -64,8 +64,14 @@ def different_steps(mesh: Any) -> dict[str, tuple]:
         plan = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
         parallelize_module(get_lab().Mlp(4, 8), mesh, plan)(tensor(mesh, 3 - rank, 4))
 
+    def another_layer() -> None:
+        model = parallelize_module(get_lab().Mlp(4, 4), mesh, {"up": row_parallel, "down": row_parallel})
+        get_lab().call(model.down if rank == 1 else model.up, tensor(mesh, 3, 4))
+
+    row_parallel = RowwiseParallel(input_layouts=Replicate())
     return {
         "uneven input of a style": error_of(mesh, uneven_style),
+        "module": error_of(mesh, another_layer),
         "collective": error_of(mesh, lambda: reduced(Shard(0) if rank == 1 else Partial(), 2, 3)),
         "op": error_of(mesh, lambda: reduced(Partial("max" if rank == 1 else "sum"), 2, 3)),
         "dtype": error_of(mesh, lambda: reduced(Partial(), 2, dtype="int32" if rank == 1 else "float32")),
@@ -85,6 +91,7 @@ def test_each_difference_is_named(pool: Any) -> None:
     first = "(collective 1 inside check_ranks())"
     expected = {
         "collective": f"rank 1: all_gather along mesh dimension 0 {first}; rank 0: all_reduce along mesh",
+        "module": "rank 1 and rank 0 differ in the module. rank 1: down; rank 0: up",
         "op": "rank 1 and rank 0 differ in op. rank 1: max; rank 0: sum",
         "dtype": "differ in the dtype of the local tensor. rank 1: ",
         "shape": "differ in the shape of the local tensor. rank 1: (3, 3); rank 0: (2, 3)",

@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from hyper_parallel.testing.fuzz.campaign import BAD, KINDS, RANKS, STACKS, limits, run_seeds
@@ -15,9 +16,32 @@ from hyper_parallel.testing.fuzz.exchange import ExchangePool
 from hyper_parallel.testing.fuzz.program import generate
 from hyper_parallel.testing.fuzz.record import add_run, commit_of
 from hyper_parallel.testing.fuzz.shrink import shrink
+from hyper_parallel.testing.pool import WorkerPool
 
 #: So many programs are run, looked at and recorded at a time.
 PART = 1000
+#: After so many parts, ranks are started anew: MindSpore keeps about 130 kB for each program, for good.
+RENEWED = 10
+
+
+def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
+    """The seeds in parts, each with the ranks to run it on."""
+    for start in range(seeds.start, seeds.stop, RENEWED * PART):
+        with ExchangePool(platform, RANKS) as pool:
+            for at in range(start, min(start + RENEWED * PART, seeds.stop), PART):
+                yield pool, range(at, min(at + PART, seeds.stop))
+
+
+def _run(pool: WorkerPool, part: range, as_found: bool) -> collections.Counter[str]:
+    """How many programs of a part had each outcome; those that are not as they should be are printed."""
+    outcomes = run_seeds(pool, part)
+    for outcome in outcomes:
+        if outcome.kind in ("unsteady", *BAD):
+            print(f"{outcome.kind}: seed {outcome.seed}: {outcome.detail}", flush=True)
+        if outcome.kind in BAD and outcome.seed % STACKS:
+            program = generate(outcome.seed, limits())
+            print(program if as_found else shrink(pool, program, outcome.kind), flush=True)
+    return collections.Counter(outcome.kind for outcome in outcomes)
 
 
 def main() -> int:
@@ -35,30 +59,21 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOG_v", "3")
     first = secrets.randbelow(1 << 40) if arguments.seed is None else arguments.seed
-    end, commit = first + arguments.count, commit_of(Path.cwd())
+    seeds, commit = range(first, first + arguments.count), commit_of(Path.cwd())
     counts: collections.Counter[str] = collections.Counter()
     started, bad = time.monotonic(), 0
-    with ExchangePool(arguments.platform, RANKS) as pool:
-        done = first
-        while done < end and bad < arguments.most:
-            began, part = time.monotonic(), range(done, min(done + PART, end))
-            outcomes = run_seeds(pool, part)
-            found = [outcome for outcome in outcomes if outcome.kind in BAD]
-            for outcome in outcomes:
-                if outcome.kind not in ("unsteady", *BAD):
-                    continue
-                print(f"{outcome.kind}: seed {outcome.seed}: {outcome.detail}", flush=True)
-                if outcome.kind in BAD and outcome.seed % STACKS:
-                    program = generate(outcome.seed, limits())
-                    print(program if arguments.as_found else shrink(pool, program, outcome.kind), flush=True)
-            kinds = collections.Counter(outcome.kind for outcome in outcomes)
+    for pool, part in _parts(arguments.platform, seeds):
+        began = time.monotonic()
+        kinds = _run(pool, part, arguments.as_found)
+        if arguments.record is not None:
             seconds = time.monotonic() - began
-            if arguments.record is not None:
-                add_run(arguments.record, arguments.platform, commit, done, len(part), dict(kinds), seconds)
-            counts += kinds
-            done, bad = part.stop, bad + len(found)
-            print(f"{dict(counts)} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    print(f"{arguments.platform}, seeds {first} to {done - 1}, {time.monotonic() - started:.0f} s:")
+            add_run(arguments.record, arguments.platform, commit, part.start, len(part), dict(kinds), seconds)
+        counts += kinds
+        print(f"{dict(counts)} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        bad += sum(kinds[kind] for kind in BAD)
+        if bad >= arguments.most:
+            break
+    print(f"{arguments.platform}, seeds from {first}, {counts.total()} programs, {time.monotonic() - started:.0f} s:")
     print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
     return 1 if bad else 0
 

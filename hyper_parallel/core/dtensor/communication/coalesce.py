@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.recorder import recorded_as
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class coalesce_gradients:
     block, and nothing that reads them by hooks on the accumulation of gradients may be in use, such as
     ``DistributedDataParallel``. Parameters with ``register_post_accumulate_grad_hook``, and gradients that
     ``torch.autograd.grad`` returns, are all-reduced at once as ever. On MindSpore, which returns gradients, what
-    `hyper_parallel.platform.mindspore.grad` returns inside the block is all-reduced together, and complete.
+    `hyper_parallel.mindspore` returns inside the block is all-reduced together, and complete.
 
     Example:
         >>> from hyper_parallel import coalesce_gradients
@@ -62,7 +63,7 @@ class coalesce_gradients:
         for (mesh, mesh_dims, _), entries in waiting.items():
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
-            with platform.no_grad(), platform.no_dispatch():
+            with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
                 flat = [cotangent.reshape((-1,)) for _, cotangent in entries]
                 summed = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
                 for mesh_dim in mesh_dims:

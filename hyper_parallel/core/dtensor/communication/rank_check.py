@@ -18,13 +18,14 @@ from hyper_parallel.core.dtensor.communication.errors import (
     explain,
     names_of,
 )
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.platform import Platform, get_platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
     from hyper_parallel.core.dtensor.placement_types import Placement
 
-__all__ = ["CHECKS", "Check", "check_collective", "check_ranks", "check_replicated", "check_values"]
+__all__ = ["CHECKS", "Check", "check_ranks", "check_replicated", "check_values"]
 
 Facts = Mapping[str, str]
 
@@ -84,6 +85,21 @@ class Check:
         steps = self._gather(mine)
         raise _difference(sorted(steps), step)
 
+    def compare(self, event: CollectiveEvent) -> None:
+        """Compare a collective, where no other check is open inside this one."""
+        if CHECKS[-1] is not self:
+            return
+        self.count += 1
+        where = describe_dim(event.mesh, event.mesh_dim)
+        facts = {"the module": event.module or "none", "the direction": event.direction, "op": event.op}
+        if event.dtype is not None:
+            sizes = ["any" if dim == event.uneven_dim else str(n) for dim, n in enumerate(event.shape)]
+            facts["the dtype of the local tensor"] = str(event.dtype)
+            facts["the shape of the local tensor"] = f"({', '.join(sizes)})"
+        facts |= {name: str(value) for name, value in event.details.items()}
+        step = f"{event.kind} {where} (collective {self.count} inside check_ranks())"
+        self.agree(step, None, event.mesh.ranks_along(event.mesh_dim), facts)
+
     def _gather(self, value: Any) -> list[Any]:
         values = [value]
         for group, ranks in self._axes:
@@ -100,10 +116,10 @@ class Check:
 def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Inside, ranks compare what they are about to do, and all raise when one differs, instead of hanging.
 
-    Compared are: each collective (which one, along which mesh dimension, shape and dtype of the local tensors and what
-    else it is given); each `DeviceMesh` that is made; each plan that `parallelize_module` applies, with the names,
-    shapes, dtypes and ``requires_grad`` of the model's parameters; and leaving the context, also by an exception. The
-    exception of one rank is named on the others.
+    Compared are: each collective (which one, in which module, forward or backward, along which mesh dimension, shape
+    and dtype of the local tensors and what else it is given); each `DeviceMesh` that is made; each plan that
+    `parallelize_module` applies, with the names, shapes, dtypes and ``requires_grad`` of the model's parameters; and
+    leaving the context, also by an exception. The exception of one rank is named on the others.
 
     Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan
     leaves plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain
@@ -131,6 +147,7 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
         return
     check = _check_of_world() if mesh is None else Check(mesh.platform, _axes(mesh))
     CHECKS.append(check)
+    LISTENERS.insert(0, check.compare)  # before it is counted
     try:
         yield
     except (RankMismatchError, CollectiveError):
@@ -144,36 +161,7 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
         check.agree("the end of check_ranks()")
     finally:
         CHECKS.remove(check)
-
-
-def check_collective(
-    collective: str,
-    mesh: DeviceMesh,
-    mesh_dim: int,
-    local: Any,
-    details: Mapping[str, Any] | None = None,
-    uneven_dim: int | None = None,
-) -> None:
-    """Compare a collective; to be called when a check is on, before anything that depends on the shape.
-
-    Args:
-        collective, mesh, mesh_dim: which one.
-        local: this rank's tensor, or None.
-        details: what else it is given.
-        uneven_dim: dimension of ``local`` in which ranks may differ; ``details`` say how long it is on each rank.
-    """
-    check = CHECKS[-1]
-    check.count += 1
-    step = f"{collective} {describe_dim(mesh, mesh_dim)} (collective {check.count} inside check_ranks())"
-    facts = {}
-    if local is not None:
-        shape = list(mesh.platform.shape_of(local))
-        if uneven_dim is not None:
-            shape[uneven_dim] = -1
-        facts["the dtype of the local tensor"] = str(local.dtype)
-        facts["the shape of the local tensor"] = f"({', '.join('any' if n == -1 else str(n) for n in shape)})"
-    facts |= {name: str(value) for name, value in (details or {}).items()}
-    check.agree(step, None, mesh.ranks_along(mesh_dim), facts)
+        LISTENERS.remove(check.compare)
 
 
 def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, remedy: str) -> None:

@@ -9,8 +9,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.bound_steps import bind_gather
-from hyper_parallel.core.dtensor.communication.transitions import Step, transitions_of
+from hyper_parallel.core.dtensor.communication.shard_steps import AllToAll, Gather, ReduceScatter, Slice
+from hyper_parallel.core.dtensor.communication.transitions import (
+    AllReduce,
+    Move,
+    OneSummand,
+    ReduceExtreme,
+    ReduceProduct,
+    identity_reduce_grad,
+    transitions_of,
+)
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.platform.contract import cached_view
@@ -43,13 +52,13 @@ def redistribute(x: Any, layout: Layout) -> Any:
     return x
 
 
-def _bind_step(step: Step) -> Callable[[Any], Any]:
+def _bind_step(step: Move) -> Callable[[Any], Any]:
     """One step of `redistribute`, of a DTensor."""
-    platform, transitions, after = step.mesh.platform, transitions_of(step.mesh.platform), step.layout
+    platform, after = step.platform, step.layout
     wrap, requires_grad, write_cache = platform.wrap, platform.requires_grad, platform.write_cache
-    if not (isinstance(step.source, Shard) and isinstance(step.target, Replicate)):
-        return lambda x: wrap(transitions.run(x, step), after)
-    gather, key = bind_gather(step), linear_key(step.mesh, (step.mesh_dim,))
+    if not isinstance(step, Gather):
+        return lambda x: wrap(step(x), after)
+    gather, key = step.bind_with_view(), linear_key(step.mesh, (step.mesh_dim,))
 
     def run(x: Any) -> Any:
         local, partial, data = gather(x)
@@ -70,9 +79,8 @@ _STEPS: Table = Table(_bind_step, 1 << 14, "bound steps")
 
 def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
     """`redistribute` for a local tensor of layout ``source``; differentiable."""
-    transitions = transitions_of(source.mesh.platform)
     for step in plan_redistribution(source, target):
-        local = transitions.run(local, step)
+        local = step(local)
     return local
 
 
@@ -100,27 +108,26 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     view = platform.read_cache(holder, key)
     if view is not None:
         return view
-    transitions = transitions_of(platform)
     linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
     gathered = x._gathered
     if gathered is not None and gathered[3] != (gathered[0]._writes, gathered[0]._version):
         gathered = None  # the shard has another value and another history by now
     if gathered is None:
         if linear is None and isinstance(x, platform.Parameter):
-            view = transitions.parameter_view(mesh, mesh_dims)(x)
+            view = identity_reduce_grad(mesh, mesh_dims).of_parameter(x)
         elif linear is None:
-            view = transitions.copy(x, mesh, mesh_dims)
+            view = identity_reduce_grad(mesh, mesh_dims)(x)
         else:
             # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
-            view = transitions.convert_cotangent(linear.reshape(platform.shape_of(x)), platform.clone)
+            view = transitions_of(platform).convert_cotangent(linear.reshape(platform.shape_of(x)), platform.clone)
     elif linear is not None:
         view = linear.reshape(platform.shape_of(x))
     else:
         source, step, data, _ = gathered
         others = tuple(d for d in mesh_dims if d != step.mesh_dim)
         shard = partial_grad_view(source, others)
-        share = transitions.share if len(others) == len(mesh_dims) else transitions.share_partial
-        view = share(shard, step, platform.detach(data).reshape(platform.shape_of(x)))
+        gather = step if len(others) == len(mesh_dims) else step.for_parts
+        view = gather.share(shard, platform.detach(data).reshape(platform.shape_of(x)))
     platform.write_cache(holder, key, view)
     return view
 
@@ -129,7 +136,7 @@ def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     """`partial_grad_view` over one mesh dimension as ``view(parameter)``, of parameters that are replicated there."""
     if mesh.shape[mesh_dim] == 1:
         return lambda x: x
-    return transitions_of(mesh.platform).parameter_view(mesh, (mesh_dim,))
+    return identity_reduce_grad(mesh, (mesh_dim,)).of_parameter
 
 
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
@@ -141,15 +148,15 @@ def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
 def linear_input_view(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Callable[[Any, Any], Any]:
     """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of ``mesh``,
     for linear layers; they share its collectives. It may be 2-D, see `Fast.linear_view`."""
-    platform, transitions = mesh.platform, transitions_of(mesh.platform)
     mesh_dims = tuple(d for d in mesh_dims if mesh.shape[d] > 1)
     if not mesh_dims:
         return lambda x, weight: x
-    copied = cached_view(platform, lambda x: transitions.copy(x, mesh, mesh_dims), (mesh, mesh_dims))
-    return transitions.linear_view(mesh, mesh_dims, linear_key(mesh, mesh_dims), copied) or copied
+    view = identity_reduce_grad(mesh, mesh_dims)
+    kept = cached_view(mesh.platform, view, (mesh, mesh_dims))
+    return view.of_linear_input(linear_key(mesh, mesh_dims), kept) or kept
 
 
-def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
+def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The cheapest steps from ``source`` to ``target`` (same mesh and shape), the same on every rank.
 
     A tensor dimension that several mesh dimensions shard nests, the first outermost: only the innermost split can be
@@ -163,10 +170,9 @@ def redistribution_cost(source: Layout, target: Layout) -> float:
     return _COSTS[source, target]
 
 
-def _plan(key: tuple[Layout, Layout]) -> tuple[Step, ...]:
+def _plan(key: tuple[Layout, Layout]) -> tuple[Move, ...]:
     key[0].mesh.require_member("a redistribution")
-    layouts = _search(*key)[1]
-    return tuple(Step.between(before, after, _changed(before, after)) for before, after in itertools.pairwise(layouts))
+    return tuple(itertools.starmap(_step_between, itertools.pairwise(_search(*key)[1])))
 
 
 #: (source, target) -> steps, and what they cost.
@@ -174,8 +180,26 @@ _PLANS: Table = Table(_plan, 1 << 14, "plans of redistribution")
 _COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14, "costs of redistribution")
 
 
-def _changed(before: Layout, after: Layout) -> int:
-    return next(i for i, (p, q) in enumerate(zip(before.placements, after.placements, strict=True)) if p is not q)
+def _step_between(before: Layout, after: Layout) -> Move:
+    """The step from ``before`` to ``after``, which differ on one mesh dimension."""
+    pairs = zip(before.placements, after.placements, strict=True)
+    mesh_dim = next(i for i, (p, q) in enumerate(pairs) if p is not q)
+    source, target = before.placements[mesh_dim], after.placements[mesh_dim]
+    if isinstance(source, Shard):
+        kind: type[Move] = AllToAll if isinstance(target, Shard) else Gather
+    elif isinstance(source, Partial):
+        reductions = {"max": ReduceExtreme, "min": ReduceExtreme, "product": ReduceProduct}
+        kind = ReduceScatter if isinstance(target, Shard) else reductions.get(source.reduce_op, AllReduce)
+    else:
+        kind = Slice if isinstance(target, Shard) else OneSummand
+    return kind(before.mesh, mesh_dim, source, target, _sizes(before, mesh_dim), _sizes(after, mesh_dim), after)
+
+
+def _sizes(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
+    placement = layout.placements[mesh_dim]
+    if not isinstance(placement, Shard):
+        return ()
+    return shard_sizes(placement, layout.size_within(placement.dim, mesh_dim), layout.mesh.shape[mesh_dim])
 
 
 def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.transitions import Step, transitions_of
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
+from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -80,9 +79,8 @@ class ClassFunctions:
 
     def summed(self, x: Any, classes: Classes) -> Any:
         """The sum of every rank's ``x`` over the ranks that share the classes; differentiable."""
-        transitions = transitions_of(self.platform)
         for mesh_dim in classes.mesh_dims:
-            x = transitions.run(x, Step(classes.mesh, mesh_dim, Partial(), Replicate(), (), (), None))
+            x = summation(classes.mesh, mesh_dim)(x)
         return x
 
     # ------------------------------------------------------------ statistics, outside autograd
@@ -122,9 +120,7 @@ class ClassFunctions:
 
     def _for_parts(self, x: Any, classes: Classes) -> Any:
         """A replicated ``x`` of which each rank uses its part: its own gradient is a sum over ranks."""
-        if not self.platform.requires_grad(x):
-            return x
-        return transitions_of(self.platform).copy(x, classes.mesh, classes.mesh_dims)
+        return identity_reduce_grad(classes.mesh, classes.mesh_dims)(x)
 
     # ------------------------------------------------------------ ranks without classes
     def _with_a_class(self, x: Any, classes: Classes, dim: int | None = None, value: float = -math.inf) -> Any:

@@ -93,7 +93,7 @@ def _layout_of(tensor: Any, name: str = "") -> Any:
             f"{name} got a plain tensor of shape {tuple(tensor.shape)}, the shape of a rank's part of a gradient of "
             f"shape {tuple(layout.shape)}, placed {list(layout.placements)} on {layout.mesh}, which mindspore's own "
             "value_and_grad or grad gave: each rank would clip by the norm of its part. Take value_and_grad or grad of "
-            "hyper_parallel.platform.mindspore.grad, which give DTensors, or clip before anything is computed from the "
+            "hyper_parallel.mindspore, which give DTensors, or clip before anything is computed from the "
             "gradients"
         )
     return layout

@@ -1,12 +1,8 @@
 """What torch wants from a tensor besides the operations of the op table. The modules fill `tensor.HANDLERS`."""
 
 from hyper_parallel.platform.torch.handlers import communication, composite, foreach, gradients, metadata, random
-from hyper_parallel.platform.torch.handlers.copying import (
-    deepcopy_dtensor,
-    rebuild_dtensor,
-    reduce_dtensor,
-)
-from hyper_parallel.platform.torch.handlers.unknown import run_unknown
+from hyper_parallel.platform.torch.handlers.copying import deepcopy_dtensor, reduce_dtensor
+from hyper_parallel.platform.torch.handlers.unknown import recover, run_unknown
 
 __all__ = [
     "communication",
@@ -16,7 +12,7 @@ __all__ = [
     "gradients",
     "metadata",
     "random",
-    "rebuild_dtensor",
+    "recover",
     "reduce_dtensor",
     "run_unknown",
 ]

@@ -15,7 +15,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import find, signature, to_dims
+from hyper_parallel.platform.torch.op_table.binding import Bound, find, signature, sizes, to_dims
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
 from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dispatch_on, is_dtensor, replicated
@@ -72,35 +72,27 @@ def update(func: Any, args: tuple, kwargs: dict) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- losses
 
-#: loss -> keywords that take tensors.
-_LOSSES: dict[Any, tuple[str, ...]] = {
-    F.mse_loss: ("weight",),
-    F.l1_loss: ("weight",),
-    F.smooth_l1_loss: (),
-    F.huber_loss: ("weight",),
-    F.kl_div: (),
-    F.binary_cross_entropy: ("weight",),
-    F.binary_cross_entropy_with_logits: ("weight", "pos_weight"),
-    F.soft_margin_loss: (),
-}
+_LOSSES = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss),
+)
+#: Keywords that take tensors, where a loss has them.
+_TENSORS = ("weight", "pos_weight")
 _DEPRECATED = ("size_average", "reduce")
 
 
-def _loss_row(tensor_names: tuple[str, ...]) -> NativeOp:
-    """The loss of each element."""
-
-    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        options = {name: value for name, value in kwargs.items() if name not in tensor_names}
-        return (*args, *(kwargs.get(name) for name in tensor_names)), options
-
-    def call(func: Any, operands: tuple, statics: Any) -> Any:
-        tensors = {n: x for n, x in zip(tensor_names, operands[2:], strict=True) if x is not None}
-        return func(*operands[:2], **tensors, **statics, reduction="none")
-
-    return NativeOp("pointwise", bind, call)
+def _bind_loss(func: Any, args: tuple, kwargs: dict) -> Bound:
+    options = {name: value for name, value in kwargs.items() if name not in _TENSORS}
+    return (*args, *map(kwargs.get, _TENSORS)), options
 
 
-_LOSS_ROWS = {loss: _loss_row(tensor_names) for loss, tensor_names in _LOSSES.items()}
+def _call_loss(func: Any, operands: tuple, statics: Any) -> Any:
+    tensors = {n: x for n, x in zip(_TENSORS, operands[2:], strict=True) if x is not None}
+    return func(*operands[:2], **tensors, **statics, reduction="none")
+
+
+#: The loss of each element.
+_LOSS = NativeOp("pointwise", _bind_loss, _call_loss)
 
 
 @handles(*_LOSSES)
@@ -112,7 +104,7 @@ def element_wise_loss(func: Any, args: tuple, kwargs: dict) -> Any:
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{reduction!r} is not a valid value for reduction")
     options = {name: value for name, value in kwargs.items() if name not in (*_DEPRECATED, "reduction")}
-    losses = dispatch(_LOSS_ROWS[func], func, args, options)
+    losses = dispatch(_LOSS, func, args, options)
     if reduction == "none":
         return losses
     if reduction == "mean":
@@ -127,34 +119,23 @@ def element_wise_loss(func: Any, args: tuple, kwargs: dict) -> Any:
 @handles(torch.outer, T.outer, torch.ger)
 def outer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Product of a column and a row."""
-    a, b = signature("input", "vec2")(func, args, kwargs)
+    a, b = signature("input vec2")(args, kwargs)
     return a.unsqueeze(1) * b.unsqueeze(0)
-
-
-_NEW = {"new_zeros": torch.zeros_like, "new_ones": torch.ones_like, "new_empty": torch.empty_like}
 
 
 @handles(T.new_zeros, T.new_ones, T.new_empty, T.new_full)
 def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.new_zeros(size)``: laid out like ``x`` when it has its shape, else replicated."""
-    x, rest = args[0], list(args[1:])
-    if func is T.new_full:
-        size = rest.pop(0) if rest else kwargs["size"]
-        fill = [rest.pop(0) if rest else kwargs["fill_value"]]
-    else:
-        size, fill = (rest if len(rest) != 1 or isinstance(rest[0], int) else rest[0]) if rest else kwargs["size"], []
-        rest = []
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
-    size = (size,) if isinstance(size, int) else tuple(size)
+    given = {k: v for k, v in kwargs.items() if k not in options}
+    x, size, *fill = signature("input size fill_value" if func is T.new_full else "input *size")(args, given)
+    size = sizes(size)
     if size == tuple(x.shape):
-        return torch.full_like(x, *fill, **options) if fill else _NEW[func.__name__](x, **options)
-    # What is made does not depend on the values of x: an empty slice stands for it, so that nothing is gathered.
-    return run_unknown(func, (_stand_in(x), size, *fill), options)
-
-
-def _stand_in(x: Any) -> Any:
-    """A replicated tensor without elements, with dtype and device of ``x``."""
-    return replicated(torch.empty(0, dtype=x.dtype, device=x.device), x._layout.mesh)
+        return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *fill, **options)
+    # What is made does not depend on the values of x: a tensor without elements, with its dtype and device, stands for
+    # it, so that nothing is gathered.
+    stand_in = replicated(torch.empty(0, dtype=x.dtype, device=x.device), x._layout.mesh)
+    return run_unknown(func, (stand_in, size, *fill), options)
 
 
 @handles(T.new_tensor)
@@ -231,15 +212,15 @@ def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``x.set_(...)``, which torch lets nobody intercept. Of another DTensor: ``x`` becomes what that is."""
-    if len(args) == 1 and not kwargs and is_dtensor(args[0]) and is_dispatch_on():
-        with no_dispatch():
-            T.set_(self, args[0])
-        self._layout = args[0]._layout
-        forget_data(self)
-        return self
-    return (
-        T.set_(self, *args, **kwargs) if not is_dispatch_on() else refuse_other_storage(T.set_, (self, *args), kwargs)
-    )
+    if not is_dispatch_on():
+        return T.set_(self, *args, **kwargs)
+    if len(args) != 1 or kwargs or not is_dtensor(args[0]):
+        return refuse_other_storage(T.set_, (self, *args), kwargs)
+    with no_dispatch():
+        T.set_(self, args[0])
+    self._layout = args[0]._layout
+    forget_data(self)
+    return self
 
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:

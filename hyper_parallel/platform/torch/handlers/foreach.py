@@ -127,12 +127,7 @@ def norm_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     with no_dispatch():
         # An empty shard adds nothing; torch has no maximum of it.
         locals_ = [x if x.numel() else x.new_full((1,), neutral(order)) for x in tensors]
-        norms = list(func(locals_, order, dtype=dtype))
-        for indices, mesh, mesh_dims in _by_sharding(tensors):
-            stacked = torch.stack([norms[i] for i in indices])
-            for i, norm in zip(indices, combined(stacked, mesh, mesh_dims, order).unbind(), strict=True):
-                norms[i] = norm
-    return [n if layout_of(x) is None else wrap(n.view_as(n), _scalar(x)) for n, x in zip(norms, tensors, strict=True)]
+        return _whole(list(func(locals_, order, dtype=dtype)), tensors, order)
 
 
 @handles(getattr(torch, "_foreach_powsum", None))
@@ -140,14 +135,17 @@ def power_sum_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     """Global sums of powers: the norms without the root."""
     tensors = [reduced(x) for x in args[0]]
     with no_dispatch():
-        sums = list(func(tensors, *args[1:], **kwargs))
-        for indices, mesh, mesh_dims in _by_sharding(tensors):
-            stacked = torch.stack([sums[i] for i in indices])
-            for mesh_dim in mesh_dims:
-                stacked = collectives.all_reduce(stacked, mesh, mesh_dim, "sum")
-            for i, value in zip(indices, stacked.unbind(), strict=True):
-                sums[i] = value
-    return [s if layout_of(x) is None else wrap(s.view_as(s), _scalar(x)) for s, x in zip(sums, tensors, strict=True)]
+        return _whole(list(func(tensors, *args[1:], **kwargs)), tensors, 1)
+
+
+def _whole(values: list[Any], tensors: list[Any], order: float) -> list[Any]:
+    """Norms of whole tensors from those of this rank's parts, with one all-reduce for all that are sharded alike; with
+    order 1 the values are summed."""
+    for indices, mesh, mesh_dims in _by_sharding(tensors):
+        stacked = torch.stack([values[i] for i in indices])
+        for i, value in zip(indices, combined(stacked, mesh, mesh_dims, order).unbind(), strict=True):
+            values[i] = value
+    return [v if layout_of(x) is None else wrap(v.view_as(v), _scalar(x)) for v, x in zip(values, tensors, strict=True)]
 
 
 def _by_sharding(tensors: Sequence[Any]) -> list[tuple[list[int], Any, tuple[int, ...]]]:

@@ -55,13 +55,6 @@ def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
         func(x, gradient)
 
 
-@handles(T.grad.__delete__, T._grad.__delete__)
-def delete_grad(func: Any, args: tuple, kwargs: dict) -> None:
-    """``del x.grad``."""
-    with no_dispatch():
-        func(args[0])
-
-
 @handles(T.data.__set__)
 def set_data(func: Any, args: tuple, kwargs: dict) -> None:
     """Exchange the data, and with it the layout."""
@@ -94,79 +87,68 @@ def forget_data(x: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------- backward
 
-_backward_arguments = signature("tensors", gradient=None, retain_graph=None, create_graph=False, inputs=None)
+_BACKWARD = signature("tensors gradient=None retain_graph=None create_graph=False inputs=None")
+_AUTOGRAD_BACKWARD = signature(
+    "tensors grad_tensors=None retain_graph=None create_graph=False grad_variables=None inputs=None"
+)
+_GRAD = signature(
+    "outputs inputs grad_outputs=None retain_graph=None create_graph=False only_inputs=True allow_unused=None "
+    "is_grads_batched=False materialize_grads=False"
+)
 
 
 @handles(T.backward)
 def tensor_backward(func: Any, args: tuple, kwargs: dict) -> None:
     """``x.backward(gradient, ...)``."""
-    x, gradient, retain_graph, create_graph, inputs = _backward_arguments(func, args, kwargs)
-    _accumulate((x,), (gradient,), retain_graph, create_graph, inputs)
-
-
-_autograd_backward_arguments = signature(
-    "tensors", grad_tensors=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None
-)
+    x, gradient, retain_graph, create_graph, inputs = _BACKWARD(args, kwargs)
+    _run((x,), (gradient,), retain_graph, create_graph, inputs)
 
 
 @handles(torch.autograd.backward)
 def autograd_backward(func: Any, args: tuple, kwargs: dict) -> None:
     """``torch.autograd.backward``."""
-    tensors, gradients, retain_graph, create_graph, _, inputs = _autograd_backward_arguments(func, args, kwargs)
+    tensors, gradients, retain_graph, create_graph, _, inputs = _AUTOGRAD_BACKWARD(args, kwargs)
     tensors = _to_tuple(tensors)
-    _accumulate(tensors, _one_each(gradients, tensors), retain_graph, create_graph, inputs)
+    _run(tensors, _one_each(gradients, tensors), retain_graph, create_graph, inputs)
 
 
-def _accumulate(tensors: tuple, gradients: tuple, retain_graph: Any, create_graph: bool, inputs: Any) -> None:
-    if inputs is not None and len(_to_tuple(inputs)) == 0:
+def _run(
+    tensors: tuple,
+    gradients: tuple,
+    retain_graph: Any,
+    create_graph: bool,
+    inputs: Any,
+    allow_unreachable: bool = True,
+    accumulate: bool = True,
+) -> tuple:
+    """Run the engine: into ``.grad``, of all leaves or of ``inputs``, or for the gradients of ``inputs``."""
+    inputs = None if inputs is None else _to_tuple(inputs)
+    if accumulate and inputs == ():
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
     roots = [_root(t, g) for t, g in zip(tensors, gradients, strict=True)]
-    run_engine(
+    return run_engine(
         tuple([root for root, _ in roots]),
         tuple([cotangent for _, cotangent in roots]),
         create_graph if retain_graph is None else retain_graph,
         create_graph,
-        () if inputs is None else _to_tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=True,
+        inputs or (),
+        allow_unreachable=allow_unreachable,
+        accumulate_grad=accumulate,
     )
-
-
-_grad_arguments = signature(
-    "outputs",
-    "inputs",
-    grad_outputs=None,
-    retain_graph=None,
-    create_graph=False,
-    only_inputs=True,
-    allow_unused=None,
-    is_grads_batched=False,
-    materialize_grads=False,
-)
 
 
 @handles(torch.autograd.grad)
 def autograd_grad(func: Any, args: tuple, kwargs: dict) -> tuple:
     """``torch.autograd.grad``: gradients with respect to distributed inputs are distributed."""
-    outputs, inputs, gradients, retain_graph, create_graph, _, allow_unused, batched, materialize = _grad_arguments(
-        func, args, kwargs
-    )
+    outputs, inputs, gradients, retain_graph, create_graph, _, unused, batched, materialize = _GRAD(args, kwargs)
     if batched:
         raise ValueError(
             "autograd.grad(is_grads_batched=True) is not supported with distributed tensors: call autograd.grad once "
             "for each of the grad_outputs, with retain_graph=True"
         )
-    outputs, inputs = _to_tuple(outputs), _to_tuple(inputs)
-    roots = [_root(y, g) for y, g in zip(outputs, _one_each(gradients, outputs), strict=True)]
-    results = run_engine(
-        tuple([root for root, _ in roots]),
-        tuple([cotangent for _, cotangent in roots]),
-        create_graph if retain_graph is None else retain_graph,
-        create_graph,
-        inputs,
-        materialize if allow_unused is None else allow_unused,
-        accumulate_grad=False,
-    )
+    outputs, inputs, unused = _to_tuple(outputs), _to_tuple(inputs), materialize if unused is None else unused
+    gradients = _one_each(gradients, outputs)
+    results = _run(outputs, gradients, retain_graph, create_graph, inputs, unused, False)
     return tuple(_wrap_result(g, x, materialize, create_graph) for g, x in zip(results, inputs, strict=True))
 
 
@@ -180,7 +162,7 @@ def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -
 
 
 def _as_owned(gradient: Any, layout: Any) -> Any:
-    """A new plain tensor of the gradient that reached a tensor of ``layout``, for who looks at it."""
+    """A new plain tensor with the gradient that reached a tensor of ``layout``, to be shown to the user."""
     with no_dispatch():
         if layout.summed_mesh_dims:
             gradient = transitions_of(layout.mesh.platform).to_owner(gradient, layout)
@@ -277,10 +259,3 @@ def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
 
     with no_dispatch():
         return func(x, local_hook)
-
-
-@handles(T.register_post_accumulate_grad_hook)
-def register_post_accumulate_grad_hook(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The hook sees the parameter, which is the DTensor."""
-    with no_dispatch():
-        return func(*args, **kwargs)

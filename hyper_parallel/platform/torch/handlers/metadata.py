@@ -27,7 +27,7 @@ _METHODS = words(
     """
 __dir__ _is_all_true _is_view _is_zerotensor _typed_storage dim element_size get_device is_complex is_conj
 is_contiguous is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_shared is_signed
-ndimension retain_grad storage storage_offset untyped_storage
+ndimension register_post_accumulate_grad_hook retain_grad storage storage_offset untyped_storage
 """
 )
 
@@ -35,28 +35,24 @@ _SETTERS = ["requires_grad", "names", "_backward_hooks", "_post_accumulate_grad_
 
 
 def _functions() -> list[Any]:
-    found: list[Any] = []
-    for name in _PROPERTIES:
-        found.append(getattr(getattr(T, name, None), "__get__", None))
-    for name in _SETTERS:
-        found.append(getattr(getattr(T, name, None), "__set__", None))
+    accessors = {"__get__": _PROPERTIES, "__set__": _SETTERS, "__delete__": ("grad", "_grad")}
+    found = [getattr(getattr(T, name, None), accessor, None) for accessor, names in accessors.items() for name in names]
     for name in _METHODS:
-        found.append(getattr(T, name, None))
-        found.append(getattr(torch, name, None) if name.startswith("is_") else None)
+        found += [getattr(T, name, None), getattr(torch, name, None) if name.startswith("is_") else None]
     found.append(getattr(torch, "_has_compatible_shallow_copy_type", None))
     return [*found, torch.result_type, torch.promote_types, torch.can_cast]
 
 
 @handles(*_functions())
 def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The local tensor's answer is the distributed tensor's."""
+    """The local tensor's answer is the distributed tensor's. A hook after accumulation gets the DTensor itself."""
     with no_dispatch():
         return func(*args, **kwargs)
 
 
 @handles(T.data_ptr)
 def data_ptr(func: Any, args: tuple, kwargs: dict) -> int:
-    """Address of the data, if all of it is here: who asks reads as much memory as the global shape says."""
+    """Address of the data, if this rank holds all of it: callers read as much memory as the global shape says."""
     layout = layout_of(args[0])
     if tuple(layout.local_shape) != tuple(layout.shape):
         raise RuntimeError(

@@ -26,8 +26,9 @@ __all__ = ["ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_st
 T: Any = torch.Tensor
 
 ELEMENTWISE = words("SGD Adam Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
-#: Whose step puts what ``_init_group`` has looked up into the state again, so that it must be that very tensor.
-STORES = words("SGD")
+#: Optimizers whose step writes the tensors that ``_init_group`` has looked up back into the state, so that it must get
+#: those tensors themselves.
+STORES = ("SGD",)
 #: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
 _ATTRIBUTE = "_hyper_parallel_step"
 
@@ -117,21 +118,7 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
 
 
 class _LocalStep:
-    """A step of one optimizer on local tensors. It outlives the step, for what need not be found out again."""
-
-    __slots__ = (
-        "columns",
-        "complete",
-        "counted",
-        "distributed",
-        "found",
-        "layouts",
-        "looked_at",
-        "plain_class",
-        "running",
-        "swapped",
-        "tensor_class",
-    )
+    """Steps of one optimizer on local tensors. Kept between steps, so that what does not change is found out once."""
 
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class

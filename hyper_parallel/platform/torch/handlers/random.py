@@ -63,7 +63,7 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             synchronize(layout.mesh)
         whole = ones_like_whole(x, layout)
         func(whole, *args, **kwargs)
-        # A generator of the program's own is its own affair, and constants are alike by themselves.
+        # The program itself answers for a generator of its own, and constants are the same on all ranks anyway.
         x.copy_(take_part(whole, layout, kwargs.get("generator") is None and func is not nn.init.constant_))
     after_write(x)
     return x

@@ -1,4 +1,4 @@
-"""Functions that neither have a handler nor a row in the op table."""
+"""Functions that neither have a handler nor a row in the op table, and calls that these do not serve."""
 
 from __future__ import annotations
 
@@ -9,13 +9,37 @@ from typing import Any
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.core.dtensor.operations.operands import name_of
+from hyper_parallel.platform.torch.op_table.binding import UnboundCallError
 from hyper_parallel.platform.torch.private import OpOverload, OpOverloadPacket, graph_task, in_dispatch_mode
 from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor
 
-__all__ = ["run_unknown"]
+__all__ = ["recover", "run_unknown"]
 
 #: Namespaces of collectives among the operations of torch.
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+
+#: Torch's words for a leaf, of the leaf itself and of what `DTensor.from_local` makes of one, which is a view of it.
+_OF_A_LEAF = "leaf Variable that requires grad"
+
+
+def recover(error: RuntimeError, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Serve a call whose handler has raised ``error``: on gathered operands if its row does not cover the arguments.
+
+    Raises:
+        RuntimeError: ``error`` otherwise; with the remedy, where torch refuses to write to a leaf that requires grad.
+            Torch raises it before it writes, from facts that all ranks share.
+    """
+    if isinstance(error, UnboundCallError):
+        return run_unknown(func, args, kwargs)
+    words = str(error)
+    if _OF_A_LEAF not in words or not args:
+        raise error
+    placements = list(args[0]._layout.placements) if getattr(args[0], "_layout", None) is not None else "..."
+    raise RuntimeError(
+        f"{getattr(func, '__name__', func)} on a DTensor placed {placements}: {words.rstrip('.')}. To change the "
+        "values alone, write inside torch.no_grad(). To let gradients pass through the change, make the DTensor of "
+        "a copy: DTensor.from_local(x.clone(), ...)"
+    ) from None
 
 
 def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -11,12 +11,11 @@ __all__ = ["OP_TABLE", "UnboundCallError"]
 
 
 def _merge(*tables: Table) -> Table:
-    merged = Table()
+    merged: Table = {}
     for table in tables:
         for func in table.keys() & merged.keys():
             raise AssertionError(f"{func} has two rows: {merged[func].name} and {table[func].name}")
         merged.update(table)
-    merged.pop(None, None)
     return merged
 
 

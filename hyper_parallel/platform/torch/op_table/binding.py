@@ -1,8 +1,19 @@
-"""Helpers that bring native calls into canonical form: argument names, defaults, and rows of the table."""
+"""Tools for rows of the op table, which bring native calls into canonical form.
+
+A row says in one text what the native function takes, and what of it are operands and static arguments::
+
+    "input other/mat2 dim=-1 -> input other | dim 1"
+
+Before the arrow stand the arguments in order, with other spellings after a slash and the default after an equals sign.
+A star, as in ``"input *dims"``, takes what is left of ``f(x, 2, 3)`` or ``f(x, (2, 3))``. After the arrow stand the
+operands, and after the bar the static arguments; what is no argument is a constant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from ast import literal_eval
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,28 +23,31 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.private import native_functions
 
 __all__ = [
+    "Bound",
     "Table",
     "UnboundCallError",
+    "arguments",
     "autocast_dtype",
+    "binds",
+    "call_by_position",
+    "call_elementwise",
     "elementwise",
     "find",
     "global_shape",
-    "leave_out",
+    "number",
+    "one",
+    "rows",
     "signature",
+    "sizes",
     "to_dims",
     "words",
 ]
 
-
-class Table(dict[Any, NativeOp]):
-    """Native function -> its row."""
-
-    def add(self, functions: Iterable[Any], op: NativeOp) -> None:
-        """One row for several functions."""
-        self.update(dict.fromkeys(functions, op))
-
-
-Bind = Callable[[Any, tuple, dict], tuple[tuple, Any]]
+Table = dict[Any, NativeOp]
+#: Operands and static arguments.
+Bound = tuple[tuple, Any]
+Bind = Callable[[Any, tuple, dict], Bound]
+Call = Callable[[Any, tuple, Any], Any]
 
 #: Other spellings that torch accepts for an argument.
 _SYNONYMS = {
@@ -48,7 +62,7 @@ _SYNONYMS = {
 _REQUIRED: Any = object()
 
 
-class UnboundCallError(Exception):
+class UnboundCallError(RuntimeError):
     """Raised by a bind whose row does not cover the arguments: the call then runs on gathered operands."""
 
 
@@ -67,46 +81,95 @@ def to_dims(dim: Any) -> tuple[int, ...] | None:
     return tuple(dim) or None
 
 
-def leave_out(kwargs: dict) -> None:
-    """Leave a call with ``out=`` to `handlers.unknown`, which copies the result there.
+def one(value: Any) -> tuple[Any]:
+    """A tuple of one value."""
+    return (value,)
 
-    Raises:
-        UnboundCallError: when ``out`` is given.
-    """
-    if kwargs.get("out") is not None:
+
+def number(value: Any) -> Any:
+    """A number, where neither a tensor nor nothing at all will do."""
+    if value is None or isinstance(value, torch.Tensor):
         raise UnboundCallError
+    return value
 
 
-def signature(*required: str, **defaults: Any) -> Callable[[Any, tuple, dict], list[Any]]:
-    """Make ``unpack(func, args, kwargs)`` that returns the values of the named arguments in order.
+def sizes(given: Any) -> tuple[int, ...]:
+    """Sizes or dimensions as a tuple, also where they come as ``((2, 3),)``."""
+    if isinstance(given, int):
+        return (given,)
+    if isinstance(given, (tuple, list)) and len(given) == 1 and not isinstance(given[0], int):
+        (given,) = given
+    if isinstance(given, torch.dtype):
+        raise TypeError("a distributed tensor cannot be viewed as another dtype: use to_local(), or .to(dtype)")
+    return tuple(given)
+
+
+def _spellings(text: str) -> list[list[str]]:
+    return [item.partition("=")[0].lstrip("*").split("/") for item in text.split()]
+
+
+@functools.cache
+def signature(text: str) -> Callable[[tuple, dict], list[Any]]:
+    """Make ``unpack(args, kwargs)`` that returns the values of the arguments that ``text`` names, in order.
 
     Raises (from ``unpack``):
-        UnboundCallError: for arguments that are missing or not named here.
+        UnboundCallError: for arguments that are missing or not named.
     """
-    names = (*required, *defaults)
-    values_by_default = [_REQUIRED] * len(required) + list(defaults.values())
-    index = {name: i for i, name in enumerate(names)}
-    total, needed = len(names), len(required)
+    items = text.split()
+    index = {spelling: i for i, spellings in enumerate(_spellings(text)) for spelling in spellings}
+    defaults = [literal_eval(item.partition("=")[2]) if "=" in item else _REQUIRED for item in items]
+    starred = len(items) - 1 if items[-1].startswith("*") else None
+    if starred is not None:
+        defaults[starred] = ()
+    total, needed = len(items), sum(value is _REQUIRED for value in defaults)
 
-    def unpack(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    def unpack(args: tuple, kwargs: dict) -> list[Any]:
+        if starred is not None and len(args) > starred:
+            args = (*args[:starred], args[starred:])
         given = len(args)
         if given > total:
             raise UnboundCallError
-        values = [*args, *values_by_default[given:]]
+        values = [*args, *defaults[given:]]
         for key, value in kwargs.items():
-            i = index.get(_SYNONYMS.get(key, key))
-            if i is None:
-                i = index.get(key)
-            if i is None:
-                if value is None:
-                    continue
+            i = index.get(key, index.get(_SYNONYMS.get(key, key)))
+            if i is not None:
+                values[i] = value
+            elif value is not None:
                 raise UnboundCallError
-            values[i] = value
+        if starred is not None:
+            values[starred] = sizes(values[starred])
         if given < needed and any(v is _REQUIRED for v in values[given:needed]):
             raise UnboundCallError
         return values
 
     return unpack
+
+
+def binds(text: str) -> Callable[[Callable[..., Bound]], Bind]:
+    """Make ``bind`` of a row from the decorated function of the arguments that ``text`` names, by position."""
+    unpack = signature(text)
+    return lambda arrange: lambda func, args, kwargs: arrange(*unpack(args, kwargs))
+
+
+def arguments(text: str, **convert: Callable[[Any], Any]) -> Bind:
+    """Make ``bind`` of a row from a text (see above); ``convert`` has what is done to the arguments of these names."""
+    taken, _, made = text.partition("->")
+    unpack, names = signature(taken), [spellings[0] for spellings in _spellings(taken)]
+    heads, tails = ([*part.split()] for part in made.partition("|")[::2])
+    constants = [item for item in tails if item not in names]
+    places = [*names, *constants]
+    operands, statics = [places.index(item) for item in heads], [places.index(item) for item in tails]
+    fixed = [literal_eval(item) for item in constants]
+    converted = [(names.index(name), function) for name, function in convert.items()]
+
+    def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
+        values = unpack(args, kwargs)
+        for i, function in converted:
+            values[i] = function(values[i])
+        values += fixed
+        return tuple([values[i] for i in operands]), tuple([values[i] for i in statics])
+
+    return bind
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
@@ -126,15 +189,41 @@ def words(text: str) -> list[str]:
 
 
 def find(names: str, *owners: Any) -> list[Any]:
-    """Every function of these names, given as words, in ``owners`` (default: torch, its tensor methods, functional and
-    special)."""
+    """Every function of these names in ``owners`` (default: torch, its tensor methods, functional and special)."""
     found = []
     for name in names.split():
         for owner in owners or (torch, torch.Tensor, F, torch.special, native_functions):
             function = getattr(owner, name, None)
-            if function is not None and function not in found:
+            if callable(function) and function not in found:
                 found.append(function)
     return found
+
+
+def call_by_position(func: Any, operands: tuple, statics: tuple) -> Any:
+    """Run a function on locals: operands, then static arguments."""
+    return func(*operands, *statics)
+
+
+def rows(
+    names: str,
+    canonical: str,
+    bind: str | Bind,
+    call: Call = call_by_position,
+    *owners: Any,
+    **convert: Callable[[Any], Any],
+) -> Table:
+    """One row for all functions of these names.
+
+    Args:
+        names: the functions, as words, found in ``owners``: see `find`.
+        canonical: the canonical operation.
+        bind: as a text, or see `NativeOp`.
+        call: see `NativeOp`; without it: the function, with operands, then static arguments, by position.
+        owners: where the functions are found.
+        convert: of a text, what is done to the arguments of these names.
+    """
+    made = arguments(bind, **convert) if isinstance(bind, str) else bind
+    return dict.fromkeys(find(names, *owners), NativeOp(canonical, made, call))
 
 
 def call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
@@ -142,15 +231,16 @@ def call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
     return func(*operands) if statics is None else func(*operands, *statics[0], **statics[1])
 
 
-def elementwise(name: str, *operands: str) -> NativeOp:
-    """Row of an element-wise operation whose first positional arguments are the named tensor operands."""
-    count = len(operands)
-    positions = {operand: i for i, operand in enumerate(operands)}
+def elementwise(names: str, canonical: str, operands: str, *owners: Any) -> Table:
+    """One row for the element-wise functions of these names, whose first positional arguments are the operands."""
+    count = len(operands.split())
+    positions = {operand: i for i, operand in enumerate(operands.split())}
 
-    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+    def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
         if not kwargs:
             return (args, None) if len(args) <= count else (args[:count], (args[count:], {}))
-        leave_out(kwargs)
+        if kwargs.get("out") is not None:
+            raise UnboundCallError  # `handlers.unknown` copies the result there
         values, rest = list(args[:count]), dict(kwargs)
         for key in kwargs:
             i = positions.get(_SYNONYMS.get(key, key))
@@ -160,4 +250,4 @@ def elementwise(name: str, *operands: str) -> NativeOp:
                 values.insert(i, rest.pop(key))
         return tuple(values), (args[count:], rest)
 
-    return NativeOp(name, bind, call_elementwise)
+    return rows(names, canonical, bind, call_elementwise, *owners)

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
     Table,
-    UnboundCallError,
+    call_by_position,
     call_elementwise,
     elementwise,
-    find,
-    signature,
+    one,
+    rows,
 )
-from hyper_parallel.platform.torch.private import native
 
 __all__ = ["CONVERSIONS", "table"]
 
@@ -48,58 +47,56 @@ clone conj_physical deg2rad detach_copy neg negative positive rad2deg resolve_co
 pin_memory cpu cuda npu __neg__ __pos__
 """
 
-_IN_PLACE_BINARY = """
-__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__ __irshift__ __ixor__
-"""
+_IN_PLACE_BINARY = "__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__ __irshift__ __ixor__"
+
+#: Names of the second operand that are not ``other``.
+_SECOND = {"pow": "exponent", "float_power": "exponent", "prelu": "weight", "heaviside": "values"}
+
+_SEVERAL_OPERANDS = {
+    "clamp clip": "input min max",
+    "clamp_min": "input min",
+    "clamp_max": "input max",
+    "lerp": "input end weight",
+    "addcmul addcdiv": "input tensor1 tensor2",
+    "masked_fill": "input mask value",
+}
 
 
-def _second_name(name: str) -> str:
-    return {"pow": "exponent", "float_power": "exponent", "prelu": "weight", "heaviside": "values"}.get(name, "other")
-
-
-def _in_place_forms(names: str) -> list[Any]:
-    return find(" ".join(f"{n}_" for n in names.split() if not n.startswith("__")), torch, T, F)
+def _in_place(names: str) -> str:
+    return " ".join(f"{name}_" for name in names.split() if not name.startswith("__"))
 
 
 def table() -> Table:
     """Rows of all element-wise operations."""
-    rows = Table()
-    rows.add(find(_UNARY), elementwise("pointwise", "input"))
+    table: Table = {}
     for name in _BINARY.split():
-        rows.add(find(name), elementwise("pointwise", "input", _second_name(name)))
-    linear = elementwise("linear_unary", "input")
-    rows.add(find(_LINEAR, torch, T), linear)
-    views = [*find("conj detach", torch, T), *(getattr(T, name).__get__ for name in ("data", "real", "imag"))]
-    rows.add(views, elementwise("alias", "input"))
-    rows[T.contiguous] = elementwise("contiguous", "input")
-    rows.update(_arithmetic())
-    rows.update(_three_operands())
-    rows.update(_conversions())
-    rows.update(_like())
-    rows.update(_activations())
-    rows.update(_in_place())
-    return rows
+        table |= elementwise(name, "pointwise", f"input {_SECOND.get(name, 'other')}")
+    for names, operands in _SEVERAL_OPERANDS.items():
+        table |= elementwise(names, "pointwise", operands, torch, T)
+        table |= elementwise(_in_place(names), "pointwise_", operands, torch, T)
+    return {
+        **table,
+        **elementwise(_UNARY, "pointwise", "input"),
+        # Without the other two: indices, whose number depends on the data.
+        **rows("where", "pointwise", "condition input other -> condition input other", call_by_position, torch),
+        **elementwise("where", "pointwise", "input condition other", T),
+        **elementwise(_LINEAR, "linear_unary", "input", torch, T),
+        **elementwise("conj detach", "alias", "input", torch, T),
+        **elementwise("__get__", "alias", "input", T.data, T.real, T.imag),
+        **elementwise("contiguous", "contiguous", "input", T),
+        **elementwise("add sub subtract rsub __add__ __radd__ __sub__ __rsub__", "add", "input other"),
+        **elementwise("mul multiply __mul__ __rmul__", "mul", "input other"),
+        **rows("div divide true_divide __truediv__ __div__", "div", _DIV, _call_div),
+        **rows("__rdiv__ __rtruediv__", "div", "input other -> other input | None", _call_div, T),
+        # New tensors of the shape of a distributed one. ``new_*`` of another shape runs as an unknown function.
+        **elementwise("zeros_like ones_like empty_like full_like", "like", "input", torch),
+        **elementwise("float double half bfloat16 cfloat cdouble chalf", "linear_unary", "input", T),
+        **_conversions(),
+        **_written(),
+    }
 
 
-def _arithmetic() -> Table:
-    rows = Table()
-    add, mul = elementwise("add", "input", "other"), elementwise("mul", "input", "other")
-    rows.add(find("add sub subtract rsub __add__ __radd__ __sub__ __rsub__"), add)
-    rows.add(find("mul multiply __mul__ __rmul__"), mul)
-    rows.add(find("div divide true_divide __truediv__ __div__"), NativeOp("div", _bind_div, _call_div))
-    reflected = NativeOp("div", lambda func, args, kwargs: ((args[1], args[0]), (None,)), _call_div)
-    rows.add(find("__rdiv__ __rtruediv__", T), reflected)
-    return rows
-
-
-_div_arguments = signature("input", "other", rounding_mode=None)
-
-
-def _bind_div(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    if not kwargs and len(args) == 2:
-        return args, (None,)
-    x, other, mode = _div_arguments(func, args, kwargs)
-    return (x, other), (mode,)
+_DIV = "input other rounding_mode=None -> input other | rounding_mode"
 
 
 def _call_div(func: Any, operands: tuple, statics: tuple) -> Any:
@@ -110,106 +107,39 @@ def _call_div(func: Any, operands: tuple, statics: tuple) -> Any:
     return a.div(b) if statics[0] is None else a.div(b, rounding_mode=statics[0])
 
 
-_SEVERAL_OPERANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("clamp clip", ("input", "min", "max")),
-    ("clamp_min", ("input", "min")),
-    ("clamp_max", ("input", "max")),
-    ("lerp", ("input", "end", "weight")),
-    ("addcmul addcdiv", ("input", "tensor1", "tensor2")),
-    ("masked_fill", ("input", "mask", "value")),
-)
-
-
-def _three_operands() -> Table:
-    rows = Table()
-    for names, operands in _SEVERAL_OPERANDS:
-        rows.add(find(names, torch, T), elementwise("pointwise", *operands))
-        rows.add(_in_place_forms(names), elementwise("pointwise_", *operands))
-    where = elementwise("pointwise", "condition", "input", "other")
-
-    def bind_where(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        if len(args) + len(kwargs) < 3:
-            raise UnboundCallError  # where(condition): indices, whose number depends on the data
-        return where.bind(func, args, kwargs)
-
-    rows[torch.where] = NativeOp("pointwise", bind_where, where.call)
-    rows[T.where] = elementwise("pointwise", "input", "condition", "other")
-    return rows
+def _call_div_in_place(func: Any, operands: tuple, statics: tuple) -> Any:
+    x, other = operands
+    return x.div_(other) if statics[0] is None else x.div_(other, rounding_mode=statics[0])
 
 
 def _conversions() -> Table:
     """``to`` and its relatives. A handler chooses between these rows: a conversion to integers is not linear, so a
     partial sum must not be rounded piece by piece."""
-    CONVERSIONS["linear_unary"] = NativeOp("linear_unary", _bind_to, _call_to)
-    CONVERSIONS["pointwise"] = NativeOp("pointwise", _bind_to, _call_to)
-    rows = Table(dict.fromkeys([T.to, T.type_as], CONVERSIONS["linear_unary"]))
-    rows.add(find("float double half bfloat16 cfloat cdouble chalf", T), elementwise("linear_unary", "input"))
-    return rows
-
-
-def _bind_to(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    return args[:1], (args[1:], kwargs)
+    for name in ("linear_unary", "pointwise"):
+        CONVERSIONS[name] = NativeOp(name, lambda func, args, kwargs: (args[:1], (args[1:], kwargs)), _call_to)
+    return dict.fromkeys([T.to, T.type_as], CONVERSIONS["linear_unary"])
 
 
 def _call_to(func: Any, operands: tuple, statics: Any) -> Any:
     return operands[0].to(*statics[0], **statics[1])
 
 
-def _like() -> Table:
-    """New tensors of the shape of a distributed one. ``new_*`` of another shape runs as an unknown function."""
-    rows = Table()
-    rows.add(find("zeros_like ones_like empty_like full_like", torch), elementwise("like", "input"))
-    return rows
-
-
-def _activations() -> Table:
-    """Activations whose Python wrapper takes ``inplace``: the wrapper is skipped, the kernel called directly. With
-    ``inplace=True`` they do not come here, see `functional.calls_in_place`."""
-    kernels: dict[Any, Any] = {
-        F.relu: torch.relu,
-        F.silu: native("silu"),
-        F.relu6: native("relu6"),
-        F.mish: native("mish"),
-        F.hardswish: native("hardswish"),
-        F.hardsigmoid: native("hardsigmoid"),
-        F.selu: torch.selu,
+def _written() -> Table:
+    return {
+        **elementwise(_in_place(_UNARY), "pointwise_", "input", torch, T, F),
+        **elementwise(f"{_in_place(_BINARY)} {_IN_PLACE_BINARY}", "pointwise_", "input other", torch, T, F),
+        **elementwise("pow_", "pointwise_", "input exponent", T),
+        **elementwise("fill_", "pointwise_", "input value", T),
+        **elementwise("add_ sub_ subtract_ __iadd__ __isub__", "add_", "input other", T),
+        **elementwise("mul_ multiply_ __imul__", "mul_", "input other", T),
+        **rows("div_ divide_ true_divide_ __idiv__ __itruediv__", "div_", _DIV, _call_div_in_place, T),
+        **elementwise("neg_ negative_ zero_ conj_physical_", "linear_", "input", torch, T),
+        **rows(
+            "copy_",
+            "linear_",
+            "input src non_blocking=False -> input src | non_blocking {}",
+            call_elementwise,
+            T,
+            non_blocking=one,
+        ),
     }
-
-    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-        return args, None
-
-    rows = Table()
-    for wrapper, kernel in kernels.items():
-        rows[wrapper] = NativeOp("pointwise", bind, _calling(kernel))
-    return rows
-
-
-def _calling(kernel: Any) -> Any:
-    return lambda func, operands, statics: kernel(*operands)
-
-
-def _in_place() -> Table:
-    rows = Table()
-    unary, binary = elementwise("pointwise_", "input"), elementwise("pointwise_", "input", "other")
-    rows.add(_in_place_forms(_UNARY), unary)
-    rows.add([*_in_place_forms(_BINARY), *find(_IN_PLACE_BINARY, T)], binary)
-    rows[T.pow_] = elementwise("pointwise_", "input", "exponent")
-    rows[T.fill_] = elementwise("pointwise_", "input", "value")
-    rows.add(find("add_ sub_ subtract_ __iadd__ __isub__", T), elementwise("add_", "input", "other"))
-    rows.add(find("mul_ multiply_ __imul__", T), elementwise("mul_", "input", "other"))
-    rows.add(
-        find("div_ divide_ true_divide_ __idiv__ __itruediv__", T), NativeOp("div_", _bind_div, _call_div_in_place)
-    )
-    rows.add(find("neg_ negative_ zero_ conj_physical_", torch, T), elementwise("linear_", "input"))
-    rows[T.copy_] = NativeOp("linear_", _bind_copy, call_elementwise)
-    return rows
-
-
-def _call_div_in_place(func: Any, operands: tuple, statics: tuple) -> Any:
-    x, other = operands
-    return x.div_(other) if statics[0] is None else x.div_(other, rounding_mode=statics[0])
-
-
-def _bind_copy(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, source, non_blocking = signature("input", "src", non_blocking=False)(func, args, kwargs)
-    return (x, source), ((non_blocking,), {})

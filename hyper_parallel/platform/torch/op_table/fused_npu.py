@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, global_shape, signature
+from hyper_parallel.platform.torch.op_table.binding import (
+    Bound,
+    Table,
+    UnboundCallError,
+    arguments,
+    binds,
+    call_by_position,
+    global_shape,
+)
 
 __all__ = ["table"]
 
@@ -20,59 +28,37 @@ __all__ = ["table"]
 def table() -> Table:
     """Rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
     npu_fusion_attention."""
-    rows = Table()
-    attention = NativeOp("fused_attention", _bind_attention, _call_attention)
-    for name, row in (
-        ("npu_rms_norm", NativeOp("rms_norm", _bind_rms_norm, _call)),
-        ("npu_add_rms_norm", NativeOp("add_rms_norm", _bind_add_rms_norm, _call_add_rms_norm)),
-        ("npu_swiglu", NativeOp("glu", _bind_swiglu, _call)),
-        ("npu_rotary_mul", NativeOp("rotary", _bind_rotary, _call_rotary)),
-        ("npu_fusion_attention", attention),
-        ("npu_fusion_attention_v2", attention),
-        ("npu_fusion_attention_v3", attention),
-    ):
+    attention = ("fused_attention", _bind_attention, _call_attention)
+    operators: dict[str, tuple[Any, ...]] = {
+        # One statistic: 1 / rms.
+        "npu_rms_norm": ("rms_norm", _bind_rms_norm, lambda func, operands, statics: func(*operands, statics[2])),
+        "npu_add_rms_norm": (
+            "add_rms_norm",
+            arguments("x1 x2 gamma epsilon=1e-6 -> x1 x2 gamma | epsilon"),
+            _call_add_rms_norm,
+        ),
+        "npu_swiglu": ("glu", arguments("input dim=-1 -> input | dim"), call_by_position),
+        "npu_rotary_mul": ("rotary", _bind_rotary, call_by_position),
+        **dict.fromkeys(["npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3"], attention),
+    }
+    table: Table = {}
+    for name, row in operators.items():
         operator = getattr(torch.ops.npu, name, None)
-        if operator is None:  # an older torch_npu
-            continue
-        rows[operator] = rows[operator.default] = row
-    return rows
+        if operator is not None:  # an older torch_npu lacks some
+            table[operator] = table[operator.default] = NativeOp(*row)
+    return table
 
 
-_rms_norm_arguments = signature("input", "gamma", epsilon=1e-6)
-_add_rms_norm_arguments = signature("x1", "x2", "gamma", epsilon=1e-6)
-_swiglu_arguments = signature("input", dim=-1)
-_rotary_arguments = signature("input", "r1", "r2", rotary_mode="half", rotate=None)
+@binds("input gamma epsilon=1e-6")
+def _bind_rms_norm(x: Any, gamma: Any, epsilon: float) -> Bound:
+    return (x, gamma), (len(global_shape(gamma)), 1, epsilon)
 
 
-def _bind_rms_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, gamma, epsilon = _rms_norm_arguments(func, args, kwargs)
-    return (x, gamma), (len(global_shape(gamma)), 1, epsilon)  # one statistic: 1 / rms
-
-
-def _bind_swiglu(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, dim = _swiglu_arguments(func, args, kwargs)
-    return (x,), (dim,)
-
-
-def _bind_rotary(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, cos, sin, mode, rotate = _rotary_arguments(func, args, kwargs)
+@binds("input r1 r2 rotary_mode='half' rotate=None")
+def _bind_rotary(x: Any, cos: Any, sin: Any, mode: str, rotate: Any) -> Bound:
     if rotate is not None:
         raise TypeError("npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave it out")
     return (x, cos, sin), (mode,)
-
-
-def _call(func: Any, operands: tuple, statics: tuple) -> Any:
-    return func(*operands, statics[-1])
-
-
-def _call_rotary(func: Any, operands: tuple, statics: tuple) -> Any:
-    return func(*operands, *statics)
-
-
-# ------------------------------------------------------------------------------------------------- norm of a sum
-def _bind_add_rms_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    *operands, epsilon = _add_rms_norm_arguments(func, args, kwargs)
-    return tuple(operands), (epsilon,)
 
 
 class _AddRmsNorm(torch.autograd.Function):

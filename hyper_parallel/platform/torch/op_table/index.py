@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index
-from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, find, global_shape, signature
+from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
 
 __all__ = ["table"]
 
@@ -18,16 +16,15 @@ T: Any = torch.Tensor
 
 def table() -> Table:
     """Rows of getitem, setitem_, gather, index_select and one_hot."""
-    rows = Table()
-    rows[T.__getitem__] = NativeOp("getitem", _bind_getitem, _call_getitem)
-    rows[T.__setitem__] = NativeOp("setitem_", _bind_setitem, _call_setitem)
-    rows.add([torch.select, T.select], NativeOp("getitem", _bind_select, _call_getitem))
-    for name in ("gather", "index_select"):
-        row = NativeOp(name, _bind_gather, _call_gather(getattr(torch, name)))
-        rows.add(find(name, torch, T), row)
-    one_hot = NativeOp("one_hot", _bind_one_hot, lambda func, operands, statics: F.one_hot(operands[0], *statics))
-    rows[F.one_hot] = one_hot
-    return rows
+    gather = "input dim index sparse_grad=False -> input index | dim"
+    return {
+        **rows("__getitem__", "getitem", _bind_getitem, _call_getitem, T),
+        **rows("__setitem__", "setitem_", _bind_setitem, _call_setitem, T),
+        **rows("select", "getitem", _bind_select, _call_getitem),
+        **rows("gather", "gather", gather, _call_gather),
+        **rows("index_select", "index_select", gather, _call_gather),
+        **rows("one_hot", "one_hot", "input/tensor num_classes=-1 -> input | num_classes", num_classes=_known),
+    }
 
 
 def _encode(x: Any, index: Any) -> tuple[tuple, tuple]:
@@ -55,7 +52,7 @@ def _is_bool(x: Any) -> bool:
         return x.dtype is torch.bool
 
 
-def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     tensors, encoded = _encode(args[0], args[1])
     return (args[0], *tensors), (encoded,)
 
@@ -64,7 +61,7 @@ def _call_getitem(func: Any, operands: tuple, statics: tuple) -> Any:
     return operands[0][decode_index(statics[0], operands[1:])]
 
 
-def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     tensors, encoded = _encode(args[0], args[1])
     return (args[0], args[2], *tensors), (encoded,)
 
@@ -74,26 +71,18 @@ def _call_setitem(func: Any, operands: tuple, statics: tuple) -> Any:
     return operands[0]
 
 
-def _bind_select(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, dim, index = signature("input", "dim", "index")(func, args, kwargs)
+@binds("input dim index")
+def _bind_select(x: Any, dim: Any, index: Any) -> Bound:
     if isinstance(index, T):
         raise UnboundCallError
-    dim %= len(global_shape(x))
-    return (x,), ((*(("slice", None, None, None),) * dim, index),)
+    return (x,), ((*(("slice", None, None, None),) * (dim % len(global_shape(x))), index),)
 
 
-def _bind_gather(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, dim, index, _sparse = signature("input", "dim", "index", sparse_grad=False)(func, args, kwargs)
-    return (x, index), (dim,)
+def _call_gather(func: Any, operands: tuple, statics: tuple) -> Any:
+    return func(operands[0], statics[0], operands[1])
 
 
-def _call_gather(kernel: Any) -> Any:
-    return lambda func, operands, statics: kernel(operands[0], statics[0], operands[1])
-
-
-def _bind_one_hot(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    kwargs = {{"tensor": "input"}.get(k, k): v for k, v in kwargs.items()}
-    x, classes = signature("input", num_classes=-1)(func, args, kwargs)
+def _known(classes: int) -> int:
     if classes == -1:
         raise UnboundCallError  # the number of classes depends on the data
-    return (x,), (classes,)
+    return classes

@@ -7,48 +7,48 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, autocast_dtype, signature
+from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, autocast_dtype, binds, rows
 
 __all__ = ["table"]
-
-T: Any = torch.Tensor
 
 
 def table() -> Table:
     """Rows of embedding, layer_norm, rms_norm, attention, cross_entropy, nll_loss and dropout."""
-    rows = Table()
-    rows[F.embedding] = NativeOp("embedding", _bind_embedding, _call_embedding)
-    rows[torch.embedding] = NativeOp("embedding", _bind_raw_embedding, _call_embedding)
-    rows[F.layer_norm] = NativeOp("layer_norm", _bind_layer_norm, _call_layer_norm)
-    rows[torch.layer_norm] = NativeOp("layer_norm", _bind_torch_layer_norm, _call_layer_norm)
-    rms_norm = NativeOp("rms_norm", _bind_rms_norm, _call_rms_norm)
-    rows[F.rms_norm] = rows[torch.rms_norm] = rms_norm
-    rows[F.scaled_dot_product_attention] = NativeOp("attention", _bind_attention, _call_attention)
-    rows[F.cross_entropy] = NativeOp("cross_entropy", _bind_cross_entropy, _call_cross_entropy)
-    rows[F.nll_loss] = NativeOp("nll_loss", _bind_nll_loss, _call_nll_loss)
-    rows[F.dropout] = rows[torch.dropout] = NativeOp("dropout", _bind_dropout, _call_dropout)
-    return rows
+    layer_norm = "input normalized_shape weight=None bias=None eps=1e-5 cudnn_enable=True -> input weight bias"
+    rms_norm = "input normalized_shape weight=None eps=None -> input weight | normalized_shape 0 eps"
+    return {
+        **rows("embedding", "embedding", _bind_embedding, _call_embedding, F),
+        **rows("embedding", "embedding", _bind_raw_embedding, _call_embedding, torch),
+        **rows(
+            "layer_norm",
+            "layer_norm",
+            f"{layer_norm} | normalized_shape 0 eps",
+            _call_layer_norm,
+            normalized_shape=_count,
+        ),
+        **rows("rms_norm", "rms_norm", rms_norm, _call_rms_norm, normalized_shape=_count),
+        **rows("scaled_dot_product_attention", "attention", _ATTENTION, _call_attention, F, is_causal=bool),
+        **rows("cross_entropy", "cross_entropy", _bind_cross_entropy, _call_cross_entropy, F),
+        **rows("nll_loss", "nll_loss", _bind_nll_loss, _call_nll_loss, F),
+        **rows("dropout", "dropout", _bind_dropout, _call_dropout, F, torch),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- embedding
 
-_embedding_arguments = signature(
-    "input", "weight", padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
-)
-_raw_embedding_arguments = signature("weight", "indices", padding_idx=-1, scale_grad_by_freq=False, sparse=False)
 
-
-def _bind_embedding(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    ids, weight, padding_idx, max_norm, _, by_freq, sparse = _embedding_arguments(func, args, kwargs)
+@binds("input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False")
+def _bind_embedding(
+    ids: Any, weight: Any, padding_idx: Any, max_norm: Any, norm: Any, by_freq: bool, sparse: bool
+) -> Bound:
     if max_norm is not None:
         raise TypeError("embedding(max_norm=...) rewrites the weight in place: not with distributed tensors")
     _reject_counting(by_freq, sparse)
     return (ids, weight), (padding_idx,)
 
 
-def _bind_raw_embedding(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    weight, ids, padding_idx, by_freq, sparse = _raw_embedding_arguments(func, args, kwargs)
+@binds("weight indices padding_idx=-1 scale_grad_by_freq=False sparse=False")
+def _bind_raw_embedding(weight: Any, ids: Any, padding_idx: int, by_freq: bool, sparse: bool) -> Bound:
     _reject_counting(by_freq, sparse)
     return (ids, weight), (None if padding_idx < 0 else padding_idx,)
 
@@ -69,27 +69,6 @@ def _call_embedding(func: Any, operands: tuple, statics: tuple) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- norms
 
-_layer_norm_arguments = signature("input", "normalized_shape", weight=None, bias=None, eps=1e-5)
-_torch_layer_norm_arguments = signature(
-    "input", "normalized_shape", weight=None, bias=None, eps=1e-5, cudnn_enable=True
-)
-_rms_norm_arguments = signature("input", "normalized_shape", weight=None, eps=None)
-
-
-def _bind_layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, shape, weight, bias, eps = _layer_norm_arguments(func, args, kwargs)
-    return (x, weight, bias), (_count(shape), 0, eps)
-
-
-def _bind_torch_layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, shape, weight, bias, eps, _ = _torch_layer_norm_arguments(func, args, kwargs)
-    return (x, weight, bias), (_count(shape), 0, eps)
-
-
-def _bind_rms_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, shape, weight, eps = _rms_norm_arguments(func, args, kwargs)
-    return (x, weight), (_count(shape), 0, eps)
-
 
 def _count(normalized_shape: Any) -> int:
     return 1 if isinstance(normalized_shape, int) else len(normalized_shape)
@@ -107,55 +86,36 @@ def _call_rms_norm(func: Any, operands: tuple, statics: tuple) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- attention
 
-_attention_arguments = signature(
-    "query", "key", "value", attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+_ATTENTION = (
+    "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False"
+    " -> query key value attn_mask | is_causal dropout_p scale enable_gqa"
 )
-
-
-def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    q, k, v, mask, dropout_p, is_causal, scale, enable_gqa = _attention_arguments(func, args, kwargs)
-    return (q, k, v, mask), (bool(is_causal), dropout_p, scale, enable_gqa)
 
 
 def _call_attention(func: Any, operands: tuple, statics: tuple) -> Any:
     q, k, v, mask = operands
     is_causal, dropout_p, scale, enable_gqa = statics
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return func(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 # ---------------------------------------------------------------------------------------------------- losses
 
-_cross_entropy_arguments = signature(
-    "input",
-    "target",
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-    label_smoothing=0.0,
-)
-_nll_arguments = signature(
-    "input", "target", weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"
-)
+_NLL = "input target weight=None size_average=None ignore_index=-100 reduce=None reduction='mean'"
 
 
-def _reject_deprecated(size_average: Any, reduce: Any) -> None:
+def _loss_operands(x: Any, target: Any, weight: Any, size_average: Any, reduce: Any) -> tuple:
     if size_average is not None or reduce is not None:
         raise TypeError("size_average and reduce are not supported on distributed tensors: use reduction=")
+    # Targets may be bytes too, in which an index does not fit.
+    return x, target.long() if target.dtype is torch.uint8 else target, weight
 
 
-def _bind_cross_entropy(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, target, weight, average, ignore, reduce, reduction, smoothing = _cross_entropy_arguments(func, args, kwargs)
-    _reject_deprecated(average, reduce)
-    return (x, _classes(target), weight), (reduction, ignore, float(smoothing), autocast_dtype(x))
-
-
-def _classes(target: Any) -> Any:
-    """Targets may be bytes too, in which an index does not fit."""
-    return target.long() if target.dtype is torch.uint8 else target
+@binds(f"{_NLL} label_smoothing=0.0")
+def _bind_cross_entropy(
+    x: Any, target: Any, weight: Any, average: Any, ignore: int, reduce: Any, reduction: str, smoothing: float
+) -> Bound:
+    statics = (reduction, ignore, float(smoothing), autocast_dtype(x))
+    return _loss_operands(x, target, weight, average, reduce), statics
 
 
 def _call_cross_entropy(func: Any, operands: tuple, statics: tuple) -> Any:
@@ -164,10 +124,9 @@ def _call_cross_entropy(func: Any, operands: tuple, statics: tuple) -> Any:
     return F.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing)
 
 
-def _bind_nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, target, weight, average, ignore, reduce, reduction = _nll_arguments(func, args, kwargs)
-    _reject_deprecated(average, reduce)
-    return (x, _classes(target), weight), (reduction, ignore, autocast_dtype(x))
+@binds(_NLL)
+def _bind_nll_loss(x: Any, target: Any, weight: Any, average: Any, ignore: int, reduce: Any, reduction: str) -> Bound:
+    return _loss_operands(x, target, weight, average, reduce), (reduction, ignore, autocast_dtype(x))
 
 
 def _call_nll_loss(func: Any, operands: tuple, statics: tuple) -> Any:
@@ -177,13 +136,9 @@ def _call_nll_loss(func: Any, operands: tuple, statics: tuple) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- dropout
 
-_dropout_arguments = signature("input", p=0.5, training=True, inplace=False)
 
-
-def _bind_dropout(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    if func is torch.dropout:
-        kwargs = {{"train": "training"}.get(k, k): v for k, v in kwargs.items()}
-    x, p, training, inplace = _dropout_arguments(func, args, kwargs)
+@binds("input p=0.5 training/train=True inplace=False")
+def _bind_dropout(x: Any, p: float, training: bool, inplace: bool) -> Bound:
     if inplace:
         raise TypeError("dropout(inplace=True) is not supported on distributed tensors: use inplace=False")
     if not 0.0 <= p <= 1.0:

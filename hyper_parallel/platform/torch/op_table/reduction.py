@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
+    Bound,
     Table,
     UnboundCallError,
-    find,
+    binds,
+    one,
+    rows,
     signature,
     to_dims,
 )
@@ -21,102 +23,62 @@ __all__ = ["WHOLE_EXTREMUM", "table"]
 T: Any = torch.Tensor
 
 #: Rows of ``max(x)`` and ``min(x)``; the same functions with a dimension have two results and another row.
-WHOLE_EXTREMUM = Table()
+WHOLE_EXTREMUM: Table = {}
 
 
 def table() -> Table:
     """Rows of reductions."""
-    return Table({**_reductions(), **_norms()})
+    reduction = "input dim=None keepdim=False"
+    dims: dict[str, Any] = {"dim": to_dims, "keepdim": bool}
+    for extremum in ("max", "min"):
+        # Not ``amax``, whose gradient is NaN everywhere where there is a NaN; here NaNs share it.
+        whole = rows(extremum, f"a{extremum}", "input -> input | None False 'whole'", lambda func, ops, _: func(ops[0]))
+        WHOLE_EXTREMUM.update(whole)
+    return {
+        **rows("sum", "sum", f"{reduction} dtype=None -> input | dim keepdim dtype", _call_sum, **dims),
+        **rows("mean", "mean", f"{reduction} dtype=None -> input | dim keepdim dtype", _call_sum, **dims),
+        **rows("amax", "amax", f"{reduction} -> input | dim keepdim", _call_extremum, **dims),
+        **rows("amin", "amin", f"{reduction} -> input | dim keepdim", _call_extremum, **dims),
+        **rows(
+            "argmax argmin prod all any std var count_nonzero nansum nanmean",
+            "reduce_whole",
+            _bind_reduce_whole,
+            _call_reduce_whole,
+        ),
+        **rows("logsumexp", "logsumexp", _bind_reduce_whole, _call_reduce_whole),
+        # Without a dimension ``median(x)`` has one result and runs on gathered operands.
+        **rows(
+            "max min median nanmedian mode",
+            "reduce_pair",
+            "input dim keepdim=False -> input | dim keepdim",
+            lambda func, operands, statics: func(operands[0], statics[0][0], statics[1]),
+            dim=one,
+            keepdim=bool,
+        ),
+        **rows("var_mean std_mean", "reduce_pair", _bind_reduce_whole, _call_reduce_whole),
+        **rows("vector_norm", "vector_norm", _bind_norm("ord=2"), _call_vector_norm, torch.linalg),
+        **rows("norm", "vector_norm", _bind_norm("p='fro'"), _call_vector_norm, torch, T),
+    }
 
 
-# ---------------------------------------------------------------------------------------------------- reductions
+def _call_sum(func: Any, operands: tuple, statics: tuple) -> Any:
+    dims, keepdim, dtype = statics
+    return func(operands[0], dims, keepdim, dtype=dtype)
 
 
-def _reductions() -> Table:
-    rows = Table()
-    for name in ("sum", "mean"):
-        row = NativeOp(name, _bind_sum, _call_with_dtype(getattr(torch, name)))
-        rows.add(find(name, torch, T), row)
-    for name in ("amax", "amin"):
-        call = _call_extremum(getattr(torch, name))
-        rows.add(find(name, torch, T), NativeOp(name, _bind_extremum, call))
-        row = NativeOp(name, _bind_whole_extremum, _call_whole_extremum(getattr(torch, name[1:])))
-        WHOLE_EXTREMUM.add(find(name[1:], torch, T), row)
-    names = "argmax argmin prod all any std var count_nonzero nansum nanmean"
-    row = NativeOp("reduce_whole", _bind_reduce_whole, _call_reduce_whole)
-    rows.add(find(names, torch, T), row)
-    row = NativeOp("logsumexp", _bind_reduce_whole, _call_reduce_whole)
-    rows.add(find("logsumexp"), row)
-    row = NativeOp("reduce_pair", _bind_extremum_pair, _call_pair)
-    rows.add(find("max min median nanmedian mode", torch, T), row)
-    row = NativeOp("reduce_pair", _bind_reduce_whole, _call_reduce_whole)
-    rows.add([torch.var_mean, torch.std_mean], row)
-    return rows
+def _call_extremum(func: Any, operands: tuple, statics: tuple) -> Any:
+    dims, keepdim = statics
+    return func(operands[0], () if dims is None else dims, keepdim)
 
 
-_sum_arguments = signature("input", dim=None, keepdim=False, dtype=None)
-
-
-def _bind_sum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, dim, keepdim, dtype = _sum_arguments(func, args, kwargs)
-    return (x,), (to_dims(dim), bool(keepdim), dtype)
-
-
-def _call_with_dtype(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(func: Any, operands: tuple, statics: tuple) -> Any:
-        dims, keepdim, dtype = statics
-        return kernel(operands[0], dims, keepdim, dtype=dtype)
-
-    return call
-
-
-_extremum_arguments = signature("input", dim=None, keepdim=False)
-
-
-def _bind_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, dim, keepdim = _extremum_arguments(func, args, kwargs)
-    return (x,), (to_dims(dim), bool(keepdim))
-
-
-def _bind_whole_extremum(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    return (args[0] if args else kwargs["input"],), (None, False, "whole")
-
-
-def _call_whole_extremum(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Not ``amax``, whose gradient is NaN everywhere where there is a NaN; here NaNs share it."""
-    return lambda func, operands, statics: kernel(operands[0])
-
-
-_pair_arguments = signature("input", "dim", keepdim=False)
-
-
-def _bind_extremum_pair(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    """``max(x, dim)``; without a dimension ``median(x)`` has one result and runs on gathered operands."""
-    x, dim, keepdim = _pair_arguments(func, args, kwargs)
-    return (x,), ((dim,), bool(keepdim))
-
-
-def _call_pair(func: Any, operands: tuple, statics: tuple) -> Any:
-    (dim,), keepdim = statics
-    return func(operands[0], dim, keepdim)
-
-
-def _call_extremum(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(func: Any, operands: tuple, statics: tuple) -> Any:
-        dims, keepdim = statics
-        return kernel(operands[0], () if dims is None else dims, keepdim)
-
-    return call
-
-
-def _bind_reduce_whole(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
+def _bind_reduce_whole(func: Any, args: tuple, kwargs: dict) -> Bound:
     """Also for std and var, whose ``correction`` (or ``unbiased``) and for prod, whose ``dtype`` come last."""
     kwargs = dict(kwargs)
     extra = tuple(sorted((k, kwargs.pop(k)) for k in ("dtype", "correction", "unbiased") if k in kwargs))
     name = func.__name__
     if name in ("std", "var", "std_mean", "var_mean") and (len(args) > 2 or isinstance(args[-1], bool)):
         raise UnboundCallError  # the older overloads with a positional ``unbiased``
-    x, dim, keepdim = _extremum_arguments(func, args, kwargs)
+    x, dim, keepdim = signature("input dim=None keepdim=False")(args, kwargs)
     return (x,), (to_dims(dim), bool(keepdim), extra)
 
 
@@ -137,33 +99,15 @@ def _call_reduce_whole(func: Any, operands: tuple, statics: tuple) -> Any:
     return kernel(x, dims, keepdim=keepdim, **dict(extra))
 
 
-# ---------------------------------------------------------------------------------------------------- norms
+def _bind_norm(order: str) -> Callable[..., Bound]:
+    @binds(f"input {order} dim=None keepdim=False dtype=None")
+    def bind(x: Any, p: Any, dim: Any, keepdim: Any, dtype: Any) -> Bound:
+        p = 2.0 if p in ("fro", None) else p
+        if not isinstance(p, (int, float)):
+            raise UnboundCallError
+        return (x,), (float(p), to_dims(dim), bool(keepdim), dtype)
 
-
-def _norms() -> Table:
-    row = NativeOp("vector_norm", _bind_vector_norm, _call_vector_norm)
-    rows = Table({torch.linalg.vector_norm: row})
-    norm = NativeOp("vector_norm", _bind_norm, _call_vector_norm)
-    rows.add([torch.norm, T.norm], norm)
-    return rows
-
-
-_vector_norm_arguments = signature("input", ord=2, dim=None, keepdim=False, dtype=None)
-_norm_arguments = signature("input", p="fro", dim=None, keepdim=False, dtype=None)
-
-
-def _bind_vector_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, p, dim, keepdim, dtype = _vector_norm_arguments(func, args, kwargs)
-    return (x,), (float(p), to_dims(dim), bool(keepdim), dtype)
-
-
-def _bind_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    x, p, dim, keepdim, dtype = _norm_arguments(func, args, kwargs)
-    if p in ("fro", None):
-        p = 2.0
-    if not isinstance(p, (int, float)):
-        raise UnboundCallError
-    return (x,), (float(p), to_dims(dim), bool(keepdim), dtype)
+    return bind
 
 
 def _call_vector_norm(func: Any, operands: tuple, statics: tuple) -> Any:

@@ -1,0 +1,68 @@
+"""Collectives along one mesh dimension that are started now and waited for later, into buffers of the caller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.errors import explain_along
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
+from hyper_parallel.platform.contract.collectives import FINISHED, Work
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["start"]
+
+
+class _Started:
+    """`Work` whose failure because of a lost rank is a `CollectiveError`."""
+
+    def __init__(self, work: Work, *what: Any) -> None:
+        self._work, self._what = work, what
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            explain_along(error, *self._what)
+            raise
+
+
+def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
+    """Begin a collective of ``x`` along a mesh dimension of ``size`` ranks. Not differentiable.
+
+    What the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and all of their
+    storage, and are left alone until `Work.wait`.
+
+    Args:
+        collective: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        out: buffer for the result: of ``size`` times the elements of ``x``, of a ``size``-th of them, of as many.
+        x: what this rank gives.
+        mesh: the mesh.
+        mesh_dim: along which dimension.
+        op: of a reduction: ``"sum"``, ``"avg"``, ...
+
+    Raises:
+        CollectiveError: there or in `Work.wait`, when a rank is lost.
+    """
+    platform, size = mesh.platform, mesh.shape[mesh_dim]
+    if size > 1 and 0 not in platform.shape_of(x) and platform.supports(collective, op, x):
+        if LISTENERS:
+            record(collective, mesh, mesh_dim, x, op)
+        what = collective, x, mesh, mesh_dim
+        try:
+            work = platform.start_collective(collective, out, x, op, mesh.platform_group(mesh_dim), size)
+        except RuntimeError as error:
+            explain_along(error, *what)
+            raise
+        return work if work is FINISHED else _Started(work, *what)
+    if collective == "all_gather":
+        result = collectives.all_gather(x, mesh, mesh_dim, 0, platform.shape_of(x) * size)
+    elif collective == "reduce_scatter":
+        result = collectives.reduce_scatter(x, mesh, mesh_dim, 0, platform.shape_of(out) * size, op)
+    else:
+        result = collectives.all_reduce(platform.clone(x), mesh, mesh_dim, op)
+    platform.write(out, result)
+    return FINISHED

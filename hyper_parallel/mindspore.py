@@ -1,0 +1,89 @@
+"""Gradients on MindSpore as DTensors: `value_and_grad` and `grad`.
+
+`mindspore.value_and_grad` and `mindspore.grad` work on distributed parameters too, and give each rank its local part of
+a gradient as a plain tensor. These two give DTensors, placed as the parameter is (with ``Replicate`` for ``Partial``),
+of which norms and sums are those of a single device. MindSpore is imported when one of them is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.platform import PlatformError, get_platform
+
+__all__ = ["grad", "value_and_grad"]
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Sequence[Any] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """A function that computes ``fn`` and its gradients. As `mindspore.value_and_grad`, with DTensors as gradients of
+    what is distributed.
+
+    Args:
+        fn: function or cell. Its first output is differentiated, or the sum of its elements where it has several. A
+            DTensor counts as its global value.
+        grad_position: which inputs of ``fn`` to differentiate by: an index, several, or None for none.
+        weights: which parameters to differentiate by.
+        has_aux: whether ``fn`` has further outputs, which are not differentiated.
+
+    Returns:
+        A function of the inputs of ``fn`` that gives (outputs of ``fn``, gradients). Gradients are nested as MindSpore
+        nests them, each with the global shape and the dtype of what it is the gradient of.
+
+    Raises:
+        PlatformError: when the platform of this process is not ``mindspore``.
+
+    Example:
+        >>> from hyper_parallel.mindspore import value_and_grad  # doctest: +SKIP
+        >>> step = value_and_grad(loss_of, None, network.trainable_params())  # doctest: +SKIP
+        >>> loss, gradients = step(batch)  # doctest: +SKIP
+        >>> optimizer(gradients)  # doctest: +SKIP
+    """
+    return _gradients("value_and_grad").value_and_grad(fn, grad_position, weights, has_aux)
+
+
+def grad(
+    fn: Callable[..., Any],
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Sequence[Any] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A function that computes the gradients of ``fn`` alone. As `mindspore.grad`, with DTensors as gradients of what
+    is distributed.
+
+    Args:
+        fn: as in `value_and_grad`, and so are the other arguments.
+        grad_position: which inputs of ``fn``; None for none.
+        weights: which parameters.
+        has_aux: whether ``fn`` has further outputs.
+
+    Returns:
+        A function of the inputs of ``fn`` that gives the gradients, or (gradients, further outputs) with ``has_aux``.
+
+    Raises:
+        PlatformError: when the platform of this process is not ``mindspore``.
+
+    Example:
+        >>> from hyper_parallel.mindspore import grad  # doctest: +SKIP
+        >>> gradients = grad(loss_of, None, network.trainable_params())(batch)  # doctest: +SKIP
+    """
+    return _gradients("grad").grad(fn, grad_position, weights, has_aux)
+
+
+def _gradients(asked: str) -> Any:
+    """The module that computes them, which imports MindSpore."""
+    platform = get_platform()
+    if platform.name != "mindspore":
+        raise PlatformError(
+            f"hyper_parallel.mindspore.{asked} differentiates on MindSpore, and the platform of this process is "
+            f"{platform.name!r}. Set HYPER_PARALLEL_PLATFORM=mindspore before the program starts; on torch, call "
+            "backward() of the loss and read the gradients from the parameters"
+        )
+    from hyper_parallel.platform.mindspore import grad as functions
+
+    return functions

@@ -1,0 +1,68 @@
+"""Operations on plain local tensors.
+
+Where torch has a function of the same arguments, that is the verb, which saves a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.contract import Platform
+
+__all__ = ["LocalVerbs"]
+
+T: Any = torch.Tensor
+
+
+class LocalVerbs(Platform):
+    """The verbs of `Platform` that compute on plain local tensors."""
+
+    narrow: Any = staticmethod(T.narrow)
+    chunk: Any = staticmethod(torch.chunk)
+    cat: Any = staticmethod(torch.cat)
+    contiguous: Any = staticmethod(T.contiguous)
+    strides: Any = staticmethod(T.stride)
+    masked_fill: Any = staticmethod(T.masked_fill)
+    to_dtype: Any = staticmethod(T.to)
+    log: Any = staticmethod(T.log)
+
+    def clone(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Platform.clone`."""
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.zeros`."""
+        return like.new_zeros(shape) if type(like) is torch.Tensor else self.full(shape, 0, like)
+
+    def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.full`."""
+        return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
+
+    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """See `Platform.ones_in_memory`."""
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=like.dtype, device=like.device).fill_(1)
+
+    def amax(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """See `Platform.amax`."""
+        largest = x.amax(dim, keepdim=True)
+        return largest if largest.dtype is torch.float64 else largest.float()
+
+    def sum_along(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """See `Platform.sum_along`."""
+        return x.sum(dim, keepdim=True)
+
+    def shifted_exp(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Platform.shifted_exp`."""
+        y = torch.sub(x, shift).exp_()
+        return y if scale is None else y.div_(scale)
+
+    def gather(self, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        """See `Platform.gather`."""
+        return torch.gather(x, dim, index.long())
+
+    def scatter_add(self, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """See `Platform.scatter_add`."""
+        return x.scatter_add_(dim, index.long(), source)

@@ -1,0 +1,183 @@
+"""`fully_shard` of one unit with what torch does around a module: checkpointing, copies, autocast, compilers, graphs
+that are used twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hyper_parallel import CommDebugMode, get_platform
+from hyper_parallel.core.data_parallel.fully_shard import buffers_of, fully_shard
+from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import close, device
+
+
+class Model(nn.Module):
+    """Parameters of two dtypes, one of which no rank but the first has a part of; several results, one of which is a
+    parameter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 7)
+        self.down = nn.Linear(7, 3, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Any) -> Any:
+        h = torch.tanh(self.up(x))
+        return {
+            "y": self.down(h.to(self.down.weight.dtype)).float(),
+            "h": (h * self.scale, h.detach()),
+            "scale": self.scale,
+            "n": 3,
+        }
+
+
+def total(found: Any) -> Any:
+    return (found["y"] ** 2).sum() + (found["h"][0] ** 3).sum() + (found["scale"] * 2).sum()
+
+
+def of_two(a: Any, b: Any) -> Any:
+    return total(a) * 0.1 + total(b) * total(a) * 0.01
+
+
+def autocast(module: Any, x: Any) -> Any:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        return total(module(x))
+
+
+#: name -> loss of (module, input).
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "plain": lambda m, x: total(m(x)),
+    "one result": lambda m, x: m(x)["h"][0].sum(),
+    "one dtype": lambda m, x: m(x)["scale"].sum(),
+    "twice": lambda m, x: of_two(m(x), m(x * 2)),
+    "in a row": lambda m, x: total(m(torch.cat([m(x)["h"][0][:, :3], x[:, :1]], 1))),
+    "checkpoint": lambda m, x: total(checkpoint(m, x, use_reentrant=False)),
+    "reentrant checkpoint": lambda m, x: checkpoint(lambda x: m(x)["y"] * 2, x, use_reentrant=True).sum(),
+    "checkpoint of more": lambda m, x: checkpoint(lambda x: torch.sin(total(m(x))), x, use_reentrant=False),
+    "autocast": autocast,
+}
+
+
+def models(mesh: Any, dtype: torch.dtype = torch.float16) -> tuple[Any, Any, list[Any]]:
+    """A model, its sharded copy, and the parts of the batch of all ranks."""
+    torch.manual_seed(0)
+    plain = Model(dtype).to(device())
+    parts = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)).to(device()) for i in range(mesh.size())]
+    return plain, fully_shard(copy.deepcopy(plain), mesh=mesh), [x.requires_grad_() for x in parts]
+
+
+def check(plain: Any, sharded: Any, what: str, tolerance: float = 5e-3) -> None:
+    """Half precision rounds sums of ranks otherwise than sums of a batch."""
+    for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        wanted = torch.zeros_like(p) if p.grad is None else p.grad
+        close(torch.zeros_like(p) if q.grad is None else q.grad, wanted, f"{what}: {name}", tolerance)
+
+
+def freed(module: Any) -> bool:
+    assert buffers_of(module)
+    return all(b.whole.untyped_storage().nbytes() == 0 for b in buffers_of(module))
+
+
+@on_mesh()
+def losses(mesh: Any) -> None:
+    for name, loss in LOSSES.items():
+        plain, sharded, parts = models(mesh, torch.float32 if name == "autocast" else torch.float16)
+        for _ in range(2):  # gradients are accumulated
+            (sum(loss(plain, x) for x in parts) / len(parts)).backward()
+            loss(sharded, parts[mesh.get_local_rank(0)].detach().requires_grad_()).backward()
+            # A dtype that a loss does not need stays until the next call.
+            assert freed(sharded) or name in ("one result", "one dtype", "in a row"), name
+        check(plain, sharded, name, 3e-2 if name == "autocast" else 5e-3)
+
+
+@on_mesh()
+def graphs(mesh: Any) -> None:
+    plain, sharded, parts = models(mesh)
+    x = parts[mesh.get_local_rank(0)]
+    # One graph, twice; gradients of the input alone, after which the forward reads new values.
+    loss = total(sharded(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    (sum(total(plain(x)) for x in parts) / len(parts) * 2).backward()
+    check(plain, sharded, "twice through one graph")
+    (of_input,) = torch.autograd.grad(total(sharded(x)), [x])
+    close(of_input, torch.autograd.grad(total(plain(x)), [x])[0], "gradient of the input")
+    with torch.no_grad():
+        for module in (plain, sharded):
+            for p in module.parameters():
+                p.mul_(1.5)
+    close(sharded(x)["y"], plain(x)["y"], "new values")
+    # Without gradients, in the other mode too, nothing is kept that a later forward would meet.
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        fresh = copy.deepcopy(sharded)
+        with mode():
+            close(fresh(x)["y"], plain(x)["y"], mode.__name__)
+        total(fresh(x)).backward()
+        close(fresh.half()(x.half())["y"], plain(x)["y"], "in another dtype", 1e-2)
+    # A copy has parameters and storage of its own.
+    copied = copy.deepcopy(sharded)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.mul_(2)
+    close(sharded(x)["y"], plain(x)["y"], "beside a copy")
+    assert buffers_of(copied) == [] and copied(x)["y"].shape == (2, 3) and freed(copied)
+    loss = total(sharded(x))
+    with torch.no_grad():
+        sharded.up.weight.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place between a forward and its backward"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(total(sharded(x)), list(sharded.parameters()), create_graph=True)
+    with pytest.raises(TypeError, match="returns a set"):
+        fully_shard(Calls(lambda linear, x: {linear(x)}), mesh=mesh)(x)
+    inside = fully_shard(Calls(lambda linear, x: checkpoint(linear, x, use_reentrant=False).sin()), mesh=mesh)
+    with pytest.raises(ValueError, match="got a plain tensor"):
+        inside(x).sum().backward()
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.call = nn.Linear(4, 4, device=device()), call
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self.linear, x)
+
+
+@on_mesh()
+def compiled(mesh: Any) -> None:
+    plain, sharded, parts = models(mesh)
+    x = parts[mesh.get_local_rank(0)]
+    for fullgraph in (True, False):
+        with CommDebugMode() as comm, pytest.raises(Exception, match="being compiled"):
+            torch.compile(sharded, backend="eager", fullgraph=fullgraph)(x)
+        assert comm.get_total_counts() == 0
+    sharded.up.compile(backend="aot_eager")
+    close(sharded(x)["y"], plain(x)["y"])
+
+
+@on_mesh()
+def overlapped(mesh: Any) -> None:
+    """What is started is not there yet: it can be waited for while something else is computed."""
+    platform: Any = get_platform()
+    group = mesh.platform_group(0)
+    x = torch.full((3,), 1.0 + mesh.get_local_rank(0), device=device())
+    out = torch.empty(3 * mesh.size(), device=device())
+    work = platform.start_collective("all_gather", out, x, "", group, mesh.size())
+    assert hasattr(work, "is_completed")
+    work.wait()
+    close(out, torch.arange(1.0, mesh.size() + 1).repeat_interleave(3))
+    half = torch.ones(3, dtype=torch.bfloat16)
+    assert platform.from_bytes(platform.bytes_of(half), half).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("job", [losses, graphs, compiled, overlapped], ids=lambda job: job.__name__)
+def test_fully_shard(pool: Any, job: Any) -> None:
+    pool.run(2, job)

@@ -1,0 +1,104 @@
+"""A user's program that `make lint` type-checks and nobody runs: every public name, and types that are more than Any.
+
+``assert_type`` fails for Any, so each line below would notice a name whose type got lost on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import assert_type
+
+from hyper_parallel import (
+    CollectiveError,
+    ColwiseParallel,
+    CommDebugMode,
+    DeviceMesh,
+    DTensor,
+    HeadNormParallel,
+    NoParallel,
+    OpSharding,
+    PackedShard,
+    ParallelStyle,
+    ParameterParallel,
+    Partial,
+    Placement,
+    Platform,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RankMismatchError,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    available_platforms,
+    check_ranks,
+    coalesce_gradients,
+    distribute_module,
+    distribute_parameter,
+    distribute_tensor,
+    empty,
+    full,
+    get_platform,
+    implicit_replication,
+    init_device_mesh,
+    loss_parallel,
+    manual_seed,
+    ones,
+    overlap_collectives,
+    parallelize_module,
+    rand,
+    randn,
+    register_platform,
+    register_sharding,
+    register_style,
+    strict,
+    vocab_parallel_cross_entropy,
+    zeros,
+)
+from hyper_parallel.mindspore import grad, value_and_grad
+
+STYLES: tuple[ParallelStyle, ...] = (
+    ColwiseParallel(),
+    HeadNormParallel(),
+    NoParallel(),
+    ParameterParallel({"weight": Shard(0)}),
+    PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+    PrepareModuleInputOutput(output_layouts=Shard(0), desired_output_layouts=Replicate()),
+    PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate()),
+    RowwiseParallel(),
+    SequenceParallel(),
+)
+FACTORIES = (empty, full, ones, rand, randn, zeros)
+OTHERS = (distribute_parameter, register_sharding, register_style, register_platform, vocab_parallel_cross_entropy)
+
+
+def train(model: Any, x: Any) -> None:
+    """One step, with what a program of a user touches."""
+    mesh = init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp"))
+    assert_type(mesh, DeviceMesh)
+    assert_type(mesh["tp"], DeviceMesh)
+    assert_type(mesh.size(), int)
+    assert_type(get_platform(), Platform)
+    assert_type(available_platforms(), dict[str, str | None])
+    assert_type(Shard(0).is_shard(), bool)
+    placements: list[Placement] = [Shard(0), Replicate(), Partial(), PackedShard(0, (4, 2))]
+    manual_seed(0)
+    parallelize_module(model, mesh["tp"], {"up": STYLES[0], "down": "rowwise"})
+    distribute_module(model, mesh)
+    y = distribute_tensor(x, mesh, placements)
+    assert isinstance(y, DTensor)
+    assert_type(y, DTensor)
+    assert_type(y.placements, tuple[Placement, ...])
+    assert_type(y.device_mesh, DeviceMesh)
+    with CommDebugMode() as comm, loss_parallel(), strict(), implicit_replication():
+        assert_type(comm, CommDebugMode)
+    with coalesce_gradients(), overlap_collectives(chunks=2), check_ranks():
+        pass
+    assert_type(OpSharding, type[OpSharding])
+    try:
+        grad(model)(x)
+    except (CollectiveError, RankMismatchError) as error:
+        assert_type(error, CollectiveError | RankMismatchError)
+    assert_type(value_and_grad(model)(x), tuple[Any, Any])
