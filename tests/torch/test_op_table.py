@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh, strict
 from hyper_parallel.core.dtensor.operations import dispatch as core_dispatch
-from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from tests.torch.support import device, randn
 
@@ -86,14 +86,16 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda x, y, **_: torch.div(x, y, rounding_mode="floor"),
         lambda x, y, **_: x.divide(other=y),
     ],
+    "alias": [
+        lambda x, **_: x.detach(),
+        lambda x, **_: x.data,
+    ],
+    "contiguous": [lambda x, **_: x.contiguous()],
     "linear_unary": [
         lambda x, **_: -x,
         lambda x, **_: +x,
         lambda x, **_: x.neg(),
         lambda x, **_: x.clone(),
-        lambda x, **_: x.contiguous(),
-        lambda x, **_: x.detach(),
-        lambda x, **_: x.data,
         lambda x, **_: x.to(torch.float64),
         lambda x, **_: x.to(dtype=torch.bfloat16),
         lambda x, **_: x.to(x.device, torch.float64),
@@ -178,14 +180,17 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda x, **_: torch.norm(x, p=1, dim=0),
         lambda x, **_: x.norm(float("inf")),
     ],
-    "reshape": [
+    "view": [
         lambda x, **_: x.view(2, 2, 6),
         lambda x, **_: x.view((24,)),
+        lambda x, y, **_: x.view_as(y),
+    ],
+    "reshape_copy": [lambda x, **_: torch.view_copy(x, (2, 2, 6)), lambda x, **_: torch.view_copy(x.t(), (24,))],
+    "reshape": [
         lambda x, **_: x.reshape(-1, 3),
         lambda x, **_: torch.reshape(x, [4, 2, 3]),
         lambda x, **_: torch.reshape(x, shape=(24,)),
         lambda x, y, **_: x.view(6, 4).reshape_as(y),
-        lambda x, y, **_: x.view_as(y),
         lambda z, **_: z.flatten(),
         lambda z, **_: z.flatten(1),
         lambda z, **_: torch.flatten(z, end_dim=1),
@@ -389,7 +394,7 @@ def rows_used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return Spy(rules)
 
-    monkeypatch.setattr(core_dispatch, "RULES", spy(RULES))
+    monkeypatch.setattr(core_dispatch, "OPERATIONS", spy(OPERATIONS))
     monkeypatch.setattr(core_dispatch, "_PLANS", {})
     for calls in core_dispatch.CALLS.values():
         calls.clear()
@@ -419,7 +424,7 @@ def test_every_canonical_operation_has_a_call() -> None:
     # Of torch_npu's operators, see tests/npu/test_fused_operators.py.
     of_npu = {"glu", "rotary", "fused_attention", "add_rms_norm"}
     assert {row.name for row in OP_TABLE.values()} - of_npu | {"amax", "amin"} == CALLS.keys() | IN_PLACE.keys()
-    assert {row.name for row in OP_TABLE.values()} <= RULES.keys()
+    assert {row.name for row in OP_TABLE.values()} <= OPERATIONS.keys()
 
 
 def test_out() -> None:

@@ -750,6 +750,13 @@ DROPOUT = [
     Case("dropout", "->", (floats(),), (0.5, True), _dropout),
 ]
 
+#: Operations that have their rule from another one, and differ from it in what their results share memory with.
+SAME_RULE = [
+    Case("alias", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
+    Case("contiguous", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
+    *(Case(name, "a.c->ac.", (floats(4, 8, 6),), ((32, 2, 3),), _reshape) for name in ("view", "reshape_copy")),
+]
+
 CASES = [
     *ELEMENTWISE,
     *MATMUL,
@@ -765,4 +772,5 @@ CASES = [
     *FUSED_ATTENTION,
     *LOSS,
     *DROPOUT,
+    *SAME_RULE,
 ]

@@ -20,7 +20,7 @@ import numpy as np
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.testing.summands import summands
 
@@ -56,7 +56,7 @@ class Case:
 
     def sharding(self) -> OpSharding:
         """What the rule says."""
-        found = RULES[self.op](self.shapes, self.statics)
+        found = OPERATIONS[self.op].rule(self.shapes, self.statics)
         assert found is not None, f"{self.op} refuses {self.shapes}, {self.statics}"
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, check, check_labels
 
@@ -16,5 +16,5 @@ def test_sharded_runs_equal_the_whole(case: Case) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    own = {name for name in RULES if not name.startswith("custom:")}
+    own = {name for name in OPERATIONS if not name.startswith("custom:")}
     assert {case.op for case in CASES} == own - {"replicate"}

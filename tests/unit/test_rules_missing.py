@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_missing import ACCEPTED, missing_in
 
@@ -33,6 +33,7 @@ def test_what_a_rule_lost_is_missed(monkeypatch: pytest.MonkeyPatch, op: str, ch
     case = next(
         case for case in CASES if case.op == op and all(x.ndim == 2 for x in case.operands if isinstance(x, np.ndarray))
     )
-    right = RULES[op]
-    monkeypatch.setitem(RULES, op, lambda shapes, statics: replace(right(shapes, statics), **changes))
+    right = OPERATIONS[op]
+    wrong = replace(right, rule=lambda shapes, statics: replace(right.rule(shapes, statics), **changes))
+    monkeypatch.setitem(OPERATIONS, op, wrong)
     assert missing in {found.what for found in missing_in(case)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.dtensor.operations.rules import RULES, rule
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, broadcast
 
 _ALL = ("slice", None, None, None)
@@ -132,7 +132,7 @@ REFUSED: list[tuple[str, tuple, tuple]] = [
 
 @pytest.mark.parametrize(("op", "shapes", "statics"), REFUSED, ids=str)
 def test_refused(op: str, shapes: tuple, statics: tuple) -> None:
-    assert RULES[op](tuple(shapes), statics) is None
+    assert OPERATIONS[op].rule(tuple(shapes), statics) is None
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_refused(op: str, shapes: tuple, statics: tuple) -> None:
 )
 def test_a_dimension_that_does_not_exist_is_an_error(op: str, statics: tuple) -> None:
     with pytest.raises(IndexError, match=r"out of range for a tensor with [23] dimension"):
-        RULES[op](((4, 3),), statics)
+        OPERATIONS[op].rule(((4, 3),), statics)
 
 
 def test_a_second_rule_of_a_name_is_an_error() -> None:

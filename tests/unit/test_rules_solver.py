@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
 from tests.unit.rules_cases import CASES
@@ -70,7 +70,7 @@ NEVER_EMPTY = [
 @pytest.mark.parametrize(("op", "shapes", "statics"), NEVER_EMPTY, ids=[name for name, *_ in NEVER_EMPTY])
 def test_no_rank_runs_on_nothing(op: str, shapes: tuple, statics: tuple) -> None:
     """What fewer elements than ranks shard is gathered; where each rank has one, it stays sharded."""
-    sharding = RULES[op](shapes, statics)
+    sharding = OPERATIONS[op].rule(shapes, statics)
     assert sharding is not None
     labels = sharding.operands[0] or ()
     dims = [i for i, label in enumerate(labels) if label is not None and label in sharding.nonempty]

@@ -62,14 +62,13 @@ def check_logits(logits: Array, dim: int) -> None:
         found[0]._core.refuse_part_of_classes(logits.shape[dim])
 
 
-def operation(canonical: str = "", operands: int = 1, memory: str = "", writes: bool = False) -> Callable[..., Any]:
+def operation(canonical: str = "", operands: int = 1, writes: bool = False) -> Callable[..., Any]:
     """Make a function an operation.
 
     Args:
         canonical: its canonical operation; with none it has no row, and runs on gathered operands.
         operands: how many of its first parameters are operands; -1 when the first is a sequence of them, 0 when all
             are.
-        memory: see `NativeOp.memory`.
         writes: whether it writes to its first operand, which it returns.
     """
 
@@ -86,13 +85,13 @@ def operation(canonical: str = "", operands: int = 1, memory: str = "", writes: 
             return result
 
         if canonical:
-            TABLE[call] = _row(canonical, operands, memory, function)
+            TABLE[call] = _row(canonical, operands, function)
         return call
 
     return decorate
 
 
-def _row(canonical: str, count: int, memory: str, function: Callable[..., Any]) -> NativeOp:
+def _row(canonical: str, count: int, function: Callable[..., Any]) -> NativeOp:
     signature = inspect.signature(function)
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
@@ -110,7 +109,7 @@ def _row(canonical: str, count: int, memory: str, function: Callable[..., Any]) 
             return func(*xs)
         return func(list(xs), *statics) if count < 0 else func(*xs, *statics)
 
-    return NativeOp(canonical, bind, run, binds_by_function=False, memory=memory)
+    return NativeOp(canonical, bind, run, binds_by_function=False)
 
 
 def _hashable(values: tuple) -> tuple:

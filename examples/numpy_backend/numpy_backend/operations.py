@@ -340,7 +340,7 @@ def unbind(x: Array, dim: int = 0) -> list[Array]:
     return [getitem(x, (*(slice(None),) * (dim % x.ndim), i)) for i in range(x.shape[dim])]
 
 
-@operation("linear_unary", memory="shared")
+@operation("alias")
 def detach(x: Array) -> Array:
     """The same memory without history."""
     y = Array(x.value)
@@ -348,7 +348,7 @@ def detach(x: Array) -> Array:
     return y
 
 
-@operation("linear_unary", memory="contiguous")
+@operation("contiguous")
 def contiguous(x: Array) -> Array:
     """``x`` itself if it lies in memory in row-major order, else a copy that does."""
     return x if x.value.flags.c_contiguous else clone(x)

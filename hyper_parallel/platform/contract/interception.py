@@ -22,7 +22,7 @@ class NativeOp:
     """One row of a backend's op table: how a native operation maps to a canonical one.
 
     Attributes:
-        name: the canonical operation, a key of `core.dtensor.operations.rules` (``"linear"``, ``"pointwise"``, ...).
+        name: the canonical operation (``"linear"``, ``"pointwise"``, ...); docs/rules.md lists them.
         bind: ``bind(func, args, kwargs) -> (operands, statics)`` brings a native call into canonical form.
             ``operands`` is the tuple of tensor operands (tensors, Python scalars or ``None``), ``statics`` the tuple
             of the remaining arguments in the order that the canonical operation documents; it must be hashable.
@@ -31,10 +31,6 @@ class NativeOp:
             a tensor or a tuple or list of tensors.
         binds_by_function: whether `bind` may look at ``func``. False where it does not, as it must be where a
             framework makes a new function object for each call: calls are remembered under the function otherwise.
-        memory: what the result does with the memory of the first operand, where that does not follow from the canonical
-            operation: ``"shared"`` for a view, ``"viewable"`` for a view where strides allow it, else a copy,
-            ``"contiguous"`` for the operand itself if it is contiguous, else a copy, ``"copied"`` for a copy always,
-            of an operation that gives views elsewhere.
         varies: ``varies()`` is whether a mode of the framework, such as autocast, has a say in what `bind` returns now:
             then a call is not remembered. None where none ever has.
     """
@@ -44,7 +40,11 @@ class NativeOp:
     call: Callable[[Any, tuple, Any], Any]
     binds_by_function: bool = True
     varies: Callable[[], bool] | None = None
-    memory: str = ""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes its result over its first operand, as the names of such canonical operations say."""
+        return self.name.endswith("_")
 
 
 def name_of(func: Any) -> str:
@@ -60,6 +60,10 @@ class Dispatch(Protocol):
 
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
+
+    def result_shapes(self, name: str, shapes: tuple, statics: Any) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the results of a canonical operation on tensors of these shapes (None for an operand that is no
+        tensor), as its rule gives them: for backends whose kernels fail for tensors without elements."""
 
 
 class InterceptionRole(ABC):

@@ -163,7 +163,8 @@ class TensorRole(ABC):
 
     @abstractmethod
     def sum_along(self, x: Tensor, dim: int) -> Tensor:
-        """The sum along ``dim``, which keeps size 1. Of no elements: zeros that lead back to ``x``. Differentiable."""
+        """The sum along ``dim``, which keeps size 1. Differentiable, and if ``x`` has no elements too: the sum is zero
+        then, and its gradient is still passed on to ``x``."""
 
     @abstractmethod
     def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mindspore import Parameter, Tensor
 
 from hyper_parallel.platform.contract import Core
+from hyper_parallel.platform.mindspore.empty_shards import use_rules
 from hyper_parallel.platform.mindspore.handlers.likes import NEW_METHODS
 from hyper_parallel.platform.mindspore.parameter import Classes, DistributedParameter
 from hyper_parallel.platform.mindspore.patches import PATCHES
@@ -18,6 +19,7 @@ def make_dtensor_class(mixin: type, core: Core) -> type:
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
     members = {**names, **NEW_METHODS}
     InterceptedTensor._core, InterceptedTensor._dispatch = core, staticmethod(core.dispatch)  # type: ignore[assignment]
+    use_rules(core.dispatch)
     dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), members)
     parameter = type(Tensor)(
         "DTensorParameter",

@@ -3,36 +3,38 @@
 With uneven sharding a rank may hold no elements, and MindSpore's CPU kernels then often leave the result, or the
 gradient of another operand, uninitialised: a matrix product that contracts a dim of size 0, the gradient of what is
 broadcast to an empty tensor, the bias of an empty batch. `safe_when_empty` wraps the call of a row: with an empty
-operand it takes another way, which stays differentiable by every operand, because the collectives of backward must run
-on every rank.
+operand the result is zeros of the shape that core's rule gives. They stay differentiable by every operand, because the
+collectives of backward must run on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
-import numpy as np
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, ops
 
-from hyper_parallel.platform.indexing import decode_index
+from hyper_parallel.platform.contract import Dispatch, NativeOp
 from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
 from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import NoFallbackGuard, TensorPy, no_grad
+from hyper_parallel.platform.mindspore.private import NoFallbackGuard, no_grad
 
-__all__ = ["connected_zeros", "getitem_of_nothing", "safe_when_empty"]
+__all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules"]
 
-Call = Callable[[Any, tuple, Any], Any]
-WhenEmpty = Callable[[Call, Any, tuple, Any], Any]
+#: Core's dispatcher, which knows the rules: set by `use_rules`.
+_DISPATCH: list[Dispatch] = []
 
-#: The same data, not connected to anything.
-_data = TensorPy.data.__get__
+
+def use_rules(dispatch: Dispatch) -> None:
+    """To be called with core's dispatcher when the DTensor class is made."""
+    _DISPATCH[:] = [dispatch]
 
 
 class _Zeros(_Function):
-    """Zeros that are connected to tensors, with zero as their gradient. The gradient is connected to them again, as
-    that of the operation would be: in gradients of gradients, too, collectives may have to run."""
+    """Zeros of which tensors are inputs, with gradient zero. The gradient has them as inputs again, as it has on ranks
+    with elements: gradients of gradients may communicate on the way to them."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
@@ -48,165 +50,127 @@ class _Zeros(_Function):
 
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
-    """Zeros that are connected to every operand that can have a gradient, which is zero."""
+    """Zeros of which every operand is an input with gradient zero."""
     parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
     if dtype not in DIFFERENTIABLE or not parts:
         return ops.zeros(shape, dtype)
     return _Zeros.apply(shape, dtype, *parts)
 
 
-def safe_when_empty(name: str, call: Call, flat: bool = False) -> Call:
-    """``call`` of a row of the canonical operation ``name``, made safe for empty operands. ``flat``: element-wise, and
-    MindSpore gives the operands no gradient."""
-    when_empty = _flat if flat else _WHEN_EMPTY.get(name, _connected)
-    if when_empty is None:
-        return call
+def safe_when_empty(op: NativeOp, flat: bool = False) -> NativeOp:
+    """The row, made safe for empty operands. ``flat``: it is element-wise, and MindSpore records no gradient of it."""
+    call, when_empty = op.call, _flat if flat else _WHEN_EMPTY.get(op.name, _connected)
 
     def safe_call(func: Any, operands: tuple, statics: Any) -> Any:
         for x in operands:
             if isinstance(x, Tensor) and 0 in x._shape:
-                return when_empty(call, func, operands, statics)
+                return when_empty(op, func, operands, statics)
         return call(func, operands, statics)
 
-    return safe_call
+    return replace(op, call=safe_call)
 
 
-def _connected(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    """The operation's own results, with those that are empty replaced by zeros that are connected to the operands:
-    MindSpore records few operations on empty tensors."""
+def _result_shapes(op: NativeOp, operands: tuple, statics: Any) -> tuple:
+    shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in operands)
+    return _DISPATCH[0].result_shapes(op.name, shapes, statics)
+
+
+def _connected(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+    """What the operation itself gives. Results without elements get every operand as an input: MindSpore records few
+    operations on empty tensors."""
 
     def connect(y: Any) -> Any:
         return connected_zeros(tuple(y.shape), y.dtype, operands) if isinstance(y, Tensor) and 0 in y.shape else y
 
-    result = call(func, operands, statics)
+    result = op.call(func, operands, statics)
     return tuple(map(connect, result)) if isinstance(result, (tuple, list)) else connect(result)
 
 
-# -------------------------------------------------------------------- what has the shape of other results
-def _zeros(stand_in: Callable[[Tensor, tuple[int, ...]], Tensor], connected: bool = True) -> WhenEmpty:
-    """Zeros of the shapes and dtypes that the operation would give: sums of nothing, or results without elements.
+def _zeros(op: NativeOp, func: Any, operands: tuple, statics: Any, inputs: tuple | None = None) -> Any:
+    """Zeros, which are sums of nothing. Of what has no neutral element only results without elements are asked for.
 
-    The operation runs on stand-ins in which each empty dimension has size 1, and again on some with size 2. The sizes
-    of a result are linear in that size, so those for size 0 follow.
-
-    Args:
-        stand_in: (operand, shape) -> tensor of that shape and of the operand's dtype.
-        connected: whether the zeros are connected to the operands. No rank's result must be where that of another is
-            not: collectives of backward run on all ranks or none.
+    The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
+    dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands.
     """
-
-    def when_empty(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-        def results(size: int) -> Any:
-            stand_ins = [
-                stand_in(x, tuple(n or size for n in x.shape)) if isinstance(x, Tensor) else x for x in operands
-            ]
-            return call(func, tuple(stand_ins), statics)
-
-        def zeros(one: Tensor, two: Tensor) -> Tensor:
-            shape = tuple(2 * n - m for n, m in zip(one.shape, two.shape, strict=True))
-            return connected_zeros(shape, one.dtype, operands if connected else ())
-
-        one, two = results(1), results(2)
-        if isinstance(one, Tensor):
-            return zeros(one, two)
-        count = 2 * len(one) - len(two)  # `unbind` of nothing has no results
-        return tuple(map(zeros, one[:count], two[:count]))
-
-    return when_empty
+    stand_ins = [ops.zeros(tuple(n or 1 for n in x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands]
+    result = op.call(func, tuple(stand_ins), statics)
+    several = isinstance(result, (tuple, list))
+    found = tuple(
+        connected_zeros(shape, y.dtype, operands if inputs is None else inputs)
+        for shape, y in zip(_result_shapes(op, operands, statics), result if several else (result,), strict=False)
+    )
+    return found if several else found[0]
 
 
-def _ones(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return ops.ones(shape, x.dtype) if 0 in x._shape else _data(x)  # which may be a large weight
+def _flat(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+    """Without inputs, as on ranks with elements: collectives of backward run on all ranks or none."""
+    return _zeros(op, func, operands, statics, ())
 
 
-def _first_indices(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """All zeros, because some are indices, of which others are out of range where the table is a stand-in."""
-    return ops.zeros(shape, x.dtype)
+def nothing_taken(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Tensor:
+    """Zeros in the dtype of the first operand, for operations whose static arguments speak of sizes."""
+    return connected_zeros(_result_shapes(op, operands, statics)[0], operands[0].dtype, operands)
 
 
-_of_values = _zeros(_ones)
-_of_indices = _zeros(_first_indices)
-_flat = _zeros(_ones, connected=False)
+def _product_and_term(op: NativeOp, operands: tuple, statics: Any, factors: slice, term: Any) -> Tensor:
+    """A product of nothing, which is zero, plus a term."""
+    (shape,), dtype = _result_shapes(op, operands, statics), operands[1].dtype
+    if term is None or 0 in shape:
+        return connected_zeros(shape, dtype, operands)
+    return connected_zeros(shape, dtype, operands[factors]) + term
 
 
-def _quotient(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    """MindSpore gives no gradient through a quotient that it rounds."""
-    return (_flat if statics and statics[0] is not None else _of_values)(call, func, operands, statics)
+def _linear(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+    return _product_and_term(op, operands, statics, slice(2), (*operands, None)[2])
 
 
-def _linear(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    x, weight, bias = (*operands, None)[:3]
-    return _plus(_of_values(call, func, (x, weight, None), statics), bias, operands)
+def _addmm(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+    c, beta = operands[0], statics[0]
+    return _product_and_term(op, operands, statics, slice(1, 3), c if beta == 1 else c * beta)
 
 
-def _addmm(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    c, a, b = operands
-    beta = statics[0]
-    product = _of_values(lambda func, factors, statics: mint.matmul(*factors), func, (a, b), ())
-    return _plus(product, c if beta == 1 else c * beta, operands)
-
-
-def _plus(product: Tensor, term: Any, operands: tuple) -> Tensor:
-    if 0 in product.shape or term is None:
-        return connected_zeros(tuple(product.shape), product.dtype, operands)
-    return product + term
-
-
-def _expand(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    x, shape = operands[0], statics[0]
-    own = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
-    return connected_zeros(tuple(o if n == -1 else n for o, n in zip(own, shape, strict=True)), x.dtype, operands)
-
-
-def _like_first(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    return connected_zeros(tuple(operands[0].shape), operands[0].dtype, operands)
-
-
-def _dropout(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    """Draws all the same, so that the generators of the ranks stay in step."""
-    call(func, (ops.ones((1,), ms.float32),), statics)
-    return _like_first(call, func, operands, statics)
-
-
-def getitem_of_nothing(call: Any, func: Any, operands: tuple, statics: Any) -> Any:
-    """NumPy finds out the shape."""
-    indices = tuple(x.asnumpy() for x in operands[1:])
-    stand_in = np.zeros(tuple(operands[0].shape), np.bool_)[decode_index(statics[0], indices)]
-    return connected_zeros(stand_in.shape, operands[0].dtype, operands)
-
-
-# -------------------------------------------------------------------- in place
-def _elementwise_inplace(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    return _nothing_written(operands[0]) if 0 in operands[0].shape else call(func, operands, statics)
-
-
-def _setitem(call: Call, func: Any, operands: tuple, statics: Any) -> Any:
-    nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
-    return operands[0] if nowhere else _elementwise_inplace(call, func, operands, statics)
+def _in_place(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+    return _nothing_written(operands[0]) if 0 in operands[0].shape else op.call(func, operands, statics)
 
 
 def _nothing_written(x: Tensor) -> Tensor:
     """``x``, which has no elements, after a write. It counts as written to, as on ranks that have elements: a backward
-    that has kept it then fails on all ranks, or on none."""
+    that has saved it then fails on all ranks, or on none."""
     with no_grad():
         Tensor.copy_(x, x)
     return x
 
 
-#: Canonical operation -> what it gives; None: what it gives by itself. Operations that are not here: `_connected`.
-_WHEN_EMPTY: dict[str, WhenEmpty | None] = {
-    "like": None,  # on no rank are zeros or ones connected to the tensor that they are like
-    **dict.fromkeys(("pointwise", "add", "mul", "linear_unary", "matmul", "repeat", "stack", "unbind"), _of_values),
-    **dict.fromkeys(("sum", "amax", "amin", "reduce_whole", "reduce_pair", "vector_norm", "logsumexp"), _of_values),
-    **dict.fromkeys(("layer_norm", "rms_norm", "along_dims", "softmax", "log_softmax", "topk"), _of_values),
-    **dict.fromkeys(("gather", "index_select", "embedding", "one_hot", "cross_entropy", "nll_loss"), _of_indices),
-    **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _elementwise_inplace),
-    "div": _quotient,
+def _dropout(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+    """Draws nevertheless, so that the generators of the ranks stay in step."""
+    op.call(func, (ops.ones((1,), ms.float32),), statics)
+    return nothing_taken(op, func, operands, statics)
+
+
+def _setitem(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+    nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
+    return operands[0] if nowhere and 0 not in operands[0].shape else _in_place(op, func, operands, statics)
+
+
+#: Operations whose results are zero, or have no elements, where an operand has none.
+_ZERO = """
+    pointwise add mul linear_unary alias contiguous matmul sum amax amin reduce_whole reduce_pair vector_norm logsumexp
+    along_dims softmax log_softmax topk layer_norm rms_norm gather index_select embedding one_hot repeat stack unbind
+    cross_entropy nll_loss
+"""
+#: Canonical operation -> what is done for empty operands; `_connected` for others.
+_WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
+    **dict.fromkeys(_ZERO.split(), _zeros),
+    # MindSpore records no gradient of a quotient that it rounds.
+    "div": lambda op, func, operands, statics: (_flat if statics and statics[0] is not None else _zeros)(
+        op, func, operands, statics
+    ),
+    # Ones or zeros have no gradient by what they are like, on no rank.
+    "like": lambda op, func, operands, statics: op.call(func, operands, statics),
+    **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
+    **dict.fromkeys(("expand", "getitem", "attention"), nothing_taken),
     "linear": _linear,
     "addmm": _addmm,
-    "expand": _expand,
-    "getitem": getitem_of_nothing,
     "setitem_": _setitem,
     "dropout": _dropout,
-    "attention": _like_first,
 }

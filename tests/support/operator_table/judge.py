@@ -83,9 +83,9 @@ def _count_gathered() -> list[str]:
     noted: list[str] = []
     original = dispatch_module.run_gathered
 
-    def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any:
-        noted.append(op_name or getattr(func, "__name__", str(func)))
-        return original(func, args, kwargs, op_name)
+    def run_gathered(func: Any, args: tuple, kwargs: dict, op: Any = None) -> Any:
+        noted.append(op.name if op else getattr(func, "__name__", str(func)))
+        return original(func, args, kwargs, op)
 
     dispatch_module.run_gathered = run_gathered
     return noted

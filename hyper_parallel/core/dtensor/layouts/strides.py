@@ -11,7 +11,17 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["Strides", "contiguous_strides", "dense_strides", "is_contiguous", "view_strides"]
+__all__ = [
+    "Strides",
+    "contiguous_only",
+    "contiguous_strides",
+    "dense_strides",
+    "expanded_strides",
+    "indexed_strides",
+    "is_contiguous",
+    "permuted_strides",
+    "reshaped_strides",
+]
 
 Shape: TypeAlias = "tuple[int, ...]"
 Strides: TypeAlias = "tuple[int, ...]"
@@ -52,43 +62,25 @@ def dense_strides(shape: Sequence[int], strides: Strides) -> Strides:
     return tuple(found)
 
 
-def view_strides(name: str, statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
-    """Strides of a view, as the canonical operation ``name`` makes it.
-
-    Args:
-        name: the operation.
-        statics: its static arguments.
-        shape, strides: of its operand.
-        result_shape: of the result, or of each result.
-
-    Returns:
-        The strides of the result; None for ``reshape`` of what cannot be viewed so: it copies.
-    """
-    if name == "reshape":
-        return _reshaped(shape, strides, result_shape)
-    if name == "permute":
-        return tuple(strides[d] for d in statics[0])
-    if name == "expand":
-        new = len(result_shape) - len(shape)
-        kept = (0 if old != size else step for old, size, step in zip(shape, result_shape[new:], strides, strict=True))
-        return (0,) * new + tuple(kept)
-    if name == "squeeze":
-        # Dimensions of size 1, of which those that are left fit in the result in any order.
-        dims = statics[0] if statics[0] is not None else range(len(shape))
-        dropped = {d % len(shape) for d in ((dims,) if isinstance(dims, int) else dims) if shape}
-        return tuple(step for d, step in enumerate(strides) if d not in dropped or shape[d] != 1)
-    if name == "unsqueeze":
-        dim = statics[0] % (len(shape) + 1)
-        return (*strides[:dim], 1, *strides[dim:])
-    if name == "unbind":
-        dim = statics[0] % len(shape)
-        return (*strides[:dim], *strides[dim + 1 :])
-    if name == "getitem":
-        return _indexed(shape, strides, statics[0])
-    return strides  # narrow, split, chunk
+def permuted_strides(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    """Strides of a view with the dimensions in the order ``statics[0]``."""
+    return tuple(strides[d] for d in statics[0])
 
 
-def _indexed(shape: Shape, strides: Strides, index: tuple) -> Strides:
+def expanded_strides(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    """Strides of a view in which dimensions of size 1 are stretched, and new ones come first."""
+    new = len(result_shape) - len(shape)
+    kept = (0 if old != size else step for old, size, step in zip(shape, result_shape[new:], strides, strict=True))
+    return (0,) * new + tuple(kept)
+
+
+def contiguous_only(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
+    """Strides of a tensor that is itself the result if it is contiguous; None where it is not."""
+    return strides if is_contiguous(shape, strides) else None
+
+
+def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
+    """Strides of ``x[index]``, the index encoded, of ints, slices, None and dots."""
     consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
     found: list[int] = []
     dim = 0
@@ -106,10 +98,11 @@ def _indexed(shape: Shape, strides: Strides, index: tuple) -> Strides:
     return tuple(found)
 
 
-def _reshaped(shape: Shape, strides: Strides, after: Shape) -> Strides | None:
-    """Runs of dimensions that lie in memory as one can be cut anew; every run must fit some dimensions of ``after``."""
+def reshaped_strides(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
+    """Strides of a view in another shape; None where it has to be a copy. Runs of dimensions that lie in memory as one
+    can be cut anew; every run must fit some dimensions of the result."""
     if 0 in shape:
-        return contiguous_strides(after)
+        return contiguous_strides(result_shape)
     runs: list[tuple[int, int]] = []  # (number of elements, stride of the last dimension), the last run first
     for size, step in zip(reversed(shape), reversed(strides), strict=True):
         if size == 1:
@@ -120,9 +113,9 @@ def _reshaped(shape: Shape, strides: Strides, after: Shape) -> Strides | None:
             runs.append((size, step))
     found: list[int] = []
     rest, step = runs.pop(0) if runs else (1, 1)
-    for size in reversed(after):
+    for size in reversed(result_shape):
         if rest == 1 and size != 1:
-            rest, step = runs.pop(0) if runs else (math.prod(after), 1)
+            rest, step = runs.pop(0) if runs else (math.prod(result_shape), 1)
         if rest % size:
             return None
         found.append(step)

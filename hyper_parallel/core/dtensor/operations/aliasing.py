@@ -1,40 +1,34 @@
-"""Which operations give views on the single device, and how a plan makes their results behave like views here.
+"""How a plan makes results that are views on a single device (`CanonicalOp.memory`) behave like views here.
 
 There are three cases. The operation shares memory here too: the framework does what is needed. It had to move data: the
 result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework may
-answer otherwise for the shard than for the whole: then strides tracked on the tensors say whether a copy is due.
+answer otherwise for the shard than for the whole: then strides tracked on the tensors say whether a copy is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.memory_order import UNKNOWN, strides_of
-from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides, dense_strides, is_contiguous, view_strides
-from hyper_parallel.core.dtensor.operations.rules.labels import axis
+from hyper_parallel.core.dtensor.layouts.strides import (
+    contiguous_strides,
+    dense_strides,
+    indexed_strides,
+    is_contiguous,
+)
+from hyper_parallel.core.dtensor.operations.rules import CanonicalOp
 from hyper_parallel.core.dtensor.operations.views import follow, part, share
-from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.indexing import decode_index
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.operations.strategy import Strategy
 
 __all__ = ["Aliasing", "aliasing_of", "is_moved"]
 
-#: canonical operation -> `NativeOp.memory`, unless a row says otherwise.
-_MEMORY = {
-    **dict.fromkeys(
-        ("permute", "expand", "squeeze", "unsqueeze", "narrow", "getitem", "split", "chunk", "unbind"), "shared"
-    ),
-    "reshape": "viewable",
-}
-#: Operations whose results lie in memory as their operands do.
-_CARRIES = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "div", "dropout"})
-#: Operations whose results are contiguous whatever their operands are.
-_FRESH = frozenset({"linear", "matmul", "addmm", "embedding", "sum", "mean", "cat", "stack", "one_hot", "attention"})
 #: What stands for the strides of a view where the result is a copy.
 _COPY: Any = "copy"
 
@@ -57,32 +51,56 @@ class Aliasing:
         self.copies, self.after, self.is_view = copies, after, is_view
 
 
-def aliasing_of(op: NativeOp, layouts: tuple, statics: Any, strategy: Strategy, name: str) -> Aliasing | None:
-    """What plans of ``op`` have to do, None when it is nothing.
+def aliasing_of(op: CanonicalOp, layouts: tuple, statics: Any, strategy: Strategy, name: str) -> Aliasing | None:
+    """What plans of ``op``, which does not write in place, have to do; None when it is nothing.
 
     Args:
-        op: the row.
+        op: the operation.
         layouts: of the operands, None for one that is no tensor.
         statics: the static arguments.
         strategy: how it runs.
         name: of the native operation, for messages.
     """
-    if op.name.endswith("_") or not layouts or layouts[0] is None:
+    if not layouts or layouts[0] is None:
         return None
-    memory = op.memory or _MEMORY.get(op.name, "")
-    if op.name == "getitem" and not _is_basic(statics[0]):
-        memory = ""
-    tell = all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None)
-    if memory and is_moved(layouts[0], strategy.operands[0]):
-        return Aliasing(None, _following(op, layouts[0], statics, strategy.results, memory, name))
-    if not tell:
-        return _tracking(op, layouts[0], statics, strategy.results, memory) if memory else _carrying(op)
-    return _TELLING[memory]
+    shape, result_shapes = tuple(layouts[0].shape), [tuple(x.shape) for x in strategy.results]
+    index = op.view_index and op.view_index(statics, shape, result_shapes)
+    view = _View(op, statics, shape, result_shapes, index) if index or op.view_strides else None
+    if view is not None and is_moved(layouts[0], strategy.operands[0]):
+        return Aliasing(None, _following(view, layouts[0], name))
+    if all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None):
+        return None if view is None else _TELLING.get(op.memory)
+    return _carrying(op) if view is None else _tracking(view)
 
 
-def _is_basic(index: tuple) -> bool:
-    """Whether an encoded index has only ints, slices, None and dots: such an index gives a view."""
-    return all(not isinstance(item, bool) and not (isinstance(item, tuple) and item[0] == "tensor") for item in index)
+@dataclass(frozen=True)
+class _View:
+    """A call whose results share the memory of operand 0 on a single device, or may.
+
+    Attributes:
+        op: the operation.
+        statics: its static arguments.
+        shape: of operand 0.
+        result_shapes: of the results.
+        index: see `CanonicalOp.view_index`.
+    """
+
+    op: CanonicalOp
+    statics: Any
+    shape: tuple
+    result_shapes: list
+    index: tuple | None
+
+    @property
+    def always(self) -> bool:
+        """Whether no result is ever a copy."""
+        return self.op.memory == "shared"
+
+    def strides(self, own: Any) -> list:
+        """Strides of each result, from those of operand 0; None for one that has to be a copy."""
+        if self.op.view_strides is not None:
+            return [self.op.view_strides(self.statics, self.shape, own, after) for after in self.result_shapes]
+        return [indexed_strides(self.shape, own, index) for index in self.index or ()]
 
 
 def is_moved(have: Layout, read: Layout | None) -> bool:
@@ -95,12 +113,8 @@ def is_moved(have: Layout, read: Layout | None) -> bool:
 
 # ---------------------------------------------------------------------------- the shards tell
 def _share(operands: tuple, result: Any) -> None:
-    x = operands[0]
-    if isinstance(result, (tuple, list)):
-        for y in result:
-            share(x, y)
-    else:
-        share(x, result)
+    for y in result if isinstance(result, (tuple, list)) else (result,):
+        share(operands[0], y)
 
 
 def _share_where_viewed(operands: tuple, result: Any) -> None:
@@ -109,122 +123,77 @@ def _share_where_viewed(operands: tuple, result: Any) -> None:
         share(x, result)
 
 
-#: `NativeOp.memory` -> what is to be done where the framework's answer for a shard is that for the whole.
-_TELLING: dict[str, Aliasing | None] = {
-    "": None,
-    "shared": Aliasing(None, _share, True),
-    "viewable": Aliasing(None, _share_where_viewed, True),
-    "contiguous": None,  # the same tensor, or a copy
-    "copied": Aliasing(lambda x: True, None),
-}
+#: `CanonicalOp.memory` -> what is to be done where the framework's answer for a shard is that for the whole.
+_TELLING = {"shared": Aliasing(None, _share, True), "viewable": Aliasing(None, _share_where_viewed, True)}
 
 
 # ---------------------------------------------------------------------------- data had to move
-def _following(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory: str, name: str) -> After | None:
-    if memory == "copied":
-        return None
-    shape = tuple(layout.shape)
-    backs = [_back(op.name, statics, shape, tuple(x.shape)) for x in results]
-    if op.name in ("split", "chunk", "unbind"):
-        dim = axis(statics[0] if op.name == "unbind" else statics[1], len(shape))
-        starts = [0]
-        for x in results:
-            starts.append(starts[-1] + (1 if op.name == "unbind" else x.shape[dim]))
-        whole = (slice(None),) * dim
-        backs = [
-            _back_to((*whole, start if op.name == "unbind" else slice(start, end))) for start, end in pairwise(starts)
-        ]
-    if any(p.is_partial() for p in layout.placements):
-        backs = [None] * len(backs)
+def _following(view: _View, layout: Layout, name: str) -> After:
+    backs: list[Any] = [None] * len(view.result_shapes)
+    if view.index is not None and not any(p.is_partial() for p in layout.placements):
+        backs = [_back_to(index, view.shape) for index in view.index]
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
-        if memory != "shared":
+        if not view.always:
             strides = strides_of(x, x._layout)
             if strides is UNKNOWN:
                 part(x, result)
                 return
-            if memory == "contiguous":  # the same tensor, or a copy
-                is_view = is_contiguous(shape, strides)
-            else:
-                is_view = view_strides(op.name, statics, shape, strides, tuple(results[0].shape)) is not None
-            if not is_view:
+            if None in view.strides(strides):
                 return
         follow(x, result if isinstance(result, (tuple, list)) else (result,), backs, name)
 
     return after
 
 
-def _back(name: str, statics: Any, shape: tuple, result_shape: tuple) -> Callable[[Any, Any], None] | None:
-    """How what a view has becomes what its base has."""
-    if name == "getitem":
-        return _back_to(tuple(slice(*item[1:]) if isinstance(item, tuple) else item for item in statics[0]))
-    if name == "narrow":
-        dim = axis(statics[0], len(shape))
-        start = statics[1] % shape[dim] if statics[1] < 0 else statics[1]
-        return _back_to((*(slice(None),) * dim, slice(start, start + statics[2])))
-    if name in ("reshape", "squeeze", "unsqueeze"):
+def _back_to(encoded: tuple, shape: tuple) -> Callable[[Any, Any], None]:
+    """What writes a view to its base, of which it has the elements at an encoded index."""
+    index = decode_index(encoded, ())
 
-        def write(base: Any, view: Any) -> None:
-            base[...] = view.reshape(shape)
-
-        return write
-    return None  # several elements may be one of the base, as after `expand`
-
-
-def _back_to(index: tuple) -> Callable[[Any, Any], None]:
     def write(base: Any, view: Any) -> None:
-        base[index] = view
+        base[index] = view.reshape(shape) if index == (...,) else view
 
     return write
 
 
 # ---------------------------------------------------------------------------- the shards do not tell
-def _tracking(op: NativeOp, layout: Layout, statics: Any, results: tuple, memory: str) -> Aliasing:
-    shape, result_shapes = tuple(layout.shape), [tuple(x.shape) for x in results]
-
+def _tracking(view: _View) -> Aliasing:
     def work_out(strides: Any) -> tuple:
         """`DTensor._strides` of each result, from those of the operand; `_COPY` for a copy."""
-        if memory == "copied":
-            return (_COPY,)
         if strides is UNKNOWN:
-            return (UNKNOWN,) * len(results)
-        own = contiguous_strides(shape) if strides is None else strides
-        if memory == "contiguous":
-            return (strides if is_contiguous(shape, own) else _COPY,)
-        found = []
-        for after in result_shapes:
-            new = own if op.name == "linear_unary" else view_strides(op.name, statics, shape, own, after)
-            found.append(_COPY if new is None else None if is_contiguous(after, new) else new)
-        return tuple(found)
+            return (UNKNOWN,) * len(view.result_shapes)
+        found = view.strides(contiguous_strides(view.shape) if strides is None else strides)
+        return tuple(
+            _COPY if new is None else None if is_contiguous(after, new) else new
+            for after, new in zip(view.result_shapes, found, strict=True)
+        )
 
     known = Table(work_out)
 
     def copies(x: Any) -> bool:
-        return known[x._strides][0] is _COPY or (x._strides is UNKNOWN and memory != "shared")
+        return known[x._strides][0] is _COPY or (x._strides is UNKNOWN and not view.always)
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
-        for y, strides in zip(
-            result if isinstance(result, (tuple, list)) else (result,), known[x._strides], strict=True
-        ):
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for y, strides in zip(results, known[x._strides], strict=True):
             if strides is _COPY or y is x:
                 continue
-            if strides is UNKNOWN and memory != "shared":
+            if strides is UNKNOWN and not view.always:
                 part(x, y)
                 continue
             if strides is not None:
                 y._strides = strides
             share(x, y)
 
-    return Aliasing(copies if memory != "shared" else None, after, True)
+    return Aliasing(copies if not view.always else None, after, True)
 
 
-def _carrying(op: NativeOp) -> Aliasing | None:
+def _carrying(op: CanonicalOp) -> Aliasing | None:
     """For an operation that gives no view: where its result does not lie in memory in row-major order."""
-    if op.name in _FRESH:
+    if op.memory == "fresh":
         return None
-    keeps_order = op.name in _CARRIES
 
     def after(operands: tuple, result: Any) -> None:
         first, tracked = None, False
@@ -240,7 +209,12 @@ def _carrying(op: NativeOp) -> Aliasing | None:
             return
         shape, strides = result._layout.shape, UNKNOWN
         # The first operand decides, where it is not stretched.
-        if keeps_order and first is not None and first._strides is not UNKNOWN and first._layout.shape == shape:
+        if (
+            op.memory == "ordered"
+            and first is not None
+            and first._strides is not UNKNOWN
+            and first._layout.shape == shape
+        ):
             strides = _ORDERS[shape, first._strides]
         if strides is not None:
             result._strides = strides

@@ -1,7 +1,7 @@
-"""Calls that look like an earlier one: run without binding the arguments, or looking at them, again.
+"""Calls that look like an earlier one run without sorting or looking at their arguments again.
 
 Most operations of a model are called with the same layouts and numbers in every step. What the row of the op table and
-the rule make of these is kept under them; `call_key` says what two calls have to have in common.
+the rule make of these is kept under them; `call_key` says what two calls must have in common.
 """
 
 from __future__ import annotations
@@ -11,38 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
-from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.core.dtensor.operations.rules import CanonicalOp
 
-__all__ = ["ELEMENTWISE", "call_key", "remembered_call"]
+__all__ = ["call_key", "remembered_call"]
 
-ELEMENTWISE = frozenset({"pointwise", "add", "mul", "linear_unary", "like", "pointwise_", "add_", "mul_", "linear_"})
-#: Operations whose canonical form follows from their arguments alone, not from a mode of ours.
-_REPEATABLE = ELEMENTWISE | {
-    "attention",
-    "cat",
-    "chunk",
-    "div",
-    "div_",
-    "embedding",
-    "expand",
-    "layer_norm",
-    "linear",
-    "log_softmax",
-    "matmul",
-    "mean",
-    "narrow",
-    "permute",
-    "reshape",
-    "rms_norm",
-    "softmax",
-    "split",
-    "squeeze",
-    "stack",
-    "sum",
-    "unsqueeze",
-}
 _VALUES = frozenset({bool, int, float, str})
-#: What stands for False and True, for named arguments, and for what is not compared.
+#: What stands in a key for False and True, before named arguments, and for an argument that cannot be compared.
 _TRUTHS = (object(), object())
 _NAMED: Any = object()
 _OTHER: Any = object()
@@ -52,7 +26,7 @@ Run = Callable[[Any, tuple, dict], Any]
 
 
 def call_key(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """What of a call of one operation its canonical form, and with it the plan, depends on, if it is remembered at all.
+    """The key under which a call of one operation is remembered: calls with the same key have the same plan.
 
     ``func`` is the native function, None where that makes no difference.
     """
@@ -64,7 +38,7 @@ def call_key(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 
 def _key_of(x: Any) -> Any:
-    """A number with digits after the point counts by its type, since it is an operand of an element-wise operation."""
+    """A float counts by its type, not by its value: it is an operand of an element-wise operation."""
     kind = type(x)
     if kind is bool:
         return _TRUTHS[x]  # True equals 1
@@ -84,26 +58,25 @@ def _key_of(x: Any) -> Any:
 
 
 def _key_of_named(x: Any) -> Any:
-    """An argument given by name is no operand, so that its value counts."""
+    """A float that is given by name is no operand, so its value counts, and the sign of a zero."""
     return (float, x, math.copysign(1, x)) if type(x) is float else _key_of(x)
 
 
 def remembered_call(
-    key: tuple, op: NativeOp, args: tuple, kwargs: dict, operands: tuple, plan: Any, statics: Any
+    key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, plan: Any, statics: Any
 ) -> Run | None:
-    """``run(func, args, kwargs)`` for all calls of this key; None where what they have in common is not enough to know
-    how they run.
+    """``run(func, args, kwargs)`` for all calls of this key; None where the key does not tell how they run.
 
     Args:
         key: `call_key` of this call.
-        op: its row of the op table.
+        op: the canonical operation.
         args: its positional arguments.
         kwargs: its named arguments.
         operands: what the row made of them.
         plan: how the operation runs.
         statics: the static arguments.
     """
-    if op.name not in _REPEATABLE or any(k is _OTHER for k in key) or not _is_value(statics):
+    if not (op.elementwise or op.repeatable) or any(k is _OTHER for k in key) or not _is_value(statics):
         return None
     take: Take
     places: list[int | str]
@@ -115,19 +88,25 @@ def remembered_call(
             return None
         places = found
         take = _all if places == [*range(len(args))] else _taking(places)
-    # Where these are no operands their value may count, of which the key has the type or the layout.
+    # The value of a float or a DTensor that is no operand may count, and the key has only its type or layout.
     if any(type(x) is float or type(x) in DTENSOR_CLASSES for i, x in enumerate(args) if i not in places):
         return None
     if any(type(x) in DTENSOR_CLASSES for name, x in kwargs.items() if name not in places):
         return None
     if not plan.only_local:
         return lambda func, args, kwargs: plan(func, take(args, kwargs), statics)
-    return _bind_local(plan, op.call, take, statics if plan.statics is None else plan.statics)
+    return _bind_local(plan, take, statics if plan.statics is None else plan.statics)
 
 
-def _bind_local(plan: Any, call: Callable[..., Any], take: Take, statics: Any) -> Run:
-    """A plan of which only the native operation is left on tensors that are read where they are."""
-    no_dispatch, wrap, result, wrap_several = plan.no_dispatch, plan.wrap, plan.result, plan.wrap_several
+def _bind_local(plan: Any, take: Take, statics: Any) -> Run:
+    """For a plan that only reads tensors, runs the native operation and wraps the result."""
+    call, no_dispatch, wrap, result, wrap_several = (
+        plan.call,
+        plan.no_dispatch,
+        plan.wrap,
+        plan.result,
+        plan.wrap_several,
+    )
     reads, copies, after, clone = plan.reads, plan.copies, plan.after, plan.mesh.platform.clone
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -163,7 +142,7 @@ def _bind_local(plan: Any, call: Callable[..., Any], take: Take, statics: Any) -
 
 
 def _is_value(x: Any) -> bool:
-    """Whether ``x`` is made of numbers, strings and None: nothing that a call leaves behind, such as its tensors."""
+    """Whether ``x`` is made of numbers, strings and None, so that keeping it keeps no tensor of the call alive."""
     return all(map(_is_value, x)) if type(x) is tuple else x is None or type(x) in _VALUES
 
 
@@ -176,7 +155,7 @@ def _elements(args: tuple, kwargs: dict) -> tuple:
 
 
 def _taking(places: list[Any]) -> Take:
-    """The operands from their places in the arguments."""
+    """A function that takes the operands from these places in the arguments."""
     count = len(places)
     if places == [*range(count)]:
         return lambda args, kwargs: args[:count]
@@ -187,11 +166,11 @@ def _taking(places: list[Any]) -> Take:
     return take
 
 
-def _places(op: NativeOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:
-    """The position or name of the argument that each operand is, an empty name for None; None where that is not clear,
-    because one object was given twice or an operand was made for the purpose."""
+def _places(op: CanonicalOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:
+    """The position or name of the argument that each operand is, an empty name for an operand None. None where that is
+    not clear, because one object was given twice, or because an operand is none of the arguments."""
     count = len(operands)
-    if op.name in ELEMENTWISE and _same_elements(operands, args[:count]):
+    if op.elementwise and _same_elements(operands, args[:count]):
         return [*range(count)]
     given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
     places: list[int | str] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.operands import name_of
-from hyper_parallel.core.dtensor.operations.rules import RULES, Rule
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, CanonicalOp, Rule
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract import NativeOp
 
@@ -45,7 +45,7 @@ def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple
     if reason is not None:
         raise ValueError(f"a sharding rule for {name_of(function)} would never be called: {reason}")
     name = f"custom:{name_of(function)}:{len(_CUSTOM)}"
-    RULES[name] = rule
+    OPERATIONS[name] = CanonicalOp(name, rule)
 
     def bind_call(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
         if bind is not None:

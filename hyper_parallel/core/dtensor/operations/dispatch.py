@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.aliasing import aliasing_of
-from hyper_parallel.core.dtensor.operations.call_cache import ELEMENTWISE, call_key, remembered_call
+from hyper_parallel.core.dtensor.operations.call_cache import call_key, remembered_call
 from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.operations.fallback import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.operations.loss_operands import distribute_targets
@@ -31,7 +31,7 @@ from hyper_parallel.core.dtensor.operations.operands import (
     operand_key,
     refuse_foreign,
 )
-from hyper_parallel.core.dtensor.operations.rules import RULES
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, CanonicalOp
 from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
 from hyper_parallel.core.dtensor.operations.views import after_write, apart, before_write, forget_value
 from hyper_parallel.core.dtensor.placement_types import Partial
@@ -39,7 +39,6 @@ from hyper_parallel.platform.contract import NativeOp
 
 __all__ = ["CALLS", "dispatch"]
 
-_LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
 _PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
 
@@ -86,6 +85,7 @@ class _Plan:
     def __init__(
         self,
         op: NativeOp,
+        canonical: CanonicalOp,
         layouts: tuple[Layout | None, ...],
         plain: tuple[int, ...],
         sharding: OpSharding,
@@ -112,10 +112,10 @@ class _Plan:
         self.mixes = next((i for i in plain if (layout := layouts[i]) is not None and layout.ndim), None)
         self.operand_layouts = strategy.operands
         self.results = strategy.results
-        self.inplace = op.name.endswith("_")
+        self.inplace = op.in_place
         localized = sharding.localize
         self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
-        aliasing = aliasing_of(op, layouts, statics, strategy, name)
+        aliasing = None if self.inplace else aliasing_of(canonical, layouts, statics, strategy, name)
         if aliasing is not None and aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
         self.copies = None if aliasing is None else aliasing.copies
@@ -129,8 +129,8 @@ class _Plan:
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
 
     def wrap_several(self, results: Any) -> Any:
-        """Several results in what the operation returned them in. Those that the rule does not speak of, which come
-        last, stay as they are: numbers such as the seed of an operation."""
+        """Several results, in the tuple or list that the operation returned. The last ones may be unknown to the rule,
+        numbers such as the seed of an operation: they stay as they are."""
         count = len(self.results)
         wrapped = map(self.wrap, results[:count], self.results)
         return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
@@ -196,7 +196,7 @@ class _Plan:
 
 
 def _compared(layout: Layout) -> str:
-    """By which operation the extreme values of several ranks are compared, empty where there is nothing to compare."""
+    """The operation that compares the extreme values of several ranks; empty where there is nothing to compare."""
     for mesh_dim, placement in enumerate(layout.placements):
         if isinstance(placement, Partial) and layout.mesh.shape[mesh_dim] > 1:
             return placement.reduce_op
@@ -204,7 +204,7 @@ def _compared(layout: Layout) -> str:
 
 
 def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor: with ``layout``, and where its cotangent is partial through that view."""
+    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial."""
     requires_grad = mesh.platform.requires_grad
 
     def read(x: Any) -> Any:
@@ -216,8 +216,8 @@ def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) 
 
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor of which it makes a view. Only mesh dimensions of one rank differ, if any: no data
-    moves, and the result must share memory as on any number of ranks."""
+    """How a plan reads a DTensor of which it makes a view. The layouts differ at most in mesh dimensions of size 1, so
+    no data moves, and the result must share memory as it does on any number of ranks."""
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)
 
@@ -232,6 +232,12 @@ class _Dispatch:
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
+
+    def result_shapes(self, name: str, shapes: tuple, statics: Any) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the results of a canonical operation on tensors of these shapes."""
+        sharding = OPERATIONS[name].rule(shapes, statics)
+        assert sharding is not None, f"{name} has no rule for {shapes}, {statics}"
+        return sharding.result_shapes
 
 
 def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
@@ -280,38 +286,44 @@ def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
-    """Run a call that is not remembered, and remember it under ``key`` where there is one and that is possible."""
+    """Run a call that is not remembered yet, and remember it under ``key``, unless that is None or the call cannot be
+    remembered."""
+    canonical = OPERATIONS.get(op.name)
+    if canonical is None:
+        raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
     operands, statics = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
-    if op.name in ELEMENTWISE:
+    if canonical.elementwise:
         layout_key: tuple = (op, layouts)
     else:
-        if op.name in _LOSSES and is_loss_parallel():
+        if canonical.loss and is_loss_parallel():
             operands = distribute_targets(operands)
             layouts = tuple([operand_key(x) for x in operands])
         layout_key = (op, layouts, statics)
     plan = _PLANS.get(layout_key)
     if plan is None:
-        plan = None if op.name == "replicate" else _make_plan(op, func, operands, layouts, statics)
+        plan = None if canonical.gathers else _make_plan(op, canonical, func, operands, layouts, statics)
         if plan is None:
-            return run_gathered(func, args, kwargs, op.name)
+            return run_gathered(func, args, kwargs, op)
         _PLANS[layout_key] = plan
     if key is not None:
-        remembered = remembered_call(key, op, args, kwargs, operands, plan, statics)
+        remembered = remembered_call(key, canonical, args, kwargs, operands, plan, statics)
         if remembered is not None:
             CALLS[op][key] = remembered
     return plan(func, operands, statics)
 
 
-#: The one that there is.
+#: What `Platform.make_dtensor_class` gets.
 dispatch = _Dispatch()
 
 
-def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics: Any) -> _Plan | None:
+def _make_plan(
+    op: NativeOp, canonical: CanonicalOp, func: Any, operands: tuple, layouts: tuple, statics: Any
+) -> _Plan | None:
     mesh = common_mesh(layouts, func)
     if mesh is None:
         return None
-    if op.name not in ELEMENTWISE:  # these need no more of a local tensor than that it is empty
+    if not canonical.elementwise:  # these need no more of a local tensor than that it is empty
         mesh.require_member(name_of(func))
     plain = tuple(i for i, key in enumerate(layouts) if isinstance(key, tuple))
     for i in plain:
@@ -319,17 +331,14 @@ def _make_plan(op: NativeOp, func: Any, operands: tuple, layouts: tuple, statics
         if layouts[i] and not is_implicit_replication():
             raise mixed_error(func, layouts, i)
     known = tuple(get_layout(mesh, all_replicated(mesh), key) if isinstance(key, tuple) else key for key in layouts)
-    rule = RULES.get(op.name)
-    if rule is None:
-        raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
     shapes = tuple(None if layout is None else tuple(layout.shape) for layout in known)
-    sharding = rule(shapes, statics)
+    sharding = canonical.rule(shapes, statics)
     if sharding is None:
         return None
-    strategy = solve(sharding, known, mesh, pinned=0 if op.name.endswith("_") else None)
+    strategy = solve(sharding, known, mesh, pinned=0 if op.in_place else None)
     if strategy is None:
         raise ValueError(
             f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the other "
             "operands do not fit that placement. Redistribute it first, or use the operation that returns a new tensor"
         )
-    return _Plan(op, known, plain, sharding, strategy, statics, mesh, name_of(func))
+    return _Plan(op, canonical, known, plain, sharding, strategy, statics, mesh, name_of(func))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
@@ -19,8 +19,9 @@ from hyper_parallel.core.dtensor.operations.operands import (
     refuse_foreign,
 )
 from hyper_parallel.core.dtensor.operations.random import run_alike
+from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.views import after_write, before_write, follow, forget_value, share
-from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract import NativeOp, Platform
 
 __all__ = ["run_gathered", "tell_of_failure_in"]
 
@@ -28,19 +29,20 @@ _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
 
 
-def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any:
-    """Run an operation on gathered operands: right by construction, and said once.
+def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = None) -> Any:
+    """Run an operation on gathered operands, which is right by construction, and warn once of each.
 
     Args:
         func, args, kwargs: the native call.
-        op_name: its canonical operation, if it has one: ``"replicate"`` is meant to run this way and is not reported.
+        op: its row of the op table, if it has one. Where its operation is meant to run this way, that is not reported.
 
     Raises:
         ValueError: when the operation writes in place and an operand is not replicated, inside `strict`, or for plain
             tensors among the operands.
     """
     name = name_of(func)
-    writes = op_name.endswith("_") or (name.endswith("_") and not name.endswith("__"))
+    meant = op is not None and OPERATIONS[op.name].gathers
+    writes = (op is not None and op.in_place) or (name.endswith("_") and not name.endswith("__"))
     found = list(_dtensors((args, kwargs)))
     mesh = common_mesh(tuple(x._layout for x in found), func)
     if mesh is None:
@@ -48,11 +50,13 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
     mesh.require_member(name)
     platform: Platform = mesh.platform
     sharded = [x._layout for x in found if not x._layout.replicated]
-    if sharded and op_name != "replicate":
+    if sharded and not meant:
         _report(func, sharded[0], writes)
-    for x in _plain_tensors((args, kwargs), platform):
+    for x in _leaves((args, kwargs)):
+        if getattr(x, "_layout", None) is not None:
+            continue
         refuse_foreign(x, platform, name_of(func))
-        if platform.shape_of(x) and not is_implicit_replication():
+        if platform.is_tensor(x) and platform.shape_of(x) and not is_implicit_replication():
             shapes = (tuple(platform.shape_of(x)), found[0]._layout)
             raise mixed_error(func, shapes, 0)
     if writes:
@@ -62,24 +66,35 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
         given: list[_Given] = []
 
         def gather(x: Any) -> Any:
+            if getattr(x, "_layout", None) is None:
+                return x
             whole = redistribute(x, x._layout.with_placements(replicated))
             # Plain for code that looks at it; what is written to must stay the object that it is.
             whole = whole if writes else platform.alias(whole)
-            if op_name != "replicate":
+            if not meant:
                 given.append(_Given(x, whole, platform, name))
             return whole
 
-        local_args, local_kwargs = _map_dtensors(args, gather), _map_dtensors(kwargs, gather)
-        if op_name == "replicate":
+        local_args, local_kwargs = _map(gather, args), _map(gather, kwargs)
+        if meant:
             result = func(*local_args, **local_kwargs)
         else:
             result = run_alike(
                 lambda: func(*local_args, **local_kwargs), mesh, lambda: any(g.is_written() for g in given), name
             )
         changed = [g for g in given if g.write_back(name)]
-        result = _wrap_replicated(result, mesh, replicated, {id(g.whole): g.x for g in changed})
-    for written in changed:
-        after_write(written.x)
+        written = {id(g.whole): g.x for g in changed}
+
+        def wrap(y: Any) -> Any:
+            if id(y) in written:
+                return written[id(y)]
+            if not platform.is_tensor(y) or getattr(y, "_layout", None) is not None:
+                return y
+            return platform.wrap(y, get_layout(mesh, replicated, platform.shape_of(y)))
+
+        result = _map(wrap, result)
+    for operand in changed:
+        after_write(operand.x)
     with platform.no_dispatch():
         for operand in given:
             operand.note_views(result, name)
@@ -87,8 +102,8 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op_name: str = "") -> Any
 
 
 class _Given:
-    """A DTensor and what the operation got in its place, which it may write to, as normalisation over batches writes
-    its running statistics.
+    """A DTensor and what the operation got in its place. It may write to that: normalisation over batches updates its
+    running statistics.
 
     Attributes:
         x: the DTensor.
@@ -106,8 +121,8 @@ class _Given:
         return bool(self._how and self._how())
 
     def write_back(self, name: str) -> bool:
-        """Put what was written into the DTensor; returns whether anything was. All ranks have computed the same on the
-        same values, so that they agree.
+        """Write to the DTensor what the operation has written to its value; returns whether it has written at all. All
+        ranks agree, since they have computed the same on the same values.
 
         Raises:
             ValueError: when that cannot be done.
@@ -167,44 +182,25 @@ def _report(func: Any, layout: Layout, writes: bool) -> None:
         _LOG.warning("%s has no sharding rule: its operands are gathered on every rank (said once)", name)
 
 
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        yield from _leaves(tuple(tree.values()))
+    else:
+        yield tree
+
+
 def _dtensors(tree: Any) -> Iterator[Any]:
+    return (x for x in _leaves(tree) if getattr(x, "_layout", None) is not None)
+
+
+def _map(convert: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with each of its leaves converted."""
     if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _dtensors(item)
-    elif isinstance(tree, dict):
-        yield from _dtensors(tuple(tree.values()))
-    elif getattr(tree, "_layout", None) is not None:
-        yield tree
-
-
-def _plain_tensors(tree: Any, platform: Platform) -> Iterator[Any]:
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _plain_tensors(item, platform)
-    elif isinstance(tree, dict):
-        yield from _plain_tensors(tuple(tree.values()), platform)
-    elif getattr(tree, "_layout", None) is None and (platform.is_tensor(tree) or platform.foreign_tensor(tree)):
-        yield tree
-
-
-def _map_dtensors(tree: Any, convert: Any) -> Any:
-    if isinstance(tree, (tuple, list)):
-        items = [_map_dtensors(item, convert) for item in tree]
+        items = [_map(convert, item) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
-        return {key: _map_dtensors(value, convert) for key, value in tree.items()}
-    return convert(tree) if getattr(tree, "_layout", None) is not None else tree
-
-
-def _wrap_replicated(result: Any, mesh: Any, replicated: tuple, written: dict[int, Any]) -> Any:
-    platform = mesh.platform
-    if isinstance(result, (tuple, list)):
-        items = [_wrap_replicated(item, mesh, replicated, written) for item in result]
-        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
-    if platform.is_tensor(result):
-        if id(result) in written:
-            return written[id(result)]
-        if getattr(result, "_layout", None) is not None:
-            return result
-        return platform.wrap(result, get_layout(mesh, replicated, platform.shape_of(result)))
-    return result
+        return {key: _map(convert, value) for key, value in tree.items()}
+    return convert(tree)

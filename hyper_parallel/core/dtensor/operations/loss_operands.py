@@ -17,7 +17,8 @@ __all__ = ["distribute_targets"]
 def distribute_targets(operands: tuple) -> tuple:
     """The operands of a loss with plain targets and class weights made DTensors.
 
-    Before a plan is looked up, so that none depends on the context. Plain logits stay: they must not meet DTensors.
+    This happens before the plan is looked up, so no plan depends on the context. Plain logits stay as they are: they
+    must not meet DTensors.
     """
     logits = getattr(operands[0], "_layout", None)
     if logits is None or not logits.ndim:
@@ -46,7 +47,8 @@ def _whole(logits: Layout, x: Any) -> Layout:
 
 
 def _sample_layout(logits: Layout, target: Any) -> Layout | None:
-    """Layout of a plain target: as the samples of the logits if it has this rank's ones only, else replicated."""
+    """Layout of a plain target: sharded like the samples of the logits if it has only those of this rank, otherwise
+    replicated."""
     if target is None or getattr(target, "_layout", None) is not None:
         return None
     shape = tuple(logits.mesh.platform.shape_of(target))
@@ -68,7 +70,7 @@ def _unless_classes(placement: Placement, classes: int, otherwise: Placement) ->
 
 
 def _behind(placement: Placement, classes: int) -> Placement:
-    """Where a dimension goes when the classes are left out."""
+    """The placement of the target, which has the dimensions of the logits without the classes."""
     if isinstance(placement, Shard) and placement.dim > classes:
         return placement.with_dim(placement.dim - 1)
     return placement

@@ -48,19 +48,19 @@ class OpSharding:
             combines the ranks itself and returns a replicated result; None when no label may be contracted.
         combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
             is replicated there (the classes of a cross entropy, whose samples add up).
-        extreme: of a largest or smallest element, what is to be known about it besides, where ranks are to be compared.
+        extreme: for a largest or smallest element: what comparing those of several ranks needs besides.
         localize: ``localize(statics, operand_layouts, result_layouts) -> statics`` gives the static arguments for the
             local call, where they speak of global sizes (the shape of a reshape). None: they stay.
         call: ``call(platform, native, operands, statics, operand_layouts, result_layouts) -> result`` replaces the
             local call where it is not the native operation on the locals (a masked embedding look-up). ``native(
             operands, statics)`` runs the native operation, ``operands`` are local tensors. None: the native call.
-            Core also passes layouts of ``None`` for operands that are no tensors.
-        native_if: ``native_if(operand_layouts)`` says for which layouts the native operation is right, and ``call`` not
-            needed. None: for none.
+            ``operand_layouts`` has None for operands that are no tensors.
+        native_if: ``native_if(operand_layouts)`` says whether the native operation is right for these layouts, so that
+            ``call`` is not needed. None: it never is.
         unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that
             it is not reduced for nothing, and no gradient flows to it.
-        nonempty: labels that may be sharded only if every rank then has at least one element of the dimension: the
-            local operation cannot do without (the largest of no elements).
+        nonempty: labels that may be sharded only if every rank then has at least one element of the dimension, because
+            the local operation fails for none (a largest element).
         units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
             over as many ranks as divide the number, unless all dimensions with the label have one size (the features
             of attention heads).

@@ -25,7 +25,7 @@ _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 
 
 def operand_key(x: Any) -> Any:
-    """What of an operand a plan depends on: the layout of a DTensor, the shape of a plain tensor, else nothing."""
+    """What a plan depends on: the layout of a DTensor, the shape of a plain tensor; None for any other operand."""
     if type(x) in _SCALARS:
         return None
     try:

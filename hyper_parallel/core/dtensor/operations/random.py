@@ -4,9 +4,9 @@ A sharded tensor takes its part of the numbers drawn for the whole tensor, so th
 depend on the number of ranks. This needs equal generator states over the mesh: `synchronize` sees to that once per
 mesh, before its first random operation, by giving every rank the state of the first one.
 
-A program may draw on one rank alone after that, and no rank can know it of another. So what several ranks hold alike is
-not left to their generators: they take it from the first of them (`take_part`), and operations that draw inside of
-themselves begin from its state (`run_alike`).
+After that a program may draw on one rank alone, and the other ranks cannot know it. So ranks that hold the same part of
+a tensor do not rely on their generators: they get what the first of them has drawn (`take_part`), and operations that
+draw inside their kernel start from its state (`run_alike`).
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def synchronize(mesh: DeviceMesh) -> None:
         if CHECKS:
             check_generators(mesh)
         return
-    platform = mesh.platform
-    platform.set_rng_state(of_first_rank(platform.get_rng_state(), mesh))
-    _SYNCHRONIZED.add(mesh)
+    share_state(mesh)
 
 
 def share_state(mesh: DeviceMesh) -> None:

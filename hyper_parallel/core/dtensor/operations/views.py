@@ -183,9 +183,10 @@ def after_write(x: Any) -> None:
         y = member()
         if y is not None and y is not x:
             forget_value(y, y._layout.mesh.platform)
-    busy = [child for child in map(_there, family.children) if child is not None and child.source.busy]
-    for child in map(_there, family.children):
-        if child is not None and not any(child.source.call is other.source.call for other in busy):
+    children: list[Any] = [child for reference in family.children if (child := reference()) is not None]
+    busy = [child.source.call for child in children if child.source.busy]
+    for child in children:
+        if child.source.call not in busy:
             _outdate(child)
     source = family.source
     if source is not None:
@@ -194,10 +195,6 @@ def after_write(x: Any) -> None:
             source.back(source.base, source.copy)
         finally:
             source.busy = False
-
-
-def _there(reference: ref[Family]) -> Any:
-    return reference()
 
 
 def _outdate(family: Any) -> None:

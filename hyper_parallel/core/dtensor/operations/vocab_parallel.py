@@ -1,14 +1,11 @@
-"""Softmax and cross entropy of tensors whose classes are sharded: the logits are never gathered.
+"""Cross entropy over sharded classes: the logits are never gathered.
 
 Written by hand, as in Megatron: what all ranks need of the logits of a sample is their largest one, the sum of their
-exponentials and the logit of the target. Three numbers a sample, in two all-reduces, because all sums travel together.
-Backward of cross entropy needs nothing else; that of softmax and log_softmax sums once over the classes.
+exponentials and the logit of the target. Three numbers for each sample, in two all-reduces, because all sums travel
+together. Backward needs nothing else. It is made of functions like these and of steps of `transitions`, so gradients of
+gradients are right.
 
-Statistics are computed outside autograd, in float32 for narrower logits. What is saved for backward is the logits
-themselves, which their producer has anyway, and a few numbers a sample; probabilities are computed again. Backward is
-made of functions like these and of steps of `transitions`, so gradients of gradients are right.
-
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Micikevicius et al. 2018 for the float32 sums.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 from __future__ import annotations
@@ -17,57 +14,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.operations.class_softmax import ClassSoftmax
+from hyper_parallel.core.dtensor.operations.classes import Classes
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["Classes", "ClassStatistics", "VocabParallel", "vocab_parallel_of"]
-
-
-@dataclass(frozen=True)
-class Classes:
-    """The sharded class dimension of a tensor, as this rank sees it.
-
-    Attributes:
-        mesh: the mesh.
-        mesh_dims: its dimensions that shard the classes.
-        dim: the tensor dimension.
-        total: the number of classes.
-        offset: the first class of this rank.
-        size: how many this rank has; may be 0.
-        sample_count: how many samples this rank has; may be 0.
-    """
-
-    mesh: DeviceMesh
-    mesh_dims: tuple[int, ...]
-    dim: int
-    total: int
-    offset: int
-    size: int
-    sample_count: int
-
-    @staticmethod
-    def of(layout: Layout, dim: int) -> Classes | None:
-        """Dimension ``dim`` of a tensor with ``layout``, None when each rank has all of it."""
-        classes = Classes.along(layout, dim)
-        return classes if classes.mesh_dims else None
-
-    @staticmethod
-    def along(layout: Layout, dim: int) -> Classes:
-        """Dimension ``dim`` of a tensor with ``layout``, sharded or not."""
-        return Classes(
-            layout.mesh,
-            tuple(d for d in layout.shard_mesh_dims(dim) if layout.mesh.shape[d] > 1),
-            dim,
-            layout.shape[dim],
-            layout.local_offset[dim],
-            layout.local_shape[dim],
-            math.prod(n for d, n in enumerate(layout.local_shape) if d != dim),
-        )
+__all__ = ["ClassStatistics", "VocabParallel", "vocab_parallel_of"]
 
 
 @dataclass(frozen=True)
@@ -92,50 +46,15 @@ class ClassStatistics:
     whole: Any = None
 
 
-class VocabParallel:
-    """The functions on one platform. Get it with `vocab_parallel_of`.
-
-    They take local tensors under `Platform.no_dispatch`; results have the dtype of the statistics (float32, or float64
-    for float64 logits).
-    """
+class VocabParallel(ClassSoftmax):
+    """All functions over sharded classes, on one platform. Get it with `vocab_parallel_of`."""
 
     def __init__(self, platform: Platform) -> None:
-        self.platform = platform
+        super().__init__(platform)
         make = platform.autograd_function
-        self._add_class = make(self._add_class_forward, self._add_class_cotangent)
-        self._take_class = make(self._take_class_forward, self._take_class_cotangent)
-        self._noting = make(self._noting_forward, self._noting_cotangent)
-        self._softmax = make(self._softmax_forward, self._softmax_cotangent)
-        self._log_softmax = make(self._log_softmax_forward, self._log_softmax_cotangent)
-        self._log_sum_exp = make(self._log_sum_exp_forward, self._log_sum_exp_cotangent)
         self._of_classes = make(self._of_classes_forward, self._of_classes_cotangent)
         self._of_probabilities = make(self._of_probabilities_forward, self._of_probabilities_cotangent)
 
-    # ------------------------------------------------------------ along the classes
-    def softmax(self, x: Any, classes: Classes) -> Any:
-        """Softmax over the classes: this rank's part, of the shape of ``x``."""
-        return self._along(self._softmax, x, classes)
-
-    def log_softmax(self, x: Any, classes: Classes) -> Any:
-        """Log-softmax over the classes: this rank's part, of the shape of ``x``."""
-        return self._along(self._log_softmax, x, classes)
-
-    def log_sum_exp(self, x: Any, classes: Classes) -> Any:
-        """log(sum(exp(x))) over the classes, whose dimension has size 1 then; the same on all ranks that share them."""
-        if not classes.sample_count:
-            return self._noting(self.platform.sum_along(x, classes.dim), x)
-        padded = self._with_a_class(x, classes)
-        y = self._log_sum_exp(padded, *self._sums_of_exponentials(padded, classes, finite=True), classes)
-        return y if classes.size else self._noting(y, x)
-
-    def _along(self, function: Any, x: Any, classes: Classes) -> Any:
-        if not classes.sample_count:
-            return self._noting(self.platform.clone(x), x)
-        padded = self._with_a_class(x, classes)
-        y = function(padded, *self._sums_of_exponentials(padded, classes), classes)
-        return y if classes.size else self._noting(self._take_class(y, classes.dim), x)
-
-    # ------------------------------------------------------------ losses of samples
     def cross_entropy(
         self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int, smoothing: float
     ) -> tuple[Any, Any]:
@@ -214,41 +133,7 @@ class VocabParallel:
         loss = platform.masked_fill(platform.masked_fill(loss, ignored, 0.0), wrong, math.nan)
         return loss.reshape(shape), platform.masked_fill(weights, ignored, 0.0).reshape(shape)
 
-    def summed(self, x: Any, classes: Classes) -> Any:
-        """The sum of every rank's ``x`` over the ranks that share the classes; differentiable."""
-        for mesh_dim in classes.mesh_dims:
-            x = summation(classes.mesh, mesh_dim)(x)
-        return x
-
     # ------------------------------------------------------------ statistics, outside autograd
-    def _reduce(self, x: Any, classes: Classes, op: str) -> Any:
-        x = self.platform.clone(x)
-        for mesh_dim in classes.mesh_dims:
-            x = collectives.all_reduce(x, classes.mesh, mesh_dim, op)
-        return x
-
-    def _sums(self, parts: list[Any], classes: Classes) -> list[Any]:
-        """The sums over ranks of several tensors of one shape, in one collective."""
-        platform = self.platform
-        if len(parts) == 1:
-            return [self._reduce(parts[0], classes, "sum")]
-        sums = self._reduce(platform.cat([platform.unsqueeze(part, 0) for part in parts], 0), classes, "sum")
-        shape = platform.shape_of(parts[0])
-        return [platform.narrow(sums, 0, i, 1).reshape(shape) for i in range(len(parts))]
-
-    def _largest(self, x: Any, classes: Classes) -> Any:
-        return self._reduce(self.platform.amax(x, classes.dim), classes, "max")
-
-    def _sums_of_exponentials(self, x: Any, classes: Classes, finite: bool = False) -> tuple[Any, Any]:
-        """The largest element, and the sum of the exponentials of the others' distances to it. With ``finite``, an
-        infinite largest element counts as 0, which gives the logarithm of the sum its limit."""
-        platform, x = self.platform, self.platform.detach(x)
-        largest = self._largest(x, classes)
-        if finite:
-            largest = platform.masked_fill(largest, (largest == math.inf) | (largest == -math.inf), 0.0)
-        (sums,) = self._sums([platform.sum_along(platform.shifted_exp(x, largest), classes.dim)], classes)
-        return largest, sums
-
     def _statistics(
         self,
         x: Any,
@@ -339,83 +224,7 @@ class VocabParallel:
         shape[classes.dim] = self.platform.shape_of(weight)[0]
         return self.platform.to_dtype(weight, x.dtype).reshape(shape)
 
-    def _with_a_class(self, x: Any, classes: Classes, dim: int | None = None, value: float = -math.inf) -> Any:
-        """``x``; on a rank without classes one with ``value``, so that the rank takes part in every collective."""
-        dim = classes.dim if dim is None else dim
-        return x if self.platform.shape_of(x)[dim] else self._add_class(x, dim, value)
-
     # ------------------------------------------------------------ forward and backward of each
-    def _full_sum(self, x: Any, classes: Classes) -> Any:
-        """The sum over all classes, for use in this rank's part of the gradient."""
-        total = self.summed(self.platform.sum_along(x, classes.dim), classes)
-        return self._for_parts(total, classes)
-
-    def _for_parts(self, x: Any, classes: Classes) -> Any:
-        """A replicated ``x`` of which each rank uses its part: its own gradient is a sum over ranks."""
-        return identity_reduce_grad(classes.mesh, classes.mesh_dims)(x)
-
-    # Functions of their own, because backends lose track of gradients without elements, and what they lead to may
-    # communicate.
-    def _add_class_forward(self, ctx: Any, x: Any, dim: int, value: float) -> Any:
-        ctx.dim = dim
-        shape = list(self.platform.shape_of(x))
-        shape[dim] = 1
-        return self.platform.zeros(shape, x) + value
-
-    def _add_class_cotangent(self, ctx: Any, g: Any) -> Any:
-        return self._take_class(g, ctx.dim)
-
-    def _take_class_forward(self, ctx: Any, x: Any, dim: int) -> Any:
-        ctx.dim = dim
-        shape = list(self.platform.shape_of(x))
-        shape[dim] = 0
-        return self.platform.zeros(shape, x)
-
-    def _take_class_cotangent(self, ctx: Any, g: Any) -> Any:
-        return self._add_class(g, ctx.dim, 0.0)
-
-    def _noting_forward(self, ctx: Any, y: Any, x: Any) -> Any:
-        """``y``; backward fails where ``x`` was written to since, as it does on ranks that have kept elements of it:
-        where only some ranks failed, the others would wait for them."""
-        ctx.save_for_backward(x)
-        return self.platform.detach(y)
-
-    def _noting_cotangent(self, ctx: Any, g: Any) -> Any:
-        _ = ctx.saved_tensors
-        return g
-
-    def _keep(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        ctx.classes = classes
-        ctx.save_for_backward(x, largest, exponentials)
-        return self.platform.detach(x)
-
-    def _softmax_forward(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        x = self._keep(ctx, x, largest, exponentials, classes)
-        return self.platform.shifted_exp(x, largest, exponentials)
-
-    def _softmax_cotangent(self, ctx: Any, g: Any) -> Any:
-        x, largest, exponentials = ctx.saved_tensors
-        p = self._softmax(x, largest, exponentials, ctx.classes)
-        return self.platform.to_dtype(p * (g - self._full_sum(p * g, ctx.classes)), x.dtype)
-
-    def _log_softmax_forward(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        x = self._keep(ctx, x, largest, exponentials, classes)
-        return (x - largest) - self.platform.log(exponentials)
-
-    def _log_softmax_cotangent(self, ctx: Any, g: Any) -> Any:
-        x, largest, exponentials = ctx.saved_tensors
-        p = self._softmax(x, largest, exponentials, ctx.classes)
-        return self.platform.to_dtype(g - p * self._full_sum(g, ctx.classes), x.dtype)
-
-    def _log_sum_exp_forward(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        self._keep(ctx, x, largest, exponentials, classes)
-        return largest + self.platform.log(exponentials)
-
-    def _log_sum_exp_cotangent(self, ctx: Any, g: Any) -> Any:
-        x, largest, exponentials = ctx.saved_tensors
-        p = self._softmax(x, largest, exponentials, ctx.classes)
-        return self.platform.to_dtype(p * self._for_parts(g, ctx.classes), x.dtype)
-
     def _of_classes_forward(
         self,
         ctx: Any,
@@ -480,12 +289,9 @@ class VocabParallel:
         return self.summed(-self.platform.sum_along(log_probabilities * soft, classes.dim), classes)
 
 
-_FUNCTIONS: dict[Any, VocabParallel] = {}
+_FUNCTIONS: Table = Table(VocabParallel)
 
 
 def vocab_parallel_of(platform: Platform) -> VocabParallel:
     """The `VocabParallel` of a platform, made once."""
-    found = _FUNCTIONS.get(platform)
-    if found is None:
-        found = _FUNCTIONS[platform] = VocabParallel(platform)
-    return found
+    return _FUNCTIONS[platform]

@@ -178,18 +178,17 @@ def arguments(text: str) -> Bind:
 
 
 # -------------------------------------------------------------------- rows
-def row(name: str, bind: str | Bind, call: Call | None = None, memory: str = "", by_function: bool = False) -> NativeOp:
+def row(name: str, bind: str | Bind, call: Call | None = None, by_function: bool = False) -> NativeOp:
     """A row of the canonical operation ``name``.
 
     Args:
         name: the canonical operation.
         bind: as a text, or see `NativeOp`.
         call: see `NativeOp`; None: the native function with the operands, then the static arguments, by position.
-        memory: see `NativeOp`.
         by_function: whether ``bind`` looks at the function.
     """
     made = arguments(bind) if isinstance(bind, str) else bind
-    return NativeOp(name, made, safe_when_empty(name, call or _call_by_position), by_function, memory=memory)
+    return safe_when_empty(NativeOp(name, made, call or _call_by_position, by_function))
 
 
 def _call_by_position(func: Any, operands: tuple, statics: tuple) -> Any:
@@ -283,7 +282,7 @@ def elementwise(name: str, count: int | None = None, flat: bool = False) -> Nati
         return operands, (*head, (others, named, places))
 
     call = _call_inplace if name.endswith("_") else _call_elementwise
-    return NativeOp(name, bind, safe_when_empty(name, call, flat), False)
+    return safe_when_empty(NativeOp(name, bind, call, False), flat)
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

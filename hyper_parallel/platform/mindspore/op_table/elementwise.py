@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
@@ -68,13 +67,11 @@ OPS: dict[str, NativeOp] = by_name(
         _FLAT: elementwise("pointwise", flat=True),
         _POINTWISE_INPLACE: elementwise("pointwise_"),
         "Neg Identity Load Real Conj Positive": _LINEAR_UNARY,
-        "Contiguous": replace(_LINEAR_UNARY, memory="contiguous"),
+        "Contiguous": elementwise("contiguous", 1),
         "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, statics: copied(operands[0])),
         # Not checked for empty operands: the result is not connected to them on any rank.
-        "StopGradient": replace(
-            _LINEAR_UNARY,
-            call=lambda func, operands, statics: ms.ops.stop_gradient(operands[0]),
-            memory="shared",
+        "StopGradient": NativeOp(
+            "alias", _LINEAR_UNARY.bind, lambda func, operands, statics: ms.ops.stop_gradient(operands[0]), False
         ),
         "Add AddExt AddScalar Sub SubExt SubScalar AddV2": _ADD,
         "Mul Muls MulNoNan": elementwise("mul", 2),

@@ -10,7 +10,8 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
-from hyper_parallel.platform.mindspore.empty_shards import getitem_of_nothing
+from hyper_parallel.platform.mindspore.collectives import copied
+from hyper_parallel.platform.mindspore.empty_shards import nothing_taken
 from hyper_parallel.platform.mindspore.op_table.binding import Choose, binds, by_name, instead, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
@@ -63,7 +64,7 @@ _VIEWS: dict[str, NativeOp] = {
     "Reshape View ReshapeView": row("reshape", "x *sizes", instead(ops.reshape)),
     "ViewAs ReshapeAs": row("reshape", _bind_shape_of_other, instead(ops.reshape)),
     "FlattenExt": row("reshape", _bind_flatten, instead(ops.reshape)),
-    "Flatten": row("reshape", _bind_flatten_old, instead(ops.reshape), memory="copied"),
+    "Flatten": row("reshape_copy", _bind_flatten_old, lambda func, xs, statics: ops.reshape(copied(xs[0]), *statics)),
     "BroadcastTo BroadcastToView Expand ExpandDimsTo": row("expand", "x *sizes", instead(ops.broadcast_to)),
     "ExpandAs": row("expand", _bind_shape_of_other, instead(ops.broadcast_to)),
     "Transpose TransposeView DeprecatedTranspose DeprecatedPermute Permute TExt T": row(
@@ -129,7 +130,7 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
     if has_empty_slice(statics[0], operands[0].shape):
-        return getitem_of_nothing(None, func, operands, statics)  # MindSpore has no gradient of it
+        return nothing_taken(_INDEXING["getitem"], func, operands, statics)  # MindSpore has no gradient of it
     index = decode_index(statics[0], operands[1:])
     # A number alone is an error of MindSpore's where gradients of gradients are recorded.
     return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)

@@ -210,7 +210,6 @@ def rows(
     bind: str | Bind,
     call: Call = call_by_position,
     *owners: Any,
-    memory: str = "",
     **convert: Callable[[Any], Any],
 ) -> Table:
     """One row for all functions of these names.
@@ -221,11 +220,10 @@ def rows(
         bind: as a text, or see `NativeOp`.
         call: see `NativeOp`; without it: the function, with operands, then static arguments, by position.
         owners: where the functions are found.
-        memory: see `NativeOp`.
         convert: of a text, what is done to the arguments of these names.
     """
     made = arguments(bind, **convert) if isinstance(bind, str) else bind
-    return dict.fromkeys(find(names, *owners), NativeOp(canonical, made, call, memory=memory))
+    return dict.fromkeys(find(names, *owners), NativeOp(canonical, made, call))
 
 
 def call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
@@ -233,7 +231,7 @@ def call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
     return func(*operands) if statics is None else func(*operands, *statics[0], **statics[1])
 
 
-def elementwise(names: str, canonical: str, operands: str, *owners: Any, memory: str = "") -> Table:
+def elementwise(names: str, canonical: str, operands: str, *owners: Any) -> Table:
     """One row for the element-wise functions of these names, whose first positional arguments are the operands."""
     count = len(operands.split())
     positions = {operand: i for i, operand in enumerate(operands.split())}
@@ -252,4 +250,4 @@ def elementwise(names: str, canonical: str, operands: str, *owners: Any, memory:
                 values.insert(i, rest.pop(key))
         return tuple(values), (args[count:], rest)
 
-    return rows(names, canonical, bind, call_elementwise, *owners, memory=memory)
+    return rows(names, canonical, bind, call_elementwise, *owners)

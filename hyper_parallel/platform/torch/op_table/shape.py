@@ -57,10 +57,10 @@ def _reshapes() -> Table:
     reshape, view = _by_numbers(T.reshape), _by_numbers(T.view)
     to, like = "input *shape/size/dtype -> input | shape", "input other -> input | other"
     return {
-        **rows("view", "reshape", to, view, T, memory="shared"),
-        **rows("view_copy", "reshape", to, view, torch, memory="copied"),
+        **rows("view", "view", to, view, T),
+        **rows("view_copy", "reshape_copy", to),
         **rows("reshape", "reshape", to, reshape),
-        **rows("view_as", "reshape", like, reshape, memory="shared", other=_shape),
+        **rows("view_as", "view", like, reshape, other=_shape),
         **rows("reshape_as", "reshape", like, reshape, other=_shape),
         **rows("flatten", "reshape", _bind_flatten, reshape),
         **rows("unflatten", "reshape", _bind_unflatten, reshape),

@@ -7,10 +7,13 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole
 
 
-@rule("along_dims")
+@rule(
+    "along_dims",
+    statics="dims that must be whole, number of results",
+)
 def along_dims(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Results of x's shape: cumsum, sort, flip. Of no elements a backend may record nothing (cumprod), and this rank
-    would leave out what the others communicate in gradients of gradients."""
+    """Results of the shape of x: cumsum, sort, flip, roll, tril. Every rank needs an element: for none a backend may
+    record nothing (cumprod), and this rank would leave out what the others communicate in gradients of gradients."""
     x, (dims, results) = shapes[0], statics[:2]
     labels = whole(named(x), axes(dims, len(x)))
     return OpSharding(
@@ -18,7 +21,7 @@ def along_dims(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("topk")
+@rule("topk", statics="k, dim; two results")
 def topk(shapes: tuple, statics: tuple) -> OpSharding | None:
     """The k largest or smallest along a dimension: values and indices."""
     x, (k, dim) = shapes[0], statics[:2]

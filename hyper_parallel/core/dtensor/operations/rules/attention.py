@@ -7,10 +7,17 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import broadcast
 
 
-@rule("attention")
+@rule(
+    "attention",
+    "q, k, v (..., heads, length, features), mask or None",
+    "is_causal, dropout probability",
+    repeatable=True,
+    memory="fresh",
+)
 def attention(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Independent for each batch element and head. With fewer key and value heads than query heads, each serves as
-    many consecutive query heads, so both are cut at the same places where the number of shards divides them."""
+    """Scaled dot-product attention, independent for each batch element and head. With fewer key and value heads than
+    query heads, each serves as many consecutive query heads, so both are cut at the same places where the number of
+    shards divides them."""
     q, k, v, mask = (*shapes, None)[:4]
     if any(x is None or len(x) < 2 for x in (q, k, v)) or q[-1] != k[-1] or k[-2] != v[-2]:
         return None

@@ -11,10 +11,10 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named
 
 
-@rule("dropout")
+@rule("dropout", statics="p, training, maybe a seed and a stream of numbers of its own", memory="ordered")
 def dropout(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Multiply by noise. Element for element it is that of a single device, the same on every rank: so the operation is
-    linear in x, and the summands of a partial sum all get the same."""
+    """Product of x and noise. Element for element it is that of a single device, the same on every rank: so the
+    operation is linear in x, and the summands of a partial sum all get the same."""
     labels = named(shapes[0])
     return OpSharding(
         operands=(labels,),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
+from hyper_parallel.core.dtensor.layouts.strides import contiguous_only
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
-from hyper_parallel.core.dtensor.operations.rules.labels import broadcast
+from hyper_parallel.core.dtensor.operations.rules import Rule, rule
+from hyper_parallel.core.dtensor.operations.rules.labels import all_elements, broadcast
 
 
 def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSharding | None:
@@ -18,11 +20,17 @@ def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSh
     return OpSharding(operands=operands, results=(labels,), result_shapes=(shape,), terms=terms)
 
 
-def _in_place(shapes: tuple, sharding: OpSharding | None) -> OpSharding | None:
-    """The same for an operation that writes its result over operand 0, which must therefore have the result's shape."""
-    if sharding is None or shapes[0] is None or sharding.result_shapes[0] != tuple(shapes[0]):
-        return None
-    return sharding
+def _in_place(function: Rule) -> Rule:
+    """The same rule for an operation that writes its result over operand 0, which must have the result's shape."""
+
+    @functools.wraps(function)
+    def in_place(shapes: tuple, statics: Any) -> OpSharding | None:
+        sharding = function(shapes, statics)
+        if sharding is None or shapes[0] is None or sharding.result_shapes[0] != tuple(shapes[0]):
+            return None
+        return sharding
+
+    return in_place
 
 
 def _sum_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
@@ -34,71 +42,66 @@ def _product_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
     return (tuple(i for i, shape in enumerate(shapes) if shape is not None),)
 
 
-@rule("pointwise")
+@rule("pointwise", "any number", elementwise=True, memory="ordered")
 def pointwise(shapes: tuple, statics: Any) -> OpSharding | None:
-    """Any element-wise function."""
+    """Any element-wise function: relu, pow, where, masked_fill, comparisons, conversion to integers."""
     return _elementwise(shapes)
 
 
-@rule("pointwise_")
-def pointwise_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """Any element-wise function, in place."""
-    return _in_place(shapes, pointwise(shapes, statics))
+rule("pointwise_", "any number", elementwise=True)(_in_place(pointwise))
 
 
-@rule("add")
+@rule("add", "any number", elementwise=True, memory="ordered")
 def add(shapes: tuple, statics: Any) -> OpSharding | None:
     """A sum of its operands, each with a constant factor."""
     return _elementwise(shapes, _sum_terms(shapes))
 
 
-@rule("add_")
-def add_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """`add`, in place."""
-    return _in_place(shapes, add(shapes, statics))
+rule("add_", "any number", elementwise=True)(_in_place(add))
 
 
-@rule("mul")
+@rule("mul", "any number", elementwise=True, memory="ordered")
 def mul(shapes: tuple, statics: Any) -> OpSharding | None:
     """A product of its operands."""
     return _elementwise(shapes, _product_terms(shapes))
 
 
-@rule("mul_")
+@rule("mul_", "any number", elementwise=True)
+@_in_place
 def mul_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """`mul`, in place: partial exactly if operand 0 is, since the result has its placement."""
-    return _in_place(shapes, _elementwise(shapes, ((0,),)))
+    """`mul`, in place. The result is partial exactly if operand 0 is, since it has its placement."""
+    return _elementwise(shapes, ((0,),))
 
 
-@rule("div")
+@rule("div", "a, b", "rounding mode or None", repeatable=True, memory="ordered")
 def div(shapes: tuple, statics: Any) -> OpSharding | None:
     """A quotient: linear in the dividend, unless it is rounded."""
     rounding = statics[0] if statics else None
     return _elementwise(shapes, ((0,),) if rounding is None and shapes[0] is not None else ())
 
 
-@rule("div_")
-def div_(shapes: tuple, statics: Any) -> OpSharding | None:
-    """`div`, in place."""
-    return _in_place(shapes, div(shapes, statics))
+rule("div_", "a, b", "rounding mode or None", repeatable=True)(_in_place(div))
 
 
-@rule("linear_unary")
+@rule("contiguous", elementwise=True, memory="contiguous", view_strides=contiguous_only)
+@rule("alias", elementwise=True, memory="shared", view_index=all_elements)
+@rule("linear_unary", elementwise=True, memory="ordered")
 def linear_unary(shapes: tuple, statics: Any) -> OpSharding | None:
-    """A linear function of one operand."""
+    """Linear in the only operand: neg, clone, conversion to a floating dtype (`linear_unary`), detach (`alias`)."""
     return _elementwise(shapes, ((0,),))
 
 
-@rule("linear_")
+@rule("linear_", "x, and any number", elementwise=True)
+@_in_place
 def linear_(shapes: tuple, statics: Any) -> OpSharding | None:
     """Operand 0 becomes a linear function of itself and the others: ``copy_`` is 0 * self + source."""
-    return _in_place(shapes, _elementwise(shapes, _sum_terms(shapes)))
+    return _elementwise(shapes, _sum_terms(shapes))
 
 
-@rule("like")
+@rule("like", elementwise=True, memory="ordered")
 def like(shapes: tuple, statics: Any) -> OpSharding | None:
-    """A tensor with the shape of x whose values do not depend on x: no terms, since ones are not a partial sum, and
-    x is not read, so it need not be reduced either."""
+    """A tensor with the shape of x whose values do not depend on x. No terms, since ones are not a partial sum; and x
+    is not read, so it need not be reduced either."""
     if len(shapes) != 1 or shapes[0] is None:
         return None
     sharding = _elementwise(shapes)

@@ -9,9 +9,9 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named
 
 
-@rule("embedding")
+@rule("embedding", "ids, weight (vocabulary, features)", "padding_idx or None", repeatable=True, memory="fresh")
 def embedding(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """``weight[ids]`` is ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
+    """``weight[ids]``, which is ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
     ids, weight = shapes
     if len(weight) != 2:
         return None

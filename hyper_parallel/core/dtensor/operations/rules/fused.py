@@ -7,7 +7,7 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axis, broadcast, named, whole
 
 
-@rule("glu")
+@rule("glu", statics="dim")
 def glu(shapes: tuple, statics: tuple) -> OpSharding | None:
     """The first half along ``statics[0]``, of which some function gates the second half."""
     x = shapes[0]
@@ -20,9 +20,10 @@ def glu(shapes: tuple, statics: tuple) -> OpSharding | None:
     return OpSharding(operands=(labels,), results=(labels,), result_shapes=((*x[:dim], x[dim] // 2, *x[dim + 1 :]),))
 
 
-@rule("rotary")
+@rule("rotary", "x, cosines, sines")
 def rotary(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """x, cosines and sines, which broadcast to x; the last dimension, in which pairs are turned, must be whole."""
+    """Rotary embedding. Cosines and sines broadcast to x; the last dimension, in which pairs are turned, must be
+    whole."""
     x = shapes[0]
     if not all(shapes) or any(shape[-1] != x[-1] for shape in shapes):
         return None
@@ -38,10 +39,10 @@ def rotary(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("add_rms_norm")
+@rule("add_rms_norm", "x, x, weight")
 def add_rms_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """The norm of a sum of two tensors of one shape over the dimensions of the weight, the third operand; the
-    statistic, which keeps these dimensions with size 1; and the sum."""
+    """Norm of the sum of two tensors of one shape, its statistic, and the sum. The norm is over the dimensions of the
+    weight, the third operand; the statistic keeps them with size 1."""
     x, other, weight = shapes
     batch = len(x or ()) - len(weight or ())
     if not x or x != other or not weight or batch < 0 or tuple(weight) != tuple(x[batch:]):

@@ -15,9 +15,14 @@ _LAYOUTS = {"BNSD": (4, 0, 1), "BSND": (4, 0, 2), "BSH": (3, 0, 2), "SBH": (3, 1
 _TOKENS = {"BNSD": 2, "BSND": 1, "BSH": 1, "SBH": 0, "TND": 0}
 
 
-@rule("fused_attention")
+@rule(
+    "fused_attention",
+    "q, k, v, bias, mask, score, more of q, more of k; all but the first three may be None",
+    "layout of q, k and v, heads, probability to keep, whether something holds an entry for each batch element, "
+    "size of a statistic, whether those of tokens have the tokens first",
+)
 def fused_attention(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Independent for each batch element and head.
+    """Attention and the statistics of its softmax, independent for each batch element and head.
 
     ``statics`` are the layout of query, key and value (`_LAYOUTS`: batch B, heads N, length S, features D, N * D
     features H, tokens of all sequences T), the number of query heads, the probability to keep a weight, whether what

@@ -7,10 +7,9 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import rule
-from hyper_parallel.core.dtensor.operations.rules.labels import Labels, Shape, axis, broadcast, named, whole
+from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, Labels, Shape, axis, broadcast, named, whole
 
 _LINEAR = ((0,),)
-_FULL_SLICE = ("slice", None, None, None)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     with_dots = index if Ellipsis in index else (*index, Ellipsis)
     items: list[Any] = []
     for item in with_dots:
-        items += [_FULL_SLICE] * (len(x) - consumed) if item is Ellipsis else [item]
+        items += [FULL_SLICE] * (len(x) - consumed) if item is Ellipsis else [item]
     place = _place_of_block(with_dots, items)
     if place is None:
         return None
@@ -71,7 +70,7 @@ def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
         if isinstance(item, tuple) and item[0] == "slice":
             picked = range(x[dim])[slice(*item[1:])]
             if picked == range(x[dim]):
-                label, local_items[position] = f"d{dim}", _FULL_SLICE
+                label, local_items[position] = f"d{dim}", FULL_SLICE
             labels.append(label)
             shape.append(len(picked))
         x_labels.append(label)
@@ -122,7 +121,13 @@ def _localize(local_index: tuple | None) -> Any:
     return lambda statics, operand_layouts, result_layouts: (local_index, *statics[1:])
 
 
-@rule("getitem")
+def _index_of_view(statics: tuple, shape: tuple, result_shapes: list) -> tuple | None:
+    """An index of ints, slices, None and dots gives a view."""
+    index = statics[0]
+    return None if any(isinstance(item, bool) or _is_tensor(item) for item in index) else (index,)
+
+
+@rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
     """``x[index]``: dimensions taken whole and those of the index tensors can be sharded."""
     found = _analyse(shapes[0], statics[0], shapes[1:])
@@ -137,7 +142,7 @@ def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("setitem_")
+@rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
 def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along are whole;
     those that ints and slices cut may be sharded: each rank then writes what lies in its shard."""
@@ -244,7 +249,7 @@ class _Cut:
                 index.append(("slice", picked.start, picked.stop, picked.step))
                 continue
             if dim not in self.dims:
-                index.append(_FULL_SLICE)
+                index.append(FULL_SLICE)
                 continue
             start = layout.local_offset[dim]
             first, last = (
@@ -267,9 +272,15 @@ class _Cut:
         return tuple(sizes)
 
 
-@rule("narrow")
+def _narrowed(statics: tuple, shape: tuple, result_shapes: list) -> tuple:
+    dim, start, length = axis(statics[0], len(shape)), statics[1], statics[2]
+    start = start + shape[dim] if start < 0 else start
+    return ((*(FULL_SLICE,) * dim, ("slice", start, start + length, None)),)
+
+
+@rule("narrow", statics="dim, start, length", repeatable=True, memory="shared", view_index=_narrowed)
 def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Elements start ... start + length along a dimension, which can be sharded only if these are all."""
+    """Elements from start to start + length along a dimension, which can be sharded only if these are all."""
     x, (dim, start, length) = shapes[0], statics[:3]
     if not x:
         return None
@@ -291,7 +302,7 @@ def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("gather")
+@rule("gather", "x, index", "dim")
 def gather(shapes: tuple, statics: tuple) -> OpSharding | None:
     """``result[i][j] = x[index[i][j]][j]`` for dim 0: x must be whole along dim, the index need not be."""
     x, index = shapes
@@ -309,7 +320,7 @@ def gather(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("index_select")
+@rule("index_select", "x, index (1-D)", "dim")
 def index_select(shapes: tuple, statics: tuple) -> OpSharding | None:
     """``x[:, index]`` for dim 1 and a 1-d index."""
     x, index = shapes
@@ -325,7 +336,7 @@ def index_select(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("one_hot")
+@rule("one_hot", statics="number of classes", memory="fresh")
 def one_hot(shapes: tuple, statics: tuple) -> OpSharding | None:
     """A new last dimension of the given number of classes, which must not depend on the data."""
     x, classes = shapes[0], statics[0]

@@ -1,17 +1,20 @@
-"""Joining tensors and taking them apart along a dimension, which must be whole, or packed in just these parts. Linear:
-partial sums stay partial."""
+"""Joining tensors and taking them apart, along a dimension that must be whole or packed in just these parts.
+
+All of these operations are linear: partial sums stay partial.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import rule
-from hyper_parallel.core.dtensor.operations.rules.labels import axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, axis, named, whole, without
 
 
-@rule("cat")
+@rule("cat", "any number", "dim", repeatable=True, memory="fresh")
 def cat(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Concatenate."""
     first = shapes[0] if shapes else None
@@ -29,7 +32,7 @@ def cat(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("stack")
+@rule("stack", "any number", "dim", repeatable=True, memory="fresh")
 def stack(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Join along a new dimension."""
     if not shapes or shapes[0] is None or len(set(shapes)) > 1:
@@ -61,11 +64,21 @@ def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = N
 
 
 def _pieces(length: int, size: int) -> list[int]:
-    """``length`` in pieces of ``size``, the last one possibly smaller; nothing is one empty piece."""
+    """``length`` in pieces of ``size``, the last one possibly smaller; a length of 0 is one piece of 0."""
     return [min(size, length - start) for start in range(0, length, size)] or [0]
 
 
-@rule("split")
+def _index_of_pieces(statics: tuple, shape: tuple, result_shapes: list) -> tuple:
+    """The slice of each of the pieces that follow one another along dimension ``statics[1]``."""
+    dim = axis(statics[1], len(shape))
+    ends = accumulate(result[dim] for result in result_shapes)
+    return tuple(
+        (*(FULL_SLICE,) * dim, ("slice", end - result[dim], end, None))
+        for result, end in zip(result_shapes, ends, strict=True)
+    )
+
+
+@rule("split", statics="size or tuple of sizes, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
 def split(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Pieces of one size, the last one possibly smaller, or of the sizes given."""
     x, (size, dim) = shapes[0], statics[:2]
@@ -80,7 +93,7 @@ def split(shapes: tuple, statics: tuple) -> OpSharding | None:
     return _parts(x, dim, _pieces(x[dim], size) if isinstance(size, int) else tuple(size), localize)
 
 
-@rule("chunk")
+@rule("chunk", statics="chunks, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
 def chunk(shapes: tuple, statics: tuple) -> OpSharding | None:
     """At most ``chunks`` pieces of one size, the last one possibly smaller."""
     x, (chunks, dim) = shapes[0], statics[:2]
@@ -96,7 +109,12 @@ def chunk(shapes: tuple, statics: tuple) -> OpSharding | None:
     return _parts(x, dim, pieces, lambda statics, *layouts: (len(pieces), *statics[1:]))
 
 
-@rule("unbind")
+def _index_of_slices(statics: tuple, shape: tuple, result_shapes: list) -> tuple:
+    """The number of each slice along dimension ``statics[0]``."""
+    return tuple((*(FULL_SLICE,) * axis(statics[0], len(shape)), i) for i in range(len(result_shapes)))
+
+
+@rule("unbind", statics="dim", memory="shared", view_index=_index_of_slices)
 def unbind(shapes: tuple, statics: tuple) -> OpSharding | None:
     """One result per index of a dimension, without that dimension."""
     x = shapes[0]

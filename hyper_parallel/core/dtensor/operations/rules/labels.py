@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["Labels", "Shape", "axes", "axis", "broadcast", "named", "whole", "without"]
+__all__ = ["FULL_SLICE", "Labels", "Shape", "all_elements", "axes", "axis", "broadcast", "named", "whole", "without"]
 
 Shape: TypeAlias = "tuple[int, ...]"
 Labels: TypeAlias = "tuple[Any, ...]"
+
+#: ``:`` in an encoded index.
+FULL_SLICE = ("slice", None, None, None)
 
 
 def axis(dim: int, ndim: int) -> int:
@@ -60,8 +63,8 @@ def broadcast(
         prefix: what the labels start with.
 
     Returns:
-        The common shape, its labels, and the labels of each operand, in which a dimension of size 1 that is stretched
-        is None. None when the shapes do not fit.
+        The common shape, its labels, and the labels of each operand; a stretched dimension of size 1 has the label
+        None. Or None, when the shapes do not fit.
     """
     ndim = max((len(shape) for shape in shapes if shape is not None), default=0)
     common = [1] * ndim
@@ -79,3 +82,8 @@ def broadcast(
         for shape in shapes
     )
     return tuple(common), labels, operands
+
+
+def all_elements(statics: tuple, shape: Shape, result_shapes: list[Shape]) -> tuple[tuple[Any, ...]]:
+    """`CanonicalOp.view_index` of a view that has all elements of its operand in their order."""
+    return ((...,),)

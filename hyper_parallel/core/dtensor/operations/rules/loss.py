@@ -10,10 +10,11 @@ import math
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named, without
-from hyper_parallel.core.dtensor.operations.vocab_parallel import Classes, vocab_parallel_of
+from hyper_parallel.core.dtensor.operations.vocab_parallel import vocab_parallel_of
 
 __all__ = ["class_dim", "sharded_cross_entropy"]
 
@@ -23,15 +24,25 @@ def class_dim(logits: tuple[int, ...]) -> int:
     return min(1, len(logits) - 1)
 
 
-@rule("cross_entropy")
+@rule(
+    "cross_entropy",
+    "logits (samples, classes, ...) or (classes,), target, class weights or None",
+    "reduction, ignore_index, label_smoothing, dtype of the result or None for that of the logits",
+    loss=True,
+)
 def cross_entropy(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Target holds classes, or probabilities when it has the shape of the logits."""
+    """Cross entropy. The target holds classes, or probabilities when it has the shape of the logits."""
     return _loss(shapes, statics[0], _cross_entropy) if 0.0 <= statics[2] <= 1.0 else None
 
 
-@rule("nll_loss")
+@rule(
+    "nll_loss",
+    "log-probabilities (samples, classes, ...) or (classes,), target, class weights or None",
+    "reduction, ignore_index, dtype of the result or None",
+    loss=True,
+)
 def nll_loss(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Target holds classes."""
+    """Negative log-likelihood. The target holds classes."""
     same_shape = shapes[0] is not None and shapes[1] is not None and len(shapes[0]) == len(shapes[1])
     return None if same_shape else _loss(shapes, statics[0], _nll_loss)
 
@@ -67,13 +78,9 @@ def _cross_entropy(
     platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     logits = operand_layouts[0]
-    probabilities = operand_layouts[1].ndim == logits.ndim
     if Classes.of(logits, class_dim(logits.shape)) is not None:
         return sharded_cross_entropy(platform, operands, statics, operand_layouts)
-    if statics[0] != "mean":
-        return native(operands, statics)
-    mean = _mean_of_probabilities if probabilities else _mean
-    return mean(platform, native, operands, statics, operand_layouts, result_layouts)
+    return _with_whole_classes(platform, native, operands, statics, operand_layouts)
 
 
 def sharded_cross_entropy(
@@ -113,9 +120,7 @@ def _nll_loss(
     logits = operand_layouts[0]
     classes = Classes.of(logits, class_dim(logits.shape))
     if classes is None:
-        if statics[0] != "mean":
-            return native(operands, statics)
-        return _mean(platform, native, operands, statics, operand_layouts, result_layouts)
+        return _with_whole_classes(platform, native, operands, statics, operand_layouts)
     x, target, weight = (*operands, None)[:3]
     reduction, ignore_index, dtype = (*statics, None)[:3]
     _check_weight(platform, weight)
@@ -156,14 +161,14 @@ def _total(platform: Any, weights: Any, layout: Any, more: tuple[int, ...] = ())
     return total
 
 
-def _mean(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    layout = operand_layouts[1]
-    if not any(placement.is_shard() for placement in layout.placements):
+def _with_whole_classes(platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple) -> Any:
+    logits, layout = operand_layouts[:2]
+    if statics[0] != "mean" or not any(placement.is_shard() for placement in layout.placements):
         return native(operands, statics)
-    _, target, weight = (*operands, None)[:3]
     loss = native(operands, ("sum", *statics[1:]))
+    if layout.ndim == logits.ndim:  # probabilities
+        return loss / math.prod(without(layout.shape, (class_dim(layout.shape),)))
+    _, target, weight = (*operands, None)[:3]
     ignored = target == statics[1]
     # Neither the target nor the weight of a class has a gradient: this may happen outside autograd.
     if weight is None:
@@ -171,13 +176,3 @@ def _mean(
     else:
         weights = platform.detach(weight)[platform.masked_fill(target, ignored, 0)]
     return loss / _total(platform, platform.masked_fill(weights, ignored, 0.0), layout)
-
-
-def _mean_of_probabilities(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    layout = operand_layouts[1]
-    if not any(placement.is_shard() for placement in layout.placements):
-        return native(operands, statics)
-    samples = math.prod(without(layout.shape, (class_dim(layout.shape),)))
-    return native(operands, ("sum", *statics[1:])) / samples

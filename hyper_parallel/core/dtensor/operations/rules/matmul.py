@@ -10,7 +10,7 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, broadcast, named
 
 
-@rule("linear")
+@rule("linear", "x, weight (out, in), bias or None", repeatable=True, memory="fresh")
 def linear(shapes: tuple, statics: Any) -> OpSharding | None:
     """``x @ weight.T + bias``; a 1-d weight is a single row whose dimension is dropped."""
     x, weight, bias = (*shapes, None)[:3]
@@ -29,7 +29,7 @@ def linear(shapes: tuple, statics: Any) -> OpSharding | None:
     )
 
 
-@rule("matmul")
+@rule("matmul", "a, b", "transpose_a, transpose_b", repeatable=True, memory="fresh")
 def matmul(shapes: tuple, statics: Any) -> OpSharding | None:
     """``a @ b`` as NumPy does it: vectors are promoted, batch dimensions broadcast. The flags swap the last two
     dimensions of an operand that has two."""
@@ -57,7 +57,7 @@ def matmul(shapes: tuple, statics: Any) -> OpSharding | None:
     )
 
 
-@rule("addmm")
+@rule("addmm", "c, a, b", memory="fresh")
 def addmm(shapes: tuple, statics: Any) -> OpSharding | None:
     """``c + a @ b`` for matrices a and b; c broadcasts to the result."""
     c, a, b = shapes
@@ -76,10 +76,10 @@ def addmm(shapes: tuple, statics: Any) -> OpSharding | None:
     )
 
 
-@rule("einsum")
+@rule("einsum", "any number", "equation")
 def einsum(shapes: tuple, statics: Any) -> OpSharding | None:
-    """An equation such as ``"bij,bjk->bik"`` already names the dimensions. Diagonals (an index twice in one operand)
-    and dimensions that broadcast are left to gathered operands."""
+    """Sums of products. An equation such as ``"bij,bjk->bik"`` already names the dimensions. Diagonals (an index twice
+    in one operand) and dimensions that broadcast are left to gathered operands."""
     equation = statics[0].replace(" ", "")
     if not re.fullmatch(r"[A-Za-z]*(,[A-Za-z]*)*(->[A-Za-z]*)?", equation):
         return None

@@ -6,11 +6,14 @@ from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named, whole
 
+_STATICS = "number of normalised dims, number of statistics returned besides"
 
-@rule("layer_norm", "rms_norm")
+
+@rule("rms_norm", "x, weight or None", _STATICS, repeatable=True)
+@rule("layer_norm", "x, weight or None, bias or None", _STATICS, repeatable=True)
 def norm(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """x, then a weight and a bias (or None) of the normalised shape. Statistics keep the normalised dimensions with
-    size 1."""
+    """Normalisation over the last dimensions, which weight and bias have, if given. Statistics keep the normalised
+    dimensions with size 1."""
     x, parameters = shapes[0], shapes[1:]
     normalised, statistics = (*statics, 0)[:2]
     batch = len(x) - normalised

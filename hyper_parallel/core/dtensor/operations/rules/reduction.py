@@ -17,6 +17,9 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, whole, without
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
+_DIMS = "dims (tuple or None), keepdim"
+_EXTREME = f'{_DIMS}, `"whole"` where NaNs share the gradient'
+
 
 def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSharding:
     reduced, labels = axes(dims, len(x)), named(x)
@@ -28,13 +31,13 @@ def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSh
     )
 
 
-@rule("sum")
+@rule("sum", statics=_DIMS, repeatable=True, memory="fresh")
 def sum_(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Sum."""
     return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum")
 
 
-@rule("mean")
+@rule("mean", statics=_DIMS, repeatable=True, memory="fresh")
 def mean(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Mean: over a sharded dimension the local sum divided by the global count."""
     return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum", call=_mean)
@@ -51,7 +54,7 @@ def _mean(
         return native(operands, statics)
     x = operands[0]
     if local == 0:
-        # The mean of nothing is no number. The sum is 0, and leads back to x, whose backward may communicate.
+        # The mean of no elements is NaN. Their sum is 0, and x is part of its graph: backward of x may communicate.
         for dim in reduced:
             x = platform.sum_along(x, dim)
         kept = [1 if d in reduced else n for d, n in enumerate(layout.local_shape) if statics[1] or d not in reduced]
@@ -59,13 +62,13 @@ def _mean(
     return native((x,), statics) * (local / everywhere)
 
 
-@rule("amax")
+@rule("amax", statics=_EXTREME)
 def amax(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Largest element. Nothing has none, so a rank without elements cannot take part."""
+    """Largest element. A rank without elements has none, so it cannot take part."""
     return _extreme(shapes[0], statics, "max")
 
 
-@rule("amin")
+@rule("amin", statics=_EXTREME)
 def amin(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Smallest element; see `amax`."""
     return _extreme(shapes[0], statics, "min")
@@ -82,13 +85,13 @@ def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
     return tuple(label for i, label in enumerate(named(x)) if i in dims)
 
 
-@rule("reduce_whole")
+@rule("reduce_whole", statics=_DIMS)
 def reduce_whole(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """A reduction that does not combine from parts: argmax, logsumexp, var, all."""
+    """A reduction whose results for parts do not combine: argmax, var, all. The dims reduced must be whole."""
     return _reduce_whole(shapes[0], statics, results=1)
 
 
-@rule("reduce_pair")
+@rule("reduce_pair", statics=_DIMS)
 def reduce_pair(shapes: tuple, statics: tuple) -> OpSharding | None:
     """As `reduce_whole`, with two results: values and indices, variance and mean."""
     return _reduce_whole(shapes[0], statics, results=2)
@@ -104,7 +107,7 @@ def _reduce_whole(x: tuple[int, ...], statics: tuple, results: int) -> OpShardin
     )
 
 
-@rule("vector_norm")
+@rule("vector_norm", statics=f"p, {_DIMS}")
 def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
     """The p-norm. For p = 0 and 1 the norms of the parts add up; otherwise the result is the norm of the norms of all
     parts, which are gathered: nothing is raised to a power that the native operation would not raise, so nothing
@@ -112,7 +115,7 @@ def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
     x, (p, dims, keepdim) = shapes[0], statics[:3]
     if p in (0, 1):
         return _reduction(x, dims, keepdim, reduce="sum")
-    # The norm of nothing is 0: no neutral element for some p, and for others without a second derivative.
+    # The norm of no elements is 0, which for some p is no neutral element, and for others has no second derivative.
     nonempty = _only(x, axes(dims, len(x))) if p != 2 else ()
     return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)
 
@@ -136,7 +139,8 @@ def _norm_of_norms(
         get_layout(layout.mesh, scattered, shape),
         get_layout(layout.mesh, gathered, shape),
     )
-    # What else a framework's call has is a dtype, which the norms have by now: of complex numbers they are real.
+    # A framework's call may have a dtype besides. It is left out: the norms have it, and those of complex numbers are
+    # real.
     return native((norms,), (statics[0], (0,), False, *(None for _ in statics[3:])))
 
 

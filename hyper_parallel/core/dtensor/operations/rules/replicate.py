@@ -8,7 +8,7 @@ from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import rule
 
 
-@rule("replicate")
+@rule("replicate", "any number", gathers=True)
 def replicate(shapes: tuple, statics: Any) -> OpSharding | None:
     """Results of unknown number, type and shape (``item``, ``equal``, ``nonzero``): there is nothing to say."""
     return None

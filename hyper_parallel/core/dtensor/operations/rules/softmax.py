@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole, without
-from hyper_parallel.core.dtensor.operations.vocab_parallel import Classes, VocabParallel, vocab_parallel_of
+from hyper_parallel.core.dtensor.operations.vocab_parallel import VocabParallel, vocab_parallel_of
+
+_STATICS = "dim, dtype to convert x to first or None"
 
 
 def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
     def softmax(shapes: tuple, statics: tuple) -> OpSharding | None:
+        """Along one dimension, which may be sharded."""
         x, dim = shapes[0], statics[0]
         if not x:
             return OpSharding(operands=((),), results=((),), result_shapes=((),))
@@ -38,13 +42,13 @@ def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[
     return softmax
 
 
-rule("softmax")(_along(VocabParallel.softmax))
-rule("log_softmax")(_along(VocabParallel.log_softmax))
+rule("softmax", statics=_STATICS, repeatable=True)(_along(VocabParallel.softmax))
+rule("log_softmax", statics=_STATICS, repeatable=True)(_along(VocabParallel.log_softmax))
 
 
-@rule("logsumexp")
+@rule("logsumexp", statics="dims (tuple or None), keepdim")
 def logsumexp(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Over one dimension, which may be sharded; over several, which must be whole."""
+    """Logarithm of the sum of exponentials, over one dimension, which may be sharded, or several whole ones."""
     x, (dims, keepdim) = shapes[0], statics[:2]
     reduced = axes(dims, len(x))
     labels = named(x) if len(reduced) == 1 else whole(named(x), reduced)

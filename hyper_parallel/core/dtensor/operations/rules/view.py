@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from hyper_parallel.core.dtensor.layouts.strides import expanded_strides, permuted_strides, reshaped_strides
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import rule
-from hyper_parallel.core.dtensor.operations.rules.labels import Labels, axis, named, without
+from hyper_parallel.core.dtensor.operations.rules.labels import Labels, all_elements, axis, named, without
 
 _LINEAR = ((0,),)
+_SHAPE = "shape (may contain -1)"
+_RESHAPED: dict[str, Any] = {"repeatable": True, "view_index": all_elements, "view_strides": reshaped_strides}
 
 
 def _local_shape(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
@@ -16,11 +20,14 @@ def _local_shape(statics: tuple, operand_layouts: tuple, result_layouts: tuple) 
     return (tuple(result_layouts[0].local_shape), *statics[1:])
 
 
-@rule("reshape")
+@rule("reshape_copy", statics=_SHAPE, repeatable=True, memory="fresh")
+@rule("view", statics=_SHAPE, memory="shared", **_RESHAPED)
+@rule("reshape", statics=_SHAPE, memory="viewable", **_RESHAPED)
 def reshape(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Dimensions fall into groups with the same number of elements before and after, ``(4, 8, 6) -> (32, 2, 3)`` into
-    ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost dimension of a group cuts it into contiguous pieces on
-    both sides, if the number of shards divides both sizes; the other dimensions of a group must be whole."""
+    """The same elements in another shape. Dimensions fall into groups with the same number of elements before and
+    after, ``(4, 8, 6) -> (32, 2, 3)`` into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost dimension of a
+    group cuts it into contiguous pieces on both sides, if the number of shards divides both sizes; the other dimensions
+    of a group must be whole."""
     x = shapes[0]
     shape = _filled(statics[0], math.prod(x))
     if shape is None or math.prod(shape) != math.prod(x):
@@ -80,7 +87,7 @@ def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[i
     return pairs
 
 
-@rule("permute")
+@rule("permute", statics="dims", repeatable=True, memory="shared", view_strides=permuted_strides)
 def permute(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Dimensions in another order."""
     x = shapes[0]
@@ -96,7 +103,7 @@ def permute(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("expand")
+@rule("expand", statics="shape (-1 keeps a size)", repeatable=True, memory="shared", view_strides=expanded_strides)
 def expand(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Dimensions of size 1 are stretched and new ones added in front; these are whole."""
     x, wanted = shapes[0], statics[0]
@@ -116,7 +123,7 @@ def expand(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("squeeze")
+@rule("squeeze", statics="dims (tuple or None)", memory="shared", **_RESHAPED)
 def squeeze(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one, because a shard of a
     larger dimension may happen to have size 1."""
@@ -135,7 +142,7 @@ def squeeze(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("unsqueeze")
+@rule("unsqueeze", statics="dim", memory="shared", **_RESHAPED)
 def unsqueeze(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Add a dimension of size 1."""
     x = shapes[0]
@@ -148,9 +155,10 @@ def unsqueeze(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("repeat")
+@rule("repeat", statics="repeats")
 def repeat(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """Tile; dimensions that are not repeated can be sharded. New dimensions come in front."""
+    """The whole tensor several times, as tiles. Dimensions that are not repeated can be sharded. New dimensions come in
+    front."""
     x, repeats = shapes[0], statics[0]
     new = len(repeats) - len(x)
     if new < 0 or any(count < 0 for count in repeats):
@@ -165,7 +173,7 @@ def repeat(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("repeat_interleave")
+@rule("repeat_interleave", statics="repeats (an int), dim")
 def repeat_interleave(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Every element along a dimension ``repeats`` times in a row, so that shards stay contiguous."""
     x, (repeats, dim) = shapes[0], statics[:2]
@@ -180,7 +188,7 @@ def repeat_interleave(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("pad")
+@rule("pad", statics="(before, after) for each dim, mode or nothing for `constant`")
 def pad(shapes: tuple, statics: tuple) -> OpSharding | None:
     """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. What is added may be
     a constant, which is no partial sum: not linear. Where it is a copy of what is there, something must be."""
