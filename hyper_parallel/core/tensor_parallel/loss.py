@@ -93,8 +93,8 @@ def vocab_parallel_cross_entropy(
         mine = weight
         if layouts[2] is not None:
             mine = platform.narrow(weight, 0, layouts[2].local_offset[0], layouts[2].local_shape[0])
-        statics = (reduction, ignore_index, float(label_smoothing))
-        return sharded_cross_entropy(platform, (local_logits, target, mine), statics, layouts, dim)
+        static_args = (reduction, ignore_index, float(label_smoothing))
+        return sharded_cross_entropy(platform, (local_logits, target, mine), static_args, layouts, dim)
 
 
 def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:

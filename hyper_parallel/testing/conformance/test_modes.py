@@ -146,7 +146,7 @@ def with_a_rule_of_ones_own(mesh: Any) -> None:
     whole = np.abs(floats(5, 7)) + 0.5
     counted: list[tuple] = []
 
-    def rule(shapes: tuple, statics: tuple) -> OpSharding:
+    def rule(shapes: tuple, static_args: tuple) -> OpSharding:
         counted.append(tuple(shapes))
         labels = tuple(range(len(shapes[0])))
         return OpSharding(operands=(labels,), results=(labels,), result_shapes=(tuple(shapes[0]),))

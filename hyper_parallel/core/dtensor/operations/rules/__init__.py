@@ -1,7 +1,7 @@
 r"""The canonical operations, and for each its sharding rule and whatever else is to be known of it, said once.
 
-A rule is ``rule(shapes, statics) -> OpSharding``: ``shapes`` holds the global shape of each operand (None for an
-operand that is no tensor), ``statics`` the remaining arguments. ``@rule("name")`` registers it. A rule that cannot
+A rule is ``rule(shapes, static_args) -> OpSharding``: ``shapes`` holds the global shape of each operand (None for an
+operand that is no tensor), ``static_args`` the remaining arguments. ``@rule("name")`` registers it. A rule that cannot
 handle its arguments returns None; the operation then runs on gathered operands. No rule knows a framework.
 
 The operations are the interface between rules and backends: a backend maps its native operations to them. The table in
@@ -32,7 +32,7 @@ class CanonicalOp:
         name: its name. One that ends in an underscore writes its result over the first operand.
         rule: its sharding rule.
         operands: for the documentation: the tensors that it takes, in order.
-        statics: for the documentation: the other arguments that the rule reads, in order.
+        static_args: for the documentation: the other arguments that the rule reads, in order.
         elementwise: whether operands broadcast and the static arguments make no difference to the plan, which is then
             kept under the layouts alone. Python scalars are operands too.
         repeatable: whether operands and static arguments follow from the arguments of the native call, and from no mode
@@ -47,19 +47,19 @@ class CanonicalOp:
             * ``"ordered"``: in new memory, its dimensions in the order in which those of the operands lie;
             * ``"fresh"``: in new memory, contiguous;
             * ``""``: in new memory, in an order that is not known.
-        view_index: of a view: ``view_index(statics, shape, result_shapes)`` gives the index (as `encode_index` makes
-            it) of each result in the first operand, of the given shape. Where the view had to move data, what is
+        view_index: of a view: ``view_index(static_args, shape, result_shapes)`` gives the index (as `encode_index`
+            makes it) of each result in the first operand, of the given shape. Where the view had to move data, what is
             written to it is written there. ``(...,)`` if the result has all elements, maybe in another shape. None
             where these static arguments give no view. Views without this function cannot be written to after moving.
-        view_strides: of a view whose strides do not follow from `view_index`: ``view_strides(statics, shape, strides,
-            result_shape)`` gives those of the result, from shape and strides of the first operand; None where the
-            result has to be a copy.
+        view_strides: of a view whose strides do not follow from `view_index`: ``view_strides(static_args, shape,
+            strides, result_shape)`` gives those of the result, from shape and strides of the first operand; None where
+            the result has to be a copy.
     """
 
     name: str
     rule: Rule
     operands: str = "x"
-    statics: str = ""
+    static_args: str = ""
     elementwise: bool = False
     repeatable: bool = False
     gathers: bool = False
@@ -73,7 +73,7 @@ class CanonicalOp:
 OPERATIONS: dict[str, CanonicalOp] = {}
 
 
-def rule(name: str, operands: str = "x", statics: str = "", **facts: Any) -> Callable[[Rule], Rule]:
+def rule(name: str, operands: str = "x", static_args: str = "", **facts: Any) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of the canonical operation ``name``; see `CanonicalOp` for the other
     arguments.
 
@@ -84,7 +84,7 @@ def rule(name: str, operands: str = "x", statics: str = "", **facts: Any) -> Cal
     def register(function: Rule) -> Rule:
         if name in OPERATIONS:
             raise ValueError(f"operation {name!r} already has a rule: {OPERATIONS[name].rule.__qualname__}")
-        OPERATIONS[name] = CanonicalOp(name, function, operands, statics, **facts)
+        OPERATIONS[name] = CanonicalOp(name, function, operands, static_args, **facts)
         return function
 
     return register

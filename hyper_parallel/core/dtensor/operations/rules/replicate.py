@@ -9,6 +9,6 @@ from hyper_parallel.core.dtensor.operations.rules import rule
 
 
 @rule("replicate", "any number", gathers=True)
-def replicate(shapes: tuple, statics: Any) -> OpSharding | None:
+def replicate(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Results of unknown number, type and shape (``item``, ``equal``, ``nonzero``): there is nothing to say."""
     return None
