@@ -30,7 +30,7 @@ LAYERS = {
     "integrations": ["integrations"],
     "debug": ["debug"],
     "testing": ["testing"],
-    "labs": ["testing.labs"],
+    "adapters": ["testing.adapters"],
     "names": [""],
     "names of mindspore": ["mindspore"],
 }
@@ -53,8 +53,8 @@ MAY_IMPORT = {
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
     "debug": _BELOW_STYLES,
-    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "labs", "names"},
-    "labs": {"names", "names of mindspore", "torch", "mindspore"},
+    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "adapters", "names"},
+    "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
     "names of mindspore": {"mindspore", "platforms"},
 }
