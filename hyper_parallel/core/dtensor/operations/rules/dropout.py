@@ -7,8 +7,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.random import is_held_alike, synchronize, take_part
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("dropout", static_args="p, training, maybe a seed and a stream of numbers of its own", memory="ordered")

@@ -8,8 +8,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import contiguous_only
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import Rule, rule
 from hyper_parallel.core.dtensor.operations.rules.labels import all_elements, broadcast
+from hyper_parallel.core.dtensor.operations.rules.registry import Rule, rule
 
 
 def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSharding | None:

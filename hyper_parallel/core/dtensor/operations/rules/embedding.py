@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("embedding", "ids, weight (vocabulary, features)", "padding_idx or None", repeatable=True, memory="fresh")

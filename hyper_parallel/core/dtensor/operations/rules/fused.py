@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axis, broadcast, named, whole
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("glu", static_args="dim")

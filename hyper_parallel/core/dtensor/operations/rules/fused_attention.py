@@ -7,8 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.random import share_state
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, Shape
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 #: layout -> (number of dimensions, dimension of the batch or None, dimension of the heads)
 _LAYOUTS = {"BNSD": (4, 0, 1), "BSND": (4, 0, 2), "BSH": (3, 0, 2), "SBH": (3, 1, 2), "TND": (3, None, 1)}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, Labels, Shape, axis, broadcast, named, whole
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 _LINEAR = ((0,),)
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("cat", "any number", "dim", repeatable=True, memory="fresh")

@@ -12,8 +12,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.vocab_parallel import vocab_parallel_of
 
 __all__ = ["class_dim", "sharded_cross_entropy"]

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, broadcast, named
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("linear", "x, weight (out, in), bias or None", repeatable=True, memory="fresh")

@@ -13,8 +13,8 @@ from hyper_parallel.core.dtensor.communication.extremes import Extreme
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute_local
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
 _DIMS = "dims (tuple or None), keepdim"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("replicate", "any number", gathers=True)

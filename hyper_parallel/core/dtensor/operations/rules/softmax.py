@@ -7,8 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.vocab_parallel import VocabParallel, vocab_parallel_of
 
 _STATICS = "dim, dtype to convert x to first or None"

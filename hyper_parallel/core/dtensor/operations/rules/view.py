@@ -7,8 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import expanded_strides, permuted_strides, reshaped_strides
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, all_elements, axis, named, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 _LINEAR = ((0,),)
 _SHAPE = "shape (may contain -1)"
