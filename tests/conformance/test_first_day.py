@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel import CommDebugMode, Shard, distribute_tensor
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.spmd import on_mesh
 
 
 @on_mesh()
 def sum_of_rows(mesh: Any) -> tuple[float, int]:
-    x = distribute_tensor(get_lab().tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), mesh, [Shard(0)])
+    x = distribute_tensor(get_adapter().tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), mesh, [Shard(0)])
     with CommDebugMode() as comm:
         y = x.sum().full_tensor()
     return float(y), comm.get_total_counts()

@@ -15,7 +15,7 @@ from torch import nn
 
 from hyper_parallel import ColwiseParallel, CommDebugMode, DTensor, RowwiseParallel, get_platform, parallelize_module
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.labs import torch_lab
+from hyper_parallel.testing.adapters import torch_adapter
 from tests.torch.support import close, device, full, randn
 
 MLP = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -79,7 +79,10 @@ def collectives(mesh: Any) -> str:
 def styles(mesh: Any) -> dict[str, int]:
     """An MLP with sizes that do not divide, and attention: values and all gradients. Returns the collectives."""
     counts: Counter[str] = Counter()
-    cases = [(lambda: torch_lab.Mlp(10, 7), MLP, (3, 10)), (lambda: torch_lab.Attention(24, 2), ATTENTION, (2, 5, 24))]
+    cases = [
+        (lambda: torch_adapter.Mlp(10, 7), MLP, (3, 10)),
+        (lambda: torch_adapter.Attention(24, 2), ATTENTION, (2, 5, 24)),
+    ]
     for make, plan, shape in cases:
         single, model = two_copies(make, plan, mesh)
         x, y = (randn(*shape).requires_grad_() for _ in range(2))
@@ -100,7 +103,7 @@ def styles(mesh: Any) -> dict[str, int]:
 @spmd.on_mesh()
 def bfloat16_training(mesh: Any) -> list[float]:
     """Three steps of AdamW with clipping, in bfloat16: the losses fall as the single-device model's do."""
-    single, model = two_copies(lambda: torch_lab.Mlp(32, 64), MLP, mesh, torch.bfloat16)
+    single, model = two_copies(lambda: torch_adapter.Mlp(32, 64), MLP, mesh, torch.bfloat16)
     x, target = randn(16, 32).bfloat16(), randn(16, 32, seed=1).bfloat16()
 
     def train(module: nn.Module) -> list[float]:
@@ -139,7 +142,7 @@ def replayed_graph(mesh: Any, capture: Callable[[Callable[[], None]], Callable[[
     Args:
         capture: makes a function that repeats the one that it is given; None captures a CUDA graph.
     """
-    single, model = two_copies(lambda: torch_lab.Mlp(16, 32), MLP, mesh)
+    single, model = two_copies(lambda: torch_adapter.Mlp(16, 32), MLP, mesh)
     x, outputs = randn(4, 16), {}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # a graph adds to memory that stays where it is
@@ -176,7 +179,7 @@ def side_stream(mesh: Any) -> None:
 
     The input is made on that stream, behind enough work that a collective which did not wait would read old numbers.
     """
-    single, model = two_copies(lambda: torch_lab.Mlp(64, 128), MLP, mesh)
+    single, model = two_copies(lambda: torch_adapter.Mlp(64, 128), MLP, mesh)
     x = torch.zeros(8, 64, device=device())
     wanted_x = randn(8, 64)
     # Without a GPU these are stand-ins of the same interface, which do things in order.

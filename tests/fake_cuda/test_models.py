@@ -25,8 +25,8 @@ from hyper_parallel import (
     parallelize_module,
     strict,
 )
+from hyper_parallel.testing.adapters import torch_adapter
 from hyper_parallel.testing.conformance.test_styles import block_plan
-from hyper_parallel.testing.labs import torch_lab
 from tests.fake_cuda.conftest import WORLD
 from tests.fake_cuda.device import CUDA, FakeCudaMode
 
@@ -72,15 +72,21 @@ class Case:
 ONE = {"all_reduce": 1}
 SEQUENCE = {"all_gather": 2, "reduce_scatter": 2}
 CASES = {
-    "mlp": Case(lambda: torch_lab.Mlp(12, 24), {"up": ColwiseParallel(), "down": RowwiseParallel()}, (3, 12), ONE, ONE),
+    "mlp": Case(
+        lambda: torch_adapter.Mlp(12, 24), {"up": ColwiseParallel(), "down": RowwiseParallel()}, (3, 12), ONE, ONE
+    ),
     "uneven mlp": Case(
-        lambda: torch_lab.Mlp(7, 9), {"up": ColwiseParallel(), "down": RowwiseParallel()}, (3, 7), ONE, ONE
+        lambda: torch_adapter.Mlp(7, 9), {"up": ColwiseParallel(), "down": RowwiseParallel()}, (3, 7), ONE, ONE
     ),
     "attention": Case(
-        lambda: torch_lab.Attention(24, 2), {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}, (2, 5, 24), ONE, ONE
+        lambda: torch_adapter.Attention(24, 2),
+        {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()},
+        (2, 5, 24),
+        ONE,
+        ONE,
     ),
     "llama block": Case(
-        lambda: torch_lab.Block(24, 36, 2),
+        lambda: torch_adapter.Block(24, 36, 2),
         block_plan(local_between=True),
         (2, 12, 24),
         SEQUENCE,
@@ -88,7 +94,7 @@ CASES = {
         along=1,
     ),
     "llama block of DTensors": Case(
-        lambda: torch_lab.Block(24, 36, 2),
+        lambda: torch_adapter.Block(24, 36, 2),
         block_plan(local_between=False),
         (2, 12, 24),
         SEQUENCE,
@@ -107,7 +113,7 @@ CASES = {
         IDS,
     ),
     "tied embedding and head": Case(
-        lambda: torch_lab.Tied(12, 6),
+        lambda: torch_adapter.Tied(12, 6),
         {
             "embedding": RowwiseParallel(input_layouts=Replicate()),
             "head": ColwiseParallel(output_layouts=Replicate()),
@@ -219,7 +225,7 @@ def test_loss_of_sharded_logits(mode: FakeCudaMode) -> None:
 
 def test_host_model(mode: FakeCudaMode) -> None:
     """A model that was made on the host is on the GPU once it is parallelised."""
-    model = torch_lab.Mlp(12, 24)
+    model = torch_adapter.Mlp(12, 24)
     assert model.up.weight.device.type == "cpu"
     parallelize_module(model, init_device_mesh("cuda", (WORLD,)), CASES["mlp"].plan)
     assert {p.device for p in model.parameters()} == {CUDA}

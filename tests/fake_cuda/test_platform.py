@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hyper_parallel import available_platforms, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 from hyper_parallel.platform.torch.cuda import TorchCudaPlatform
-from hyper_parallel.testing import labs
+from hyper_parallel.testing import adapters
 from tests.fake_cuda.device import usable_gpu
 
 FUNCTIONS = {
@@ -50,7 +50,7 @@ def test_listing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names(cuda_platform: Any) -> None:
     assert (cuda_platform.name, cuda_platform.device_type, cuda_platform.comm_backend) == ("torch-cuda", "cuda", "nccl")
     assert get_platform() is get_platform("gpu") is get_platform_for_device("cuda") is cuda_platform
-    assert labs.lab_of("torch-cuda") == "hyper_parallel.testing.labs.torch_lab"
+    assert adapters.adapter_of("torch-cuda") == "hyper_parallel.testing.adapters.torch_adapter"
 
 
 @pytest.mark.parametrize(("local_rank", "gpus", "wanted"), [("0", 4, 0), ("3", 4, 3), ("5", 4, 1), ("3", 1, 0)])

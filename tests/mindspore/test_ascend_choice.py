@@ -139,16 +139,16 @@ class Called:
 
 
 @pytest.mark.parametrize(
-    ("row", "statics"), [("cross_entropy", ("mean", -100, 0.0)), ("nll_loss", ("sum", 1))], ids=str
+    ("row", "static_args"), [("cross_entropy", ("mean", -100, 0.0)), ("nll_loss", ("sum", 1))], ids=str
 )
-def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, statics: tuple) -> None:
+def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, static_args: tuple) -> None:
     """On Ascend the function that was called runs; on CPU, where it has no kernel, that of `mindspore.ops`."""
     native, xs = Called(), (Tensor(MINE), Tensor([0, 1, 0, 1], ms.int32), None)
-    on_cpu = loss.LOSSES[row].call(native, xs, statics)
+    on_cpu = loss.LOSSES[row].call(native, xs, static_args)
     assert native.args == () and np.isfinite(on_cpu.asnumpy())
     request.getfixturevalue("ascend")
-    assert loss.LOSSES[row].call(native, xs, statics) == "of mint"
-    reduction, ignore, *smoothing = statics
+    assert loss.LOSSES[row].call(native, xs, static_args) == "of mint"
+    reduction, ignore, *smoothing = static_args
     assert native.args == (*xs, ignore, reduction, *smoothing)
 
 

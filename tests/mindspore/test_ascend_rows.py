@@ -66,13 +66,13 @@ class Recorder:
 
 
 def call_through(name: str, args: tuple, result: Any) -> tuple[tuple, Any, Any, tuple]:
-    """(operands, statics, result, arguments of the native call) of a row."""
+    """(operands, static_args, result, arguments of the native call) of a row."""
     row = VARIANTS[name](args, {}) if name in VARIANTS else OPS[name]
     assert row is not None
     recorder = Recorder(result)
-    found, statics = row.bind(recorder, args, {})
-    answer = row.call(recorder, found, statics)
-    return found, statics, answer, recorder.args
+    found, static_args = row.bind(recorder, args, {})
+    answer = row.call(recorder, found, static_args)
+    return found, static_args, answer, recorder.args
 
 
 Q = Tensor(np.ones((2, 4, 3, 8), np.float32))
@@ -82,9 +82,9 @@ FLASH = (Q, Q, Q, None, None, None, None, None, None, None, 8, 0.9, 0.5, 2147483
 
 def test_flash_attention() -> None:
     """The number of heads of the call is that of the shard."""
-    found, statics, result, native = call_through("FlashAttentionScore", FLASH, (None, None, None, "attention"))
+    found, static_args, result, native = call_through("FlashAttentionScore", FLASH, (None, None, None, "attention"))
     assert found == (Q, Q, Q, None)
-    assert statics[0] is True and statics[1] == pytest.approx(0.1)
+    assert static_args[0] is True and static_args[1] == pytest.approx(0.1)
     assert result == "attention" and RESULTS["FlashAttentionScore"](result)[3] == "attention"
     assert native == (*FLASH[:10], 4, *FLASH[11:])
 
@@ -96,15 +96,15 @@ def test_rare_flash_attention_has_no_row(place: int, value: Any) -> None:
 
 
 def test_norms() -> None:
-    found, statics, result, native = call_through("LayerNormExt", (Q, (3, 8), V8, V8, 1e-5), "y")
-    assert (found, statics[:2], result) == ((Q, V8, V8), (2, 2), "y")
+    found, static_args, result, native = call_through("LayerNormExt", (Q, (3, 8), V8, V8, 1e-5), "y")
+    assert (found, static_args[:2], result) == ((Q, V8, V8), (2, 2), "y")
     assert native == (Q, (3, 8), V8, V8, 1e-5)
-    found, statics, result, native = call_through("RmsNorm", (Q, V8, 1e-6), ("y", "rstd"))
-    assert (found, statics[:2], result, native) == ((Q, V8), (1, 1), ("y", "rstd"), (Q, V8, 1e-6))
+    found, static_args, result, native = call_through("RmsNorm", (Q, V8, 1e-6), ("y", "rstd"))
+    assert (found, static_args[:2], result, native) == ((Q, V8), (1, 1), ("y", "rstd"), (Q, V8, 1e-6))
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "statics"),
+    ("name", "args", "static_args"),
     [
         ("SortExt", (Q, 1, True, False), (1,)),
         ("CumsumExt", (Q, 2, None), (2,)),
@@ -112,22 +112,22 @@ def test_norms() -> None:
         ("TrilExt", (Q, 0), (-2, -1)),
     ],
 )
-def test_along_dims(name: str, args: tuple, statics: tuple) -> None:
+def test_along_dims(name: str, args: tuple, static_args: tuple) -> None:
     found, got, result, native = call_through(name, args, "y")
-    assert (found, got[0], result, native) == ((Q,), statics, "y", args)
+    assert (found, got[0], result, native) == ((Q,), static_args, "y", args)
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "statics"),
+    ("name", "args", "static_args"),
     [
         ("LogSoftmaxExt", (Q, 2, None), (2, None)),
         ("LogSoftmax", (Q, -1), (-1, None)),
         ("Softmax", (Q, (-1,)), (-1, None)),
     ],
 )
-def test_softmax(name: str, args: tuple, statics: tuple) -> None:
+def test_softmax(name: str, args: tuple, static_args: tuple) -> None:
     found, got, result, native = call_through(name, args, "y")
-    assert (found, got[:2], result, native) == ((Q,), statics, "y", args)
+    assert (found, got[:2], result, native) == ((Q,), static_args, "y", args)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_softmax(name: str, args: tuple, statics: tuple) -> None:
 )
 def test_reductions(name: str, args: tuple, canonical: str, dims: Any, keepdim: bool) -> None:
     assert OPS[name].name == canonical
-    found, statics, result, native = call_through(name, args, "y")
-    assert (found, statics[:2], result, native) == ((Q,), (dims, keepdim), "y", args)
+    found, static_args, result, native = call_through(name, args, "y")
+    assert (found, static_args[:2], result, native) == ((Q,), (dims, keepdim), "y", args)
 
 
 def test_dropout() -> None:
@@ -164,7 +164,7 @@ def test_padding_of_an_embedding_gets_no_gradient() -> None:
     assert row is not None
 
     def look_up(weight: Any) -> Any:
-        operands, statics = row.bind(None, (ids, weight, 1, None, 2.0, False), {})
-        return row.call(mint.nn.functional.embedding, operands, statics).sum()
+        operands, static_args = row.bind(None, (ids, weight, 1, None, 2.0, False), {})
+        return row.call(mint.nn.functional.embedding, operands, static_args).sum()
 
     assert ms.grad(look_up)(weight).asnumpy().tolist() == [[1, 1], [0, 0], [1, 1]]

@@ -77,10 +77,10 @@ def test_operands_by_keyword() -> None:
 def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -> None:
     """The mode is part of what core sees: a quotient that is rounded is not linear."""
     calls = (Tensor(X), Tensor(np.float32(2)), *args)
-    _, statics = OPS["DivMod"].bind(None, calls, kwargs)
-    assert statics[0] == (args[0] if args else kwargs.get("rounding_mode"))
+    _, static_args = OPS["DivMod"].bind(None, calls, kwargs)
+    assert static_args[0] == (args[0] if args else kwargs.get("rounding_mode"))
     _, again = OPS["DivMod"].bind(None, (Tensor(X + 1), *calls[1:]), kwargs)
-    assert again == statics and hash(again) == hash(statics), "one plan serves both calls"
+    assert again == static_args and hash(again) == hash(static_args), "one plan serves both calls"
 
     def divide(x: Any, y: Any, mode: Any = None, rounding_mode: Any = None) -> Any:
         return ops.div(x, y, rounding_mode=mode or rounding_mode)

@@ -74,4 +74,4 @@ def test_transforms_that_compile_are_refused(pool: Any) -> None:
 def test_rules_that_would_never_be_asked_are_refused() -> None:
     for name in (*PASS_THROUGH, *VARIANTS):
         with pytest.raises(ValueError, match=r"has a sharding rule already|would never be called: the backend asks it"):
-            register_sharding(name, lambda shapes, statics: None)
+            register_sharding(name, lambda shapes, static_args: None)

@@ -50,7 +50,7 @@ def _of_module(module: str, found: list[CanonicalOp]) -> str:
             f"`{op.name}`",
             _first_sentence(inspect.getdoc(op.rule)),
             op.operands,
-            "make no difference" if op.elementwise else op.statics,
+            "make no difference" if op.elementwise else op.static_args,
             "" if op.gathers else in_memory,
             "yes" if op.elementwise or op.repeatable else "",
         )

@@ -19,7 +19,7 @@ import numpy as np
 import hyper_parallel
 from hyper_parallel import ColwiseParallel, RowwiseParallel, Shard, distribute_tensor, parallelize_module
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 PACKAGE = Path(hyper_parallel.__file__).parent
@@ -76,18 +76,18 @@ def walking(walk: Walk, *moments: tuple[str, str, int], ran: set[str] | None = N
 @spmd.on_mesh()
 def of_a_plan(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
     """From `parallelize_module` to the all-reduce in backward, in the second step of a model."""
-    lab = get_lab()
+    adapter = get_adapter()
     walk: Walk = {}
-    model, x = lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), np.ones((3, 6), np.float32)
+    model, x = adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0)), np.ones((3, 6), np.float32)
     with walking(walk, ("autograd.py" if folder == "mindspore" else "fast.py", ".linear_view", 1)):
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     def loss(x: Any) -> tuple[Any, Any]:
-        y = lab.call(model, x)
-        return lab.sum(y), y
+        y = adapter.call(model, x)
+        return adapter.sum(y), y
 
     def step() -> None:
-        lab.model_value_and_grads(model, loss, x)
+        adapter.model_value_and_grads(model, loss, x)
 
     step()
     # The first all-reduce is that of the outputs of `down`, in forward.
@@ -101,7 +101,7 @@ def of_a_plan(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
 def of_an_operation(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
     """From ``dtensor + dtensor`` to the result, when it is first computed and when it came before."""
     walk: Walk = {}
-    x = distribute_tensor(get_lab().tensor(np.ones((5, 11), np.float32)), mesh, [Shard(1)])
+    x = distribute_tensor(get_adapter().tensor(np.ones((5, 11), np.float32)), mesh, [Shard(1)])
     local = (f"{folder}/op_table/binding.py", "call_elementwise", 1)
     plan = (("rules/elementwise.py", "add", 1), ("strategy.py", "solve", 1))
     with walking(walk, *plan, local, (".py", "wrap", 1)):

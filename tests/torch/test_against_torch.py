@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication as their_
 
 import hyper_parallel
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.labs import torch_lab as lab
+from hyper_parallel.testing.adapters import torch_adapter as adapter
 from tests.torch.support import close, device, randn
 
 NAMES = [
@@ -108,15 +108,15 @@ def language_model_plan(lib: Any) -> dict[str, Any]:
 
 #: name -> (model, plan, whole input, dim along which the model is given a part of it, None for the whole)
 PLANS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], torch.Tensor], int | None]] = {
-    "mlp": (lambda: lab.Mlp(8, 24), mlp_plan, lambda: randn(3, 8), None),
-    "attention": (lambda: lab.Attention(24, 2), attention_plan, lambda: randn(2, 5, 24), None),
+    "mlp": (lambda: adapter.Mlp(8, 24), mlp_plan, lambda: randn(3, 8), None),
+    "attention": (lambda: adapter.Attention(24, 2), attention_plan, lambda: randn(2, 5, 24), None),
     "attention, input not prepared": (
-        lambda: lab.Attention(24, 2),
+        lambda: adapter.Attention(24, 2),
         lambda lib: {"w[qkv]": lib.ColwiseParallel(), "wo": lib.RowwiseParallel()},
         lambda: randn(2, 5, 24),
         None,
     ),
-    "sequence-parallel block": (lambda: lab.Block(24, 36, 2), block_plan, lambda: randn(2, 12, 24), 1),
+    "sequence-parallel block": (lambda: adapter.Block(24, 36, 2), block_plan, lambda: randn(2, 12, 24), 1),
     "column-wise embedding": (
         lambda: nn.Embedding(12, 24),
         lambda lib: lib.ColwiseParallel(output_layouts=lib.Replicate()),
@@ -251,7 +251,7 @@ def reduce_twice(lib: Any, mesh: Any) -> bool:
 
 def tied_weights(lib: Any, mesh: Any) -> bool:
     """A parameter that two modules share stays one."""
-    model = lab.Tied(12, 4).to(device())
+    model = adapter.Tied(12, 4).to(device())
     plan = {
         "embedding": lib.RowwiseParallel(input_layouts=lib.Replicate()),
         "head": lib.ColwiseParallel(output_layouts=lib.Replicate()),
@@ -292,7 +292,7 @@ def dropout_of_shards(lib: Any, mesh: Any) -> bool:
 def uneven_hidden_features(lib: Any, mesh: Any) -> bool:
     """Default styles, 7 hidden features over 2 ranks."""
     torch.manual_seed(3)
-    model = lab.Mlp(4, 7).to(device())
+    model = adapter.Mlp(4, 7).to(device())
     wanted = model(randn(3, 4))
     got = lib.parallelize_module(model, mesh, {"up": lib.ColwiseParallel(), "down": lib.RowwiseParallel()})(randn(3, 4))
     return bool(torch.allclose(got, wanted, atol=1e-5))

@@ -199,7 +199,9 @@ def get_platform_mesh() -> Any:
 
 
 def test_a_function_has_one_row() -> None:
-    rows = [NativeOp(name, lambda func, args, kwargs: (args, None), lambda func, ops, statics: None) for name in "ab"]
+    rows = [
+        NativeOp(name, lambda func, args, kwargs: (args, None), lambda func, ops, static_args: None) for name in "ab"
+    ]
     with pytest.raises(AssertionError, match="has two rows: a and b"):
         op_table._merge({torch.relu: rows[0]}, {torch.relu: rows[1]})
     merged = {torch.relu: rows[0], torch.tanh: rows[1]}

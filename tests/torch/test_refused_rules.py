@@ -13,7 +13,7 @@ from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.tensor import HANDLERS
 
 
-def rule(shapes: tuple, statics: tuple) -> Any:
+def rule(shapes: tuple, static_args: tuple) -> Any:
     """A rule that nobody asks."""
     return None
 

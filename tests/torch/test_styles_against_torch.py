@@ -15,9 +15,9 @@ import torch.distributed.tensor as theirs
 import torch.distributed.tensor.parallel as their_styles
 
 import hyper_parallel as ours
+from hyper_parallel.testing.adapters import torch_adapter as adapter
 from hyper_parallel.testing.conformance import test_style_matrix as matrix
 from hyper_parallel.testing.conformance.test_styles import slices_of
-from hyper_parallel.testing.labs import torch_lab as lab
 from tests.torch.test_against_torch import meshes
 
 
@@ -63,8 +63,8 @@ def outcome(
     build: Any, plan: Any, array: np.ndarray, mesh: Any, own: Any, takes: Any, gives: Any, distributed: bool
 ) -> str:
     """``"equal"``, ``"refuses"``, or what torch's styles get wrong: ``"output"``, ``"gradient of weight"``, ..."""
-    single, sharded = (lab.load(build(lab), np.random.default_rng(5)) for _ in range(2))
-    whole = lab.tensor(array)
+    single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
+    whole = adapter.tensor(array)
     local = whole[slices_of(takes, array.shape, own)].clone()
     for x in (whole, local):
         x.requires_grad_(x.is_floating_point())

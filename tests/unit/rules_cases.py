@@ -26,16 +26,16 @@ def ints(high: int, *shape: int) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- NumPy versions
-def _linear(operands: tuple, statics: tuple) -> Any:
+def _linear(operands: tuple, static_args: tuple) -> Any:
     x, weight, bias = (*operands, None)[:3]
     y = x @ weight.T
     return y if bias is None else y + bias
 
 
-def _matmul(operands: tuple, statics: tuple) -> Any:
+def _matmul(operands: tuple, static_args: tuple) -> Any:
     a, b = (
         x.swapaxes(-1, -2) if flag and x.ndim > 1 else x
-        for x, flag in zip(operands, (*statics, False, False)[:2], strict=True)
+        for x, flag in zip(operands, (*static_args, False, False)[:2], strict=True)
     )
     return a @ b
 
@@ -44,15 +44,15 @@ def _axes(dims: Any) -> Any:
     return None if dims in (None, ()) else dims
 
 
-def _mean(operands: tuple, statics: tuple) -> Any:
-    x, dims = operands[0], _axes(statics[0])
+def _mean(operands: tuple, static_args: tuple) -> Any:
+    x, dims = operands[0], _axes(static_args[0])
     count = math.prod(x.shape[d] for d in (range(x.ndim) if dims is None else np.atleast_1d(dims)))
     assert count > 0, "the mean of nothing"
-    return np.mean(x, axis=dims, keepdims=statics[1])
+    return np.mean(x, axis=dims, keepdims=static_args[1])
 
 
-def _norm(operands: tuple, statics: tuple) -> Any:
-    p, dims, keepdim = statics
+def _norm(operands: tuple, static_args: tuple) -> Any:
+    p, dims, keepdim = static_args
     x = np.abs(operands[0])
     how = {"axis": _axes(dims), "keepdims": keepdim}
     if math.isinf(p):
@@ -63,19 +63,19 @@ def _norm(operands: tuple, statics: tuple) -> Any:
     return np.sum(x**p, **how) ** (1 / p)
 
 
-def _reshape(operands: tuple, statics: tuple) -> Any:
-    return operands[0].reshape(statics[0])
+def _reshape(operands: tuple, static_args: tuple) -> Any:
+    return operands[0].reshape(static_args[0])
 
 
-def _squeeze(operands: tuple, statics: tuple) -> Any:
-    x, dims = operands[0], statics[0]
+def _squeeze(operands: tuple, static_args: tuple) -> Any:
+    x, dims = operands[0], static_args[0]
     dims = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     # Like the frameworks, unlike NumPy: what is not of size 1 stays.
     return x.squeeze(tuple(d % x.ndim for d in dims if x.ndim and x.shape[d] == 1))
 
 
-def _expand(operands: tuple, statics: tuple) -> Any:
-    x, shape = operands[0], statics[0]
+def _expand(operands: tuple, static_args: tuple) -> Any:
+    x, shape = operands[0], static_args[0]
     old = (1,) * (len(shape) - x.ndim) + x.shape
     return np.broadcast_to(x, [o if n == -1 else n for o, n in zip(old, shape, strict=True)])
 
@@ -92,113 +92,113 @@ def _check_bounds(x: np.ndarray, index: tuple) -> None:
                 assert all(n is None or -size <= n <= size for n in item[1:3]), f"{item} of {size} elements"
 
 
-def _getitem(operands: tuple, statics: tuple) -> Any:
-    _check_bounds(operands[0], statics[0])
-    return operands[0][decode_index(statics[0], operands[1:])]
+def _getitem(operands: tuple, static_args: tuple) -> Any:
+    _check_bounds(operands[0], static_args[0])
+    return operands[0][decode_index(static_args[0], operands[1:])]
 
 
-def _setitem(operands: tuple, statics: tuple) -> Any:
-    _check_bounds(operands[0], statics[0])
+def _setitem(operands: tuple, static_args: tuple) -> Any:
+    _check_bounds(operands[0], static_args[0])
     x = operands[0].copy()
-    x[decode_index(statics[0], operands[2:])] = statics[1] if operands[1] is None else operands[1]
+    x[decode_index(static_args[0], operands[2:])] = static_args[1] if operands[1] is None else operands[1]
     return x
 
 
-def _narrow(operands: tuple, statics: tuple) -> Any:
-    x, (dim, start, length) = operands[0], statics
+def _narrow(operands: tuple, static_args: tuple) -> Any:
+    x, (dim, start, length) = operands[0], static_args
     start = start + x.shape[dim] if start < 0 else start
     assert 0 <= start <= start + length <= x.shape[dim]
     return np.take(x, range(start, start + length), axis=dim)
 
 
-def _gather(operands: tuple, statics: tuple) -> Any:
+def _gather(operands: tuple, static_args: tuple) -> Any:
     x, index = operands
-    dim = statics[0] % x.ndim
+    dim = static_args[0] % x.ndim
     cut = tuple(slice(None) if d == dim else slice(0, n) for d, n in enumerate(index.shape))
     assert all(index.shape[d] <= x.shape[d] for d in range(x.ndim) if d != dim)
     return np.take_along_axis(x[cut], index, axis=dim)
 
 
-def _split(operands: tuple, statics: tuple) -> Any:
-    x, (size, dim) = operands[0], statics
+def _split(operands: tuple, static_args: tuple) -> Any:
+    x, (size, dim) = operands[0], static_args
     if isinstance(size, int):
         return np.split(x, range(size, x.shape[dim], size), axis=dim)
     return np.split(x, np.cumsum(size)[:-1], axis=dim)
 
 
-def _chunk(operands: tuple, statics: tuple) -> Any:
-    x, (chunks, dim) = operands[0], statics
+def _chunk(operands: tuple, static_args: tuple) -> Any:
+    x, (chunks, dim) = operands[0], static_args
     if x.shape[dim] == 0:
         return [x] * chunks
     return _split(operands, (-(-x.shape[dim] // chunks), dim))
 
 
-def _softmax(operands: tuple, statics: tuple) -> Any:
-    x, dims = operands[0], statics[0]
+def _softmax(operands: tuple, static_args: tuple) -> Any:
+    x, dims = operands[0], static_args[0]
     e = np.exp(x - x.max(axis=dims, keepdims=True, initial=-9))
     return e / e.sum(axis=dims, keepdims=True)
 
 
-def _log_sum_exp(operands: tuple, statics: tuple) -> Any:
-    x, dims = operands[0], _axes(statics[0])
+def _log_sum_exp(operands: tuple, static_args: tuple) -> Any:
+    x, dims = operands[0], _axes(static_args[0])
     largest = np.max(x, axis=dims, keepdims=True)
     largest = np.where(np.isfinite(largest), largest, 0.0)
     with np.errstate(divide="ignore"):
         y = largest + np.log(np.exp(x - largest).sum(axis=dims, keepdims=True))
-    return y if statics[1] else y.squeeze(tuple(range(x.ndim)) if dims is None else dims)
+    return y if static_args[1] else y.squeeze(tuple(range(x.ndim)) if dims is None else dims)
 
 
-def _log_softmax(operands: tuple, statics: tuple) -> Any:
-    return operands[0] - _log_sum_exp(operands, ((statics[0],), True))
+def _log_softmax(operands: tuple, static_args: tuple) -> Any:
+    return operands[0] - _log_sum_exp(operands, ((static_args[0],), True))
 
 
-def _sort(operands: tuple, statics: tuple) -> Any:
-    x, (dim,) = operands[0], statics[0]
+def _sort(operands: tuple, static_args: tuple) -> Any:
+    x, (dim,) = operands[0], static_args[0]
     return [np.sort(x, axis=dim), np.argsort(x, axis=dim)]
 
 
-def _topk(operands: tuple, statics: tuple) -> Any:
-    x, (k, dim) = operands[0], statics
+def _topk(operands: tuple, static_args: tuple) -> Any:
+    x, (k, dim) = operands[0], static_args
     order = np.take(np.argsort(-x, axis=dim), range(k), axis=dim)
     return [np.take_along_axis(x, order, axis=dim), order]
 
 
-def _glu(operands: tuple, statics: tuple) -> Any:
-    gate, up = np.split(operands[0], 2, statics[0])
+def _glu(operands: tuple, static_args: tuple) -> Any:
+    gate, up = np.split(operands[0], 2, static_args[0])
     return gate / (1 + np.exp(-gate)) * up
 
 
-def _rotary(operands: tuple, statics: tuple) -> Any:
+def _rotary(operands: tuple, static_args: tuple) -> Any:
     x, cos, sin = operands
     first, second = np.split(x, 2, -1)
     return x * cos + np.concatenate([-second, first], -1) * sin
 
 
-def _layer_norm(operands: tuple, statics: tuple) -> Any:
+def _layer_norm(operands: tuple, static_args: tuple) -> Any:
     x, weight, bias = (*operands, None)[:3]
-    dims = tuple(range(x.ndim - statics[0], x.ndim))
+    dims = tuple(range(x.ndim - static_args[0], x.ndim))
     mean, rstd = x.mean(axis=dims, keepdims=True), 1 / np.sqrt(x.var(axis=dims, keepdims=True) + 1e-5)
     y = (x - mean) * rstd
     y = y if weight is None else y * weight
-    return [y if bias is None else y + bias, mean, rstd][: 1 + statics[1]]
+    return [y if bias is None else y + bias, mean, rstd][: 1 + static_args[1]]
 
 
-def _rms_norm(operands: tuple, statics: tuple) -> Any:
+def _rms_norm(operands: tuple, static_args: tuple) -> Any:
     x, weight = operands
-    dims = tuple(range(x.ndim - statics[0], x.ndim))
+    dims = tuple(range(x.ndim - static_args[0], x.ndim))
     rstd = 1 / np.sqrt((x * x).mean(axis=dims, keepdims=True) + 1e-5)
-    return [x * rstd * weight, rstd][: 1 + statics[1]]
+    return [x * rstd * weight, rstd][: 1 + static_args[1]]
 
 
-def _embedding(operands: tuple, statics: tuple) -> Any:
+def _embedding(operands: tuple, static_args: tuple) -> Any:
     ids, weight = operands
-    padding = statics[0]
+    padding = static_args[0]
     assert np.all((ids >= 0) & (ids < len(weight))), "id out of range"
     assert padding is None or -len(weight) <= padding < len(weight)
     return weight[ids]
 
 
-def _attention(operands: tuple, statics: tuple) -> Any:
+def _attention(operands: tuple, static_args: tuple) -> Any:
     q, k, v, mask = (*operands, None)[:4]
     if q.ndim > 2 and k.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]):
         assert q.shape[-3] % k.shape[-3] == 0
@@ -206,15 +206,15 @@ def _attention(operands: tuple, statics: tuple) -> Any:
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores + mask
-    if statics[0]:
+    if static_args[0]:
         scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
     return _softmax((scores,), ((-1,),)) @ v
 
 
-def _fused_attention(operands: tuple, statics: tuple) -> Any:
+def _fused_attention(operands: tuple, static_args: tuple) -> Any:
     """As `_attention`, but heads and batches lie as the layout says, and the statistics of the softmax are returned."""
     q, k, v, bias, mask, sink, more_q, more_k = (*operands, *(None,) * 5)[:8]
-    layout, heads, keep, _, size, tokens_first = statics[:6]
+    layout, heads, keep, _, size, tokens_first = static_args[:6]
     if more_q is not None:
         q, k = np.concatenate([q, more_q], -1), np.concatenate([k, more_k], -1)
     features = q.shape[-1] // heads if layout.endswith("H") else q.shape[-1]
@@ -261,7 +261,7 @@ def _heads_back(x: np.ndarray, layout: str) -> np.ndarray:
     return x.swapaxes(0, 1) if layout == "SBH" else x[0] if layout == "TND" else x
 
 
-def _add_rms_norm(operands: tuple, statics: tuple) -> Any:
+def _add_rms_norm(operands: tuple, static_args: tuple) -> Any:
     x, other, weight = operands
     total = x + other
     return [*_rms_norm((total, weight), (weight.ndim, 1)), total]
@@ -279,13 +279,13 @@ def _nll(log_probs: np.ndarray, target: np.ndarray, weight: Any, reduction: str,
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / weights.sum()
 
 
-def _nll_loss(operands: tuple, statics: tuple) -> Any:
-    return _nll(*(*operands, None)[:3], *statics)
+def _nll_loss(operands: tuple, static_args: tuple) -> Any:
+    return _nll(*(*operands, None)[:3], *static_args)
 
 
-def _cross_entropy(operands: tuple, statics: tuple) -> Any:
+def _cross_entropy(operands: tuple, static_args: tuple) -> Any:
     logits, target, weight = (*operands, None)[:3]
-    reduction, ignore, smoothing = statics
+    reduction, ignore, smoothing = static_args
     classes = min(1, logits.ndim - 1)
     log_probs = logits - np.log(np.exp(logits).sum(axis=classes, keepdims=True))
     count = logits.shape[classes]
@@ -308,16 +308,16 @@ def _cross_entropy(operands: tuple, statics: tuple) -> Any:
     return (1 - smoothing) * hard + smoothing / count * spread
 
 
-def _dropout(operands: tuple, statics: tuple) -> Any:
-    x, (p, training) = operands[0], statics
+def _dropout(operands: tuple, static_args: tuple) -> Any:
+    x, (p, training) = operands[0], static_args
     if not training:
         return x
     # Every rank has a generator of its own in the same state.
     return x * (np.random.default_rng(11).random(x.shape) >= p) / (1 - p)
 
 
-def _pad(operands: tuple, statics: tuple) -> Any:
-    return np.pad(operands[0], statics[0], constant_values=9.0)
+def _pad(operands: tuple, static_args: tuple) -> Any:
+    return np.pad(operands[0], static_args[0], constant_values=9.0)
 
 
 def _index(*items: Any) -> tuple[tuple, tuple]:
@@ -645,8 +645,8 @@ ATTENTION = [
 ]
 
 
-def _fused(labels: str, statics: tuple, *operands: Any) -> Case:
-    return Case("fused_attention", labels, operands, statics, _fused_attention)
+def _fused(labels: str, static_args: tuple, *operands: Any) -> Case:
+    return Case("fused_attention", labels, operands, static_args, _fused_attention)
 
 
 FUSED_ATTENTION = [
@@ -708,15 +708,15 @@ def _losses() -> list[Case]:
     weight = np.abs(floats(4)) + 0.5
     for reduction, n, nd in (("none", "n", "nd"), ("sum", "", ""), ("mean", "", "")):
         for smoothing in (0.0, 0.1):
-            statics = (reduction, -1, smoothing)
+            static_args = (reduction, -1, smoothing)
             cases += [
-                Case("cross_entropy", f"nc,n->{n}", (floats(5, 4), target), statics, _cross_entropy),
-                Case("cross_entropy", f"nc,n,c->{n}", (floats(5, 4), target, weight), statics, _cross_entropy),
+                Case("cross_entropy", f"nc,n->{n}", (floats(5, 4), target), static_args, _cross_entropy),
+                Case("cross_entropy", f"nc,n,c->{n}", (floats(5, 4), target, weight), static_args, _cross_entropy),
                 Case(
                     "cross_entropy",
                     f"nc,nc,_->{n}",
                     (floats(5, 4), _probabilities(5, 4), None),
-                    statics,
+                    static_args,
                     _cross_entropy,
                 ),
                 Case(
@@ -730,10 +730,10 @@ def _losses() -> list[Case]:
                     "cross_entropy",
                     f"ncd,ncd,c->{nd}",
                     (floats(3, 4, 2), _probabilities(3, 4, 2), weight),
-                    statics,
+                    static_args,
                     _cross_entropy,
                 ),
-                Case("cross_entropy", "c,->", (floats(4), one), statics, _cross_entropy),
+                Case("cross_entropy", "c,->", (floats(4), one), static_args, _cross_entropy),
             ]
         cases += [
             Case("nll_loss", f"nc,n->{n}", (floats(5, 4), target), (reduction, -1), _nll_loss),

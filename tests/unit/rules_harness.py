@@ -39,14 +39,14 @@ class Case:
         labels: which dimensions the rule must allow to shard, in the manner of einsum: ``"abi,oi,o->abo"``. ``.`` is a
             dimension that must be whole, ``_`` an operand that is no tensor.
         operands: arrays, scalars or None.
-        statics: static arguments.
-        native: ``native(operands, statics)`` on arrays: the result, or a list of them.
+        static_args: static arguments.
+        native: ``native(operands, static_args)`` on arrays: the result, or a list of them.
     """
 
     op: str
     labels: str
     operands: tuple
-    statics: tuple
+    static_args: tuple
     native: Callable[[tuple, tuple], Any]
 
     @property
@@ -56,13 +56,13 @@ class Case:
 
     def sharding(self) -> OpSharding:
         """What the rule says."""
-        found = OPERATIONS[self.op].rule(self.shapes, self.statics)
-        assert found is not None, f"{self.op} refuses {self.shapes}, {self.statics}"
+        found = OPERATIONS[self.op].rule(self.shapes, self.static_args)
+        assert found is not None, f"{self.op} refuses {self.shapes}, {self.static_args}"
         return found
 
     def __str__(self) -> str:
         shapes = ";".join("x".join(map(str, s)) if s is not None else "_" for s in self.shapes)
-        return f"{self.op}-{self.labels}-{shapes}-{self.statics}"
+        return f"{self.op}-{self.labels}-{shapes}-{self.static_args}"
 
 
 # ---------------------------------------------------------------- a world of simulated ranks
@@ -433,14 +433,14 @@ def run(case: Case, sharding: OpSharding, way: Way) -> list[np.ndarray]:
         operands = tuple(np.array(x[rank]) if isinstance(x[rank], np.ndarray) else x[rank] for x in locals_)
         for x, layout in zip(operands, operand_layouts, strict=True):
             assert layout is None or x.shape == layout.local_shape
-        statics = case.statics
+        static_args = case.static_args
         if sharding.localize is not None:
-            statics = sharding.localize(statics, operand_layouts, result_layouts)
-            hash(statics)
+            static_args = sharding.localize(static_args, operand_layouts, result_layouts)
+            hash(static_args)
         if sharding.call is None or (sharding.native_if is not None and sharding.native_if(operand_layouts)):
-            found = case.native(operands, statics)
+            found = case.native(operands, static_args)
         else:
-            found = sharding.call(mesh.platform, case.native, operands, statics, operand_layouts, result_layouts)
+            found = sharding.call(mesh.platform, case.native, operands, static_args, operand_layouts, result_layouts)
         results[rank] = found = found if isinstance(found, list) else [found]
         assert len(found) == len(result_layouts)
         for i, (y, layout) in enumerate(zip(found, result_layouts, strict=True)):
@@ -495,7 +495,7 @@ def check(case: Case, sharding: OpSharding | None = None, meshes: Sequence[tuple
 def expected_results(case: Case) -> list[np.ndarray]:
     """The results without sharding."""
     operands = tuple(np.array(x) if isinstance(x, np.ndarray) else x for x in case.operands)
-    found = case.native(operands, case.statics)
+    found = case.native(operands, case.static_args)
     return found if isinstance(found, list) else [found]
 
 

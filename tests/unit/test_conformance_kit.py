@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.platform import registry
-from hyper_parallel.testing import labs
+from hyper_parallel.testing import adapters
+from hyper_parallel.testing.adapters.protocol import missing_names
 from hyper_parallel.testing.conformance import __main__ as kit
 from hyper_parallel.testing.conformance.report import Failure, Report
-from hyper_parallel.testing.labs.protocol import missing_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ class Named(Misnamed):
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the kit sets is gone after the test; there is one backend, of no framework."""
-    for name in (labs.ENVIRONMENT_VARIABLE, "HYPER_PARALLEL_PLATFORM", "OMP_NUM_THREADS", "GLOG_v"):
+    for name in (adapters.ENVIRONMENT_VARIABLE, "HYPER_PARALLEL_PLATFORM", "OMP_NUM_THREADS", "GLOG_v"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(registry, "_BUILT_IN", (("b", Named, None),))
     monkeypatch.setattr(registry, "_entry_points_read", True)
@@ -80,19 +80,21 @@ def test_backend_under_another_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'a-name' is Misnamed, whose attribute `name` is 'another-name'" in capsys.readouterr().err
 
 
-def test_backend_whose_lab_is_not_complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_backend_whose_adapter_is_not_complete(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     registry.register_platform("a-name", Named)  # type: ignore[arg-type]
     assert kit.main(["a-name"]) == 2
-    assert "the backend 'a-name' has no lab" in capsys.readouterr().err
-    assert kit.main(["a-name", "--lab", "no_such_module"]) == 2
-    assert "the lab 'no_such_module' cannot be imported" in capsys.readouterr().err
-    lab = types.ModuleType("half_a_lab")
-    for name in missing_names(lab):
+    assert "the backend 'a-name' has no adapter" in capsys.readouterr().err
+    assert kit.main(["a-name", "--adapter", "no_such_module"]) == 2
+    assert "the adapter 'no_such_module' cannot be imported" in capsys.readouterr().err
+    adapter = types.ModuleType("half_an_adapter")
+    for name in missing_names(adapter):
         if name not in ("tensor", "COMBINATIONS"):
-            setattr(lab, name, None)
-    monkeypatch.setitem(sys.modules, "half_a_lab", lab)
-    assert kit.main(["a-name", "--lab", "half_a_lab"]) == 2
-    assert "the lab 'half_a_lab' lacks COMBINATIONS, tensor;" in capsys.readouterr().err
+            setattr(adapter, name, None)
+    monkeypatch.setitem(sys.modules, "half_an_adapter", adapter)
+    assert kit.main(["a-name", "--adapter", "half_an_adapter"]) == 2
+    assert "the adapter 'half_an_adapter' lacks COMBINATIONS, tensor;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 
 
 def report_of(*counts: tuple[str, int, int, int]) -> Report:
-    report = Report("b", "cpu", "gloo", "some.lab", {"Python": "3"}, [1, 2, 3, 4], True)
+    report = Report("b", "cpu", "gloo", "some.adapter", {"Python": "3"}, [1, 2, 3, 4], True)
     for name, passed, failed, skipped in counts:
         group = report.group(name)
         group.passed, group.failed, group.skipped = passed, failed, skipped

@@ -30,7 +30,7 @@ LAYERS = {
     "integrations": ["integrations"],
     "debug": ["debug"],
     "testing": ["testing"],
-    "labs": ["testing.labs"],
+    "adapters": ["testing.adapters"],
     "names": [""],
     "names of mindspore": ["mindspore"],
 }
@@ -53,8 +53,8 @@ MAY_IMPORT = {
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
     "debug": _BELOW_STYLES,
-    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "labs", "names"},
-    "labs": {"names", "names of mindspore", "torch", "mindspore"},
+    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "adapters", "names"},
+    "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
     "names of mindspore": {"mindspore", "platforms"},
 }
@@ -98,13 +98,12 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def graph(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Module -> the modules that it imports, each with a line. A module's own package does not count: Python imports
-    that first in any case, and a package whose modules fill a table, as that of the rules is, imports them."""
+    """Module -> the modules that it imports, each with a line."""
     found: dict[str, dict[str, int]] = {module: {} for module in texts}
     for module, text in texts.items():
         for line, package, name in imports_of(text):
             target = f"{package}.{name}" if f"{package}.{name}" in texts else package
-            if target in texts and target not in (module, module.rpartition(".")[0]):
+            if target in texts and target != module:
                 found[module].setdefault(target, line)
     return found
 

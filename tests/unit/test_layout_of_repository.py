@@ -53,7 +53,9 @@ def words_of_code(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def may_import(path: Path, framework: str) -> bool:
     """Whether a file belongs to a framework: its platform folder, and what the conformance suite knows of it."""
-    return PACKAGE / "platform" / framework in path.parents or path == PACKAGE / f"testing/labs/{framework}_lab.py"
+    return (
+        PACKAGE / "platform" / framework in path.parents or path == PACKAGE / f"testing/adapters/{framework}_adapter.py"
+    )
 
 
 def offending_imports(files: list[Path]) -> list[str]:

@@ -46,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(site: Path) -> dict[str, str]:
     """Of a user who has installed both, and chosen no platform."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("HYPER_PARALLEL_PLATFORM", "HYPER_PARALLEL_LAB")}
+    kept = {k: v for k, v in os.environ.items() if k not in ("HYPER_PARALLEL_PLATFORM", "HYPER_PARALLEL_ADAPTER")}
     return {**kept, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
 
@@ -70,7 +70,7 @@ def test_conforms(site: Path, tmp_path: Path) -> None:
     markdown = tmp_path / "report.md"
     status, output, report = run_kit(site, tmp_path, "numpy", "--report", str(markdown))
     assert status == 0, output
-    assert (report["backend"], report["lab"], report["ok"]) == ("numpy", "numpy_backend.lab", True)
+    assert (report["backend"], report["adapter"], report["ok"]) == ("numpy", "numpy_backend.adapter", True)
     assert report["complete"] and "numpy conforms" in output
     # Short ways are torch's and MindSpore's.
     assert set(report["skip_reasons"]) == {
@@ -143,12 +143,12 @@ def install_by_hand(site: Path, name: str, module: str, entry_points: str) -> No
 def test_kit_catches_a_backend_that_adds_wrongly(site: Path, tmp_path: Path) -> None:
     entry = "[hyper_parallel.platforms]\nnumpy-broken = numpy_broken:Broken\n"
     install_by_hand(site, "numpy_broken", BROKEN, entry)
-    # No lab: neither in the package nor on the command line.
+    # No adapter: neither in the package nor on the command line.
     status, output, report = run_kit(site, tmp_path, "numpy-broken", *SELECTION)
     assert (status, report) == (2, {}), output
-    assert "the backend 'numpy-broken' has no lab" in output
-    assert "--lab package.module" in output
-    status, output, report = run_kit(site, tmp_path, "numpy-broken", "--lab", "numpy_backend.lab", *SELECTION)
+    assert "the backend 'numpy-broken' has no adapter" in output
+    assert "--adapter package.module" in output
+    status, output, report = run_kit(site, tmp_path, "numpy-broken", "--adapter", "numpy_backend.adapter", *SELECTION)
     assert status == 1, output
     assert "numpy-broken does not conform" in output
     assert not report["ok"] and not report["complete"]

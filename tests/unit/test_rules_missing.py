@@ -34,6 +34,6 @@ def test_what_a_rule_lost_is_missed(monkeypatch: pytest.MonkeyPatch, op: str, ch
         case for case in CASES if case.op == op and all(x.ndim == 2 for x in case.operands if isinstance(x, np.ndarray))
     )
     right = OPERATIONS[op]
-    wrong = replace(right, rule=lambda shapes, statics: replace(right.rule(shapes, statics), **changes))
+    wrong = replace(right, rule=lambda shapes, static_args: replace(right.rule(shapes, static_args), **changes))
     monkeypatch.setitem(OPERATIONS, op, wrong)
     assert missing in {found.what for found in missing_in(case)}

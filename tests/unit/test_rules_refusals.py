@@ -130,23 +130,23 @@ REFUSED: list[tuple[str, tuple, tuple]] = [
 ]
 
 
-@pytest.mark.parametrize(("op", "shapes", "statics"), REFUSED, ids=str)
-def test_refused(op: str, shapes: tuple, statics: tuple) -> None:
-    assert OPERATIONS[op].rule(tuple(shapes), statics) is None
+@pytest.mark.parametrize(("op", "shapes", "static_args"), REFUSED, ids=str)
+def test_refused(op: str, shapes: tuple, static_args: tuple) -> None:
+    assert OPERATIONS[op].rule(tuple(shapes), static_args) is None
 
 
 @pytest.mark.parametrize(
-    ("op", "statics"),
+    ("op", "static_args"),
     [("sum", ((2,), False)), ("permute", ((0, 2),)), ("unsqueeze", (3,)), ("squeeze", ((-3,),)), ("split", (1, 2))],
 )
-def test_a_dimension_that_does_not_exist_is_an_error(op: str, statics: tuple) -> None:
+def test_a_dimension_that_does_not_exist_is_an_error(op: str, static_args: tuple) -> None:
     with pytest.raises(IndexError, match=r"out of range for a tensor with [23] dimension"):
-        OPERATIONS[op].rule(((4, 3),), statics)
+        OPERATIONS[op].rule(((4, 3),), static_args)
 
 
 def test_a_second_rule_of_a_name_is_an_error() -> None:
     with pytest.raises(ValueError, match="'linear' already has a rule"):
-        rule("linear")(lambda shapes, statics: None)
+        rule("linear")(lambda shapes, static_args: None)
 
 
 @pytest.mark.parametrize(("dim", "ndim", "expected"), [(-1, 3, 2), (2, 3, 2), (0, 0, 0), (-1, 0, 0)])

@@ -67,10 +67,10 @@ NEVER_EMPTY = [
 ]
 
 
-@pytest.mark.parametrize(("op", "shapes", "statics"), NEVER_EMPTY, ids=[name for name, *_ in NEVER_EMPTY])
-def test_no_rank_runs_on_nothing(op: str, shapes: tuple, statics: tuple) -> None:
+@pytest.mark.parametrize(("op", "shapes", "static_args"), NEVER_EMPTY, ids=[name for name, *_ in NEVER_EMPTY])
+def test_no_rank_runs_on_nothing(op: str, shapes: tuple, static_args: tuple) -> None:
     """What fewer elements than ranks shard is gathered; where each rank has one, it stays sharded."""
-    sharding = OPERATIONS[op].rule(shapes, statics)
+    sharding = OPERATIONS[op].rule(shapes, static_args)
     assert sharding is not None
     labels = sharding.operands[0] or ()
     dims = [i for i, label in enumerate(labels) if label is not None and label in sharding.nonempty]

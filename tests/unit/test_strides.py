@@ -69,13 +69,13 @@ def test_reshape(name: str) -> None:
     assert copies or name in ("contiguous", "one row", "flat", "number", "one column")
 
 
-def view_strides(name: str, statics: tuple, x: np.ndarray, y: np.ndarray) -> tuple[int, ...] | None:
+def view_strides(name: str, static_args: tuple, x: np.ndarray, y: np.ndarray) -> tuple[int, ...] | None:
     """Strides of the first view that a canonical operation gives of ``x``, which has the shape of ``y``."""
     op = OPERATIONS[name]
     if op.view_strides is not None:
-        return op.view_strides(statics, x.shape, strides_of(x), y.shape)
+        return op.view_strides(static_args, x.shape, strides_of(x), y.shape)
     assert op.view_index is not None
-    index = op.view_index(statics, x.shape, [y.shape])
+    index = op.view_index(static_args, x.shape, [y.shape])
     assert index is not None
     return indexed_strides(x.shape, strides_of(x), index[0])
 
@@ -95,9 +95,9 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_views(name: str, call: str) -> None:
     x = TENSORS[name]
-    operation, statics, function = CALLS[call]
+    operation, static_args, function = CALLS[call]
     y = function(x)
-    found = view_strides(operation, statics, x, y)
+    found = view_strides(operation, static_args, x, y)
     assert found is not None
     assert agree(y, found)
 

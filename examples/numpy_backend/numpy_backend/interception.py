@@ -104,10 +104,10 @@ def _row(canonical: str, count: int, function: Callable[..., Any]) -> NativeOp:
             return tuple(values[0]), _hashable(values[1:])
         return values[:count], _hashable(values[count:])
 
-    def run(func: Any, xs: tuple, statics: Any) -> Any:
+    def run(func: Any, xs: tuple, static_args: Any) -> Any:
         if count == 0:
             return func(*xs)
-        return func(list(xs), *statics) if count < 0 else func(*xs, *statics)
+        return func(list(xs), *static_args) if count < 0 else func(*xs, *static_args)
 
     return NativeOp(canonical, bind, run, binds_by_function=False)
 

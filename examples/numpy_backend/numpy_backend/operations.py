@@ -430,8 +430,8 @@ def _index_row(call: Any, canonical: str, operands: int) -> None:
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
         return (*args[:operands], *args[operands]), (args[operands + 1],)
 
-    def run(func: Any, xs: tuple, statics: tuple) -> Any:
-        return call(*xs[:operands], tuple(xs[operands:]), statics[0])
+    def run(func: Any, xs: tuple, static_args: tuple) -> Any:
+        return call(*xs[:operands], tuple(xs[operands:]), static_args[0])
 
     TABLE[call] = NativeOp(canonical, bind, run, binds_by_function=False)
 

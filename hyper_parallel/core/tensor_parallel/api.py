@@ -33,12 +33,12 @@ def parallelize_module(
         device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
         parallelize_plan: a style for ``module`` itself, or a dict from module paths to styles. Each segment of a path
             may be a glob pattern: ``"layers.*.attention.w[qkv]"``. ``""`` is ``module`` itself. A style may be given by
-            its name: ``"colwise"``, ``"rowwise"``, ``"colwise_rep"``, ``"sequence_parallel"`` and what else plans of
-            Hugging Face's models have, or `register_style` added. Norms inside attention heads that the plan shards
-            (q_norm, k_norm) get `HeadNormParallel` without being named.
+            its name: ``"colwise"``, ``"rowwise"``, ``"colwise_rep"``, ``"sequence_parallel"``, another name that plans
+            of Hugging Face's models use, or one that `register_style` added. Norms inside attention heads that the plan
+            shards (q_norm, k_norm) get `HeadNormParallel` without being named.
         src_data_rank: rank of the mesh whose parameters and buffers count, in the whole of ``module``: those that the
             plan places are scattered or broadcast from it, those that stay plain are broadcast in place, together. None
-            takes each rank's own and communicates nothing. What has no values (on meta) is left alone.
+            takes each rank's own and communicates nothing. Parameters and buffers on the meta device stay there.
 
     Returns:
         ``module``.

@@ -45,8 +45,8 @@ class ColwiseParallel(WeightParallel):
         packed: for a weight that is several matrices in one (query, key and value; gate and up): the output features of
             each, or the number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``output_layouts`` means
             `PackedShard`: taken apart with ``split`` or ``chunk``, each part is ``Shard(-1)``. ``packed=1`` says that
-            the weight is one matrix, whatever it looks like: consecutive features belong together, as where query, key
-            and value alternate head by head.
+            the weight is one matrix though its shape looks like several: for example where query, key and value
+            alternate head by head, so that consecutive features belong together.
         heads: number of attention heads in the output features: checked, so that every rank gets whole heads. A tuple
             is for a packed weight, one number for each part, and implies ``packed``.
         replicate_heads: for keys and values of fewer heads than there are ranks. Every rank keeps the whole weight, and

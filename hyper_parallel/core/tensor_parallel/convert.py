@@ -113,7 +113,8 @@ def _redistribute(x: Any, desired: Placement, what: str) -> Any:
         return placed
     except ValueError as error:
         _check_dim(desired, x, what)
-        raise ValueError(f"{what} cannot be placed as the plan says: {error}") from None
+        differs = isinstance(error, RankMismatchError)  # which names the place, and the ranks
+        raise error if differs else ValueError(f"{what} cannot be placed as the plan says: {error}") from None
 
 
 def _check_dim(placement: Placement | None, x: Any, what: str) -> None:

@@ -44,7 +44,7 @@ def embedding_forward(
     by_features = weight.placements[0] is Shard(1)
     layouts = (None, weight)
 
-    def native(operands: tuple, statics: tuple) -> Any:
+    def native(operands: tuple, static_args: tuple) -> Any:
         return fast.embedding(*operands)
 
     def forward(module: Any, ids: Any) -> Any:

@@ -34,7 +34,7 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross entropy of logits of which each rank holds some classes, on plain tensors.
+    """Cross entropy of plain logits whose classes are sharded over the ranks.
 
     The logits are not gathered: two all-reduces of a few numbers a sample in forward, none in backward.
 
@@ -48,9 +48,10 @@ def vocab_parallel_cross_entropy(
         mesh: 1-D mesh over which the classes are sharded, in consecutive parts; take ``mesh["tp"]`` of a larger one.
         dim: dimension of the classes. Default: as ``cross_entropy`` of the frameworks has it, 1, or 0 of a single
             sample.
-        vocab_size: number of classes. Default: those of this rank times the ranks. To be given where the parts are not
-            equal; they are then those of `distribute_tensor`: 5 over 4 ranks are 2, 2, 1, 0. The ranks compare their
-            shapes once for each number of classes, in the first call, which must happen on all of them.
+        vocab_size: number of classes. Default: the classes of this rank times the number of ranks. Give it where the
+            ranks hold different numbers of classes. These must be the shards that `distribute_tensor` makes: 2, 2, 1
+            and 0 for 5 classes over 4 ranks. In the first call for a number of classes the ranks compare their shapes,
+            so that call must happen on all of them.
         weight: weight of each class, shape (vocab_size,), the same on all ranks.
         ignore_index: a target that does not count. Not for probabilities.
         reduction: ``"none"``, ``"mean"`` (divided by the weights of the targets, or for probabilities by the number of
@@ -93,8 +94,8 @@ def vocab_parallel_cross_entropy(
         mine = weight
         if layouts[2] is not None:
             mine = platform.narrow(weight, 0, layouts[2].local_offset[0], layouts[2].local_shape[0])
-        statics = (reduction, ignore_index, float(label_smoothing))
-        return sharded_cross_entropy(platform, (local_logits, target, mine), statics, layouts, dim)
+        static_args = (reduction, ignore_index, float(label_smoothing))
+        return sharded_cross_entropy(platform, (local_logits, target, mine), static_args, layouts, dim)
 
 
 def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:

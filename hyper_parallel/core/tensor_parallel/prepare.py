@@ -35,8 +35,8 @@ class PrepareModuleInput(ParallelStyle):
 
     Raises:
         TypeError: when a layout is no placement.
-        ValueError: when layouts and desired layouts do not match, here; when the module is called with fewer
-            positional inputs than there are layouts, then.
+        ValueError: at construction, when layouts and desired layouts do not match; when the module is called, for
+            fewer positional inputs than there are layouts.
 
     Example:
         >>> from hyper_parallel import PrepareModuleInput, Replicate, Shard
@@ -119,8 +119,9 @@ class PrepareModuleOutput(ParallelStyle):
         use_local_output: give plain local tensors.
 
     Raises:
-        TypeError: when a layout is no placement. ValueError: when layouts and desired layouts do not match, here; when
-            the module returns another number of outputs, then.
+        TypeError: when a layout is no placement.
+        ValueError: at construction, when layouts and desired layouts do not match; when the module is called, for
+            another number of outputs.
 
     Example:
         >>> from hyper_parallel import PrepareModuleOutput, Replicate, Shard

@@ -79,7 +79,8 @@ def register_style(name: str, factory: Callable[[], ParallelStyle]) -> None:
 
     Args:
         name: the name; one that exists is replaced.
-        factory: makes a new style each time: a class, or a function without arguments.
+        factory: a class or a function without arguments; it is called, and gives a style, for each module that a plan
+            gives the name.
 
     Raises:
         TypeError: when ``name`` is no string or ``factory`` cannot be called.

@@ -23,11 +23,11 @@ class NativeOp:
 
     Attributes:
         name: the canonical operation (``"linear"``, ``"pointwise"``, ...); docs/rules.md lists them.
-        bind: ``bind(func, args, kwargs) -> (operands, statics)`` brings a native call into canonical form.
-            ``operands`` is the tuple of tensor operands (tensors, Python scalars or ``None``), ``statics`` the tuple
-            of the remaining arguments in the order that the canonical operation documents; it must be hashable.
-            For element-wise operations ``statics`` may be any object: it is handed to `call` and never looked at.
-        call: ``call(func, operands, statics) -> result`` runs the native operation on local tensors. The result is
+        bind: ``bind(func, args, kwargs) -> (operands, static_args)`` brings a native call into canonical form.
+            ``operands`` is the tuple of tensor operands (tensors, Python scalars or ``None``), ``static_args`` the
+            tuple of the remaining arguments in the order that the canonical operation documents; it must be hashable.
+            For element-wise operations ``static_args`` may be any object: it is handed to `call` and never looked at.
+        call: ``call(func, operands, static_args) -> result`` runs the native operation on local tensors. The result is
             a tensor or a tuple or list of tensors.
         binds_by_function: whether `bind` may look at ``func``. False where it does not, as it must be where a
             framework makes a new function object for each call: calls are remembered under the function otherwise.
@@ -61,7 +61,7 @@ class Dispatch(Protocol):
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
         """The same for one row, as ``run(func, args, kwargs)``."""
 
-    def result_shapes(self, name: str, shapes: tuple, statics: Any) -> tuple[tuple[int, ...], ...]:
+    def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
         """Shapes of the results of a canonical operation on tensors of these shapes (None for an operand that is no
         tensor), as its rule gives them: for backends whose kernels fail for tensors without elements."""
 

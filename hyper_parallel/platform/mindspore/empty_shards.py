@@ -61,76 +61,76 @@ def safe_when_empty(op: NativeOp, flat: bool = False) -> NativeOp:
     """The row, made safe for empty operands. ``flat``: it is element-wise, and MindSpore records no gradient of it."""
     call, when_empty = op.call, _flat if flat else _WHEN_EMPTY.get(op.name, _connected)
 
-    def safe_call(func: Any, operands: tuple, statics: Any) -> Any:
+    def safe_call(func: Any, operands: tuple, static_args: Any) -> Any:
         for x in operands:
             if isinstance(x, Tensor) and 0 in x._shape:
-                return when_empty(op, func, operands, statics)
-        return call(func, operands, statics)
+                return when_empty(op, func, operands, static_args)
+        return call(func, operands, static_args)
 
     return replace(op, call=safe_call)
 
 
-def _result_shapes(op: NativeOp, operands: tuple, statics: Any) -> tuple:
+def _result_shapes(op: NativeOp, operands: tuple, static_args: Any) -> tuple:
     shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in operands)
-    return _DISPATCH[0].result_shapes(op.name, shapes, statics)
+    return _DISPATCH[0].result_shapes(op.name, shapes, static_args)
 
 
-def _connected(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     """What the operation itself gives. Results without elements get every operand as an input: MindSpore records few
     operations on empty tensors."""
 
     def connect(y: Any) -> Any:
         return connected_zeros(tuple(y.shape), y.dtype, operands) if isinstance(y, Tensor) and 0 in y.shape else y
 
-    result = op.call(func, operands, statics)
+    result = op.call(func, operands, static_args)
     return tuple(map(connect, result)) if isinstance(result, (tuple, list)) else connect(result)
 
 
-def _zeros(op: NativeOp, func: Any, operands: tuple, statics: Any, inputs: tuple | None = None) -> Any:
+def _zeros(op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None) -> Any:
     """Zeros, which are sums of nothing. Of what has no neutral element only results without elements are asked for.
 
     The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
     dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands.
     """
     stand_ins = [ops.zeros(tuple(n or 1 for n in x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands]
-    result = op.call(func, tuple(stand_ins), statics)
+    result = op.call(func, tuple(stand_ins), static_args)
     several = isinstance(result, (tuple, list))
     found = tuple(
         connected_zeros(shape, y.dtype, operands if inputs is None else inputs)
-        for shape, y in zip(_result_shapes(op, operands, statics), result if several else (result,), strict=False)
+        for shape, y in zip(_result_shapes(op, operands, static_args), result if several else (result,), strict=False)
     )
     return found if several else found[0]
 
 
-def _flat(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+def _flat(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     """Without inputs, as on ranks with elements: collectives of backward run on all ranks or none."""
-    return _zeros(op, func, operands, statics, ())
+    return _zeros(op, func, operands, static_args, ())
 
 
-def nothing_taken(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Tensor:
+def nothing_taken(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Tensor:
     """Zeros in the dtype of the first operand, for operations whose static arguments speak of sizes."""
-    return connected_zeros(_result_shapes(op, operands, statics)[0], operands[0].dtype, operands)
+    return connected_zeros(_result_shapes(op, operands, static_args)[0], operands[0].dtype, operands)
 
 
-def _product_and_term(op: NativeOp, operands: tuple, statics: Any, factors: slice, term: Any) -> Tensor:
+def _product_and_term(op: NativeOp, operands: tuple, static_args: Any, factors: slice, term: Any) -> Tensor:
     """A product of nothing, which is zero, plus a term."""
-    (shape,), dtype = _result_shapes(op, operands, statics), operands[1].dtype
+    (shape,), dtype = _result_shapes(op, operands, static_args), operands[1].dtype
     if term is None or 0 in shape:
         return connected_zeros(shape, dtype, operands)
     return connected_zeros(shape, dtype, operands[factors]) + term
 
 
-def _linear(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
-    return _product_and_term(op, operands, statics, slice(2), (*operands, None)[2])
+def _linear(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    return _product_and_term(op, operands, static_args, slice(2), (*operands, None)[2])
 
 
-def _addmm(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
-    c, beta = operands[0], statics[0]
-    return _product_and_term(op, operands, statics, slice(1, 3), c if beta == 1 else c * beta)
+def _addmm(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    c, beta = operands[0], static_args[0]
+    return _product_and_term(op, operands, static_args, slice(1, 3), c if beta == 1 else c * beta)
 
 
-def _in_place(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
-    return _nothing_written(operands[0]) if 0 in operands[0].shape else op.call(func, operands, statics)
+def _in_place(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    return _nothing_written(operands[0]) if 0 in operands[0].shape else op.call(func, operands, static_args)
 
 
 def _nothing_written(x: Tensor) -> Tensor:
@@ -141,15 +141,15 @@ def _nothing_written(x: Tensor) -> Tensor:
     return x
 
 
-def _dropout(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+def _dropout(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     """Draws nevertheless, so that the generators of the ranks stay in step."""
-    op.call(func, (ops.ones((1,), ms.float32),), statics)
-    return nothing_taken(op, func, operands, statics)
+    op.call(func, (ops.ones((1,), ms.float32),), static_args)
+    return nothing_taken(op, func, operands, static_args)
 
 
-def _setitem(op: NativeOp, func: Any, operands: tuple, statics: Any) -> Any:
+def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
-    return operands[0] if nowhere and 0 not in operands[0].shape else _in_place(op, func, operands, statics)
+    return operands[0] if nowhere and 0 not in operands[0].shape else _in_place(op, func, operands, static_args)
 
 
 #: Operations whose results are zero, or have no elements, where an operand has none.
@@ -162,11 +162,11 @@ _ZERO = """
 _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     **dict.fromkeys(_ZERO.split(), _zeros),
     # MindSpore records no gradient of a quotient that it rounds.
-    "div": lambda op, func, operands, statics: (_flat if statics and statics[0] is not None else _zeros)(
-        op, func, operands, statics
+    "div": lambda op, func, operands, static_args: (_flat if static_args and static_args[0] is not None else _zeros)(
+        op, func, operands, static_args
     ),
     # Ones or zeros have no gradient by what they are like, on no rank.
-    "like": lambda op, func, operands, statics: op.call(func, operands, statics),
+    "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
     **dict.fromkeys(("expand", "getitem", "attention"), nothing_taken),
     "linear": _linear,

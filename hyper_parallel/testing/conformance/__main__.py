@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE, PlatformError, get_platform
-from hyper_parallel.testing import labs
+from hyper_parallel.testing import adapters
 from hyper_parallel.testing.conformance.report import Report
 from hyper_parallel.testing.pool import SIZE
 
@@ -59,7 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     every = ",".join(map(str, range(1, SIZE + 1)))
     parser.add_argument("backend", help="name or alias of the backend")
-    parser.add_argument("--lab", metavar="MODULE", help="lab of the backend, instead of the one its package names")
+    parser.add_argument(
+        "--adapter", metavar="MODULE", help="adapter of the backend, instead of the one its package names"
+    )
     parser.add_argument(
         "--world-sizes", type=world_sizes, default=every, metavar="N,...", help=f"run checks on so many ranks ({every})"
     )
@@ -108,7 +110,7 @@ def versions_of(backend: Platform) -> dict[str, str]:
 
 
 def run(
-    backend: Platform, lab: str, arguments: argparse.Namespace, pytest_arguments: Sequence[str]
+    backend: Platform, adapter: str, arguments: argparse.Namespace, pytest_arguments: Sequence[str]
 ) -> tuple[int, Report]:
     """Run pytest in this process; returns its exit status and the report."""
     import pytest
@@ -119,7 +121,7 @@ def run(
         backend=backend.name,
         device_type=backend.device_type,
         comm_backend=comm_backend_of(backend),
-        lab=lab,
+        adapter=adapter,
         versions=versions_of(backend),
         world_sizes=arguments.world_sizes,
         complete=len(arguments.world_sizes) == SIZE and not arguments.k and not pytest_arguments,
@@ -145,19 +147,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, pytest_arguments = make_parser().parse_known_args(argv)
     if importlib.util.find_spec("pytest") is None:
         return _cannot_run("the checks are written for pytest, which is not installed: pip install 'pytest>=8.4'")
-    if arguments.lab:
-        os.environ[labs.ENVIRONMENT_VARIABLE] = arguments.lab
+    if arguments.adapter:
+        os.environ[adapters.ENVIRONMENT_VARIABLE] = arguments.adapter
     # Read when the frameworks are loaded, here and in the workers: ranks share few cores, and MindSpore warns a lot.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOG_v", "3")
     try:
         backend = backend_of(arguments.backend)
-        lab = labs.lab_of(backend.name)
+        adapter = adapters.adapter_of(backend.name)
         os.environ[ENVIRONMENT_VARIABLE] = backend.name
-        labs.load_lab(lab)
-    except (PlatformError, labs.LabError) as error:
+        adapters.load_adapter(adapter)
+    except (PlatformError, adapters.AdapterError) as error:
         return _cannot_run(str(error))
-    status, report = run(backend, lab, arguments, pytest_arguments)
+    status, report = run(backend, adapter, arguments, pytest_arguments)
     for path in arguments.report:
         report.write(path)
     print(f"\n{report.to_text()}", flush=True)

@@ -35,7 +35,7 @@ class Report:
         backend: name of the backend.
         device_type: of its meshes.
         comm_backend: what its groups run on.
-        lab: module that gave its framework to the checks.
+        adapter: module that gave its framework to the checks.
         versions: of the library, Python, NumPy and the framework.
         world_sizes: of the checks that were asked for.
         complete: whether all checks were asked for.
@@ -48,7 +48,7 @@ class Report:
     backend: str
     device_type: str
     comm_backend: str
-    lab: str
+    adapter: str
     versions: dict[str, str]
     world_sizes: list[int]
     complete: bool
@@ -99,7 +99,7 @@ class Report:
     def _about(self) -> list[tuple[str, str]]:
         return [
             ("device", f"{self.device_type} ({self.comm_backend})"),
-            ("lab", self.lab),
+            ("adapter", self.adapter),
             ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
             ("world sizes", ", ".join(map(str, self.world_sizes))),
             ("seconds", f"{self.seconds:.0f}"),

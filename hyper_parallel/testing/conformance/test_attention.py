@@ -18,8 +18,8 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, compare, floats
-from hyper_parallel.testing.labs import get_lab
 
 
 def expect(world_size: int, forward: dict[str, int], backward: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -28,7 +28,9 @@ def expect(world_size: int, forward: dict[str, int], backward: dict[str, int]) -
 
 @spmd.on_mesh()
 def grouped(mesh: Any, heads: int, kv_heads: int, normed: bool, plan: dict[str, Any]) -> Any:
-    return compare(lambda lab: lab.GroupedAttention(heads, kv_heads, 2, normed), plan, floats(2, 5, 2 * heads), mesh)
+    return compare(
+        lambda adapter: adapter.GroupedAttention(heads, kv_heads, 2, normed), plan, floats(2, 5, 2 * heads), mesh
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -96,7 +98,7 @@ def fused(mesh: Any, kv_heads: int, viewed: bool, style: Any) -> Any:
     plan = {"": prepared, "wqkv": style, "wo": RowwiseParallel()}
     if style.use_local_output:
         del plan[""]
-    return compare(lambda lab: lab.FusedAttention(12, kv_heads, 2, viewed), plan, floats(2, 5, 24), mesh)
+    return compare(lambda adapter: adapter.FusedAttention(12, kv_heads, 2, viewed), plan, floats(2, 5, 24), mesh)
 
 
 @pytest.mark.parametrize("use_local_output", [True, False])
@@ -116,7 +118,9 @@ def test_fused_projection(pool: Any, world_size: int, use_local_output: bool) ->
 
 @spmd.on_mesh()
 def gated(mesh: Any, hidden: int, style: Any) -> Any:
-    return compare(lambda lab: lab.FusedGated(6, hidden), {"w13": style, "w2": "rowwise"}, floats(2, 3, 6), mesh)
+    return compare(
+        lambda adapter: adapter.FusedGated(6, hidden), {"w13": style, "w2": "rowwise"}, floats(2, 3, 6), mesh
+    )
 
 
 @pytest.mark.parametrize("hidden", [12, 7], ids=["even", "uneven"])
@@ -130,7 +134,7 @@ def test_fused_gate_and_up(pool: Any, world_size: int, hidden: int) -> None:
 @spmd.on_mesh()
 def packed_row(mesh: Any, n_in: int, sizes: Any) -> Any:
     return compare(
-        lambda lab: lab.linear_module(n_in, 6),
+        lambda adapter: adapter.linear_module(n_in, 6),
         RowwiseParallel(packed=sizes),
         floats(2, n_in),
         mesh,
@@ -150,7 +154,7 @@ def test_packed_input_features(pool: Any, world_size: int, sizes: Any) -> None:
 def packed_gathered(mesh: Any) -> Any:
     """The whole output of a packed weight has the order of the single device."""
     return compare(
-        lambda lab: lab.linear_module(6, 12),
+        lambda adapter: adapter.linear_module(6, 12),
         ColwiseParallel(packed=(7, 3, 2), output_layouts=Replicate()),
         floats(2, 6),
         mesh,
@@ -168,11 +172,11 @@ def state_of_packed(mesh: Any) -> None:
     """What a checkpoint holds is the weight of the single device."""
     import numpy as np
 
-    lab = get_lab()
-    single, sharded = (lab.load(lab.linear_module(6, 12), np.random.default_rng(5)) for _ in range(2))
+    adapter = get_adapter()
+    single, sharded = (adapter.load(adapter.linear_module(6, 12), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, ColwiseParallel(packed=(7, 3, 2)))
     assert sharded.weight.placements == (PackedShard(0, (7, 3, 2)),)
-    np.testing.assert_array_equal(lab.numpy(sharded.weight), lab.numpy(single.weight))
+    np.testing.assert_array_equal(adapter.numpy(sharded.weight), adapter.numpy(single.weight))
 
 
 def test_state_of_packed_weight(pool: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from hyper_parallel import DeviceMesh, DTensor, Partial, Shard, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.device_mesh import current_mesh
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 
 
 def structure() -> None:
@@ -41,8 +41,8 @@ def structure() -> None:
     assert current_mesh() is None
     with mesh, tp:
         assert current_mesh() is tp
-        lab = get_lab()
-        assert DTensor.from_local(lab.tensor(np.zeros(2, np.float32)), None, [Shard(0)]).device_mesh is tp
+        adapter = get_adapter()
+        assert DTensor.from_local(adapter.tensor(np.zeros(2, np.float32)), None, [Shard(0)]).device_mesh is tp
     assert current_mesh() is None
 
 
@@ -57,9 +57,9 @@ def outside() -> str:
             return str(error)
         return ""
     assert mesh.get_coordinate() == ((rank - 1) // 2,)
-    lab = get_lab()
-    x = DTensor.from_local(lab.tensor(np.full((2,), rank, np.float32)), mesh, [Shard(0)])
-    assert lab.numpy(x).tolist() == [1, 1, 3, 3]
+    adapter = get_adapter()
+    x = DTensor.from_local(adapter.tensor(np.full((2,), rank, np.float32)), mesh, [Shard(0)])
+    assert adapter.numpy(x).tolist() == [1, 1, 3, 3]
     return "inside"
 
 
@@ -88,8 +88,8 @@ def made_after_slices() -> None:
     row = DeviceMesh(None, [0, 1], mesh_dim_names=("cols",))
     assert DeviceMesh(None, [0, 1], mesh_dim_names=("cols",)) is row
     crossed = DeviceMesh(None, [[0, 3], [1, 2]])
-    x = DTensor.from_local(get_lab().tensor(np.ones(2, np.float32)), crossed, [Partial(), Partial()])
-    assert get_lab().numpy(x).tolist() == [4, 4]
+    x = DTensor.from_local(get_adapter().tensor(np.ones(2, np.float32)), crossed, [Partial(), Partial()])
+    assert get_adapter().numpy(x).tolist() == [4, 4]
 
 
 def test_mesh_that_is_a_dimension_of_another_one_on_some_ranks(pool: Any) -> None:

@@ -28,9 +28,9 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import block_plan, compare, floats
-from hyper_parallel.testing.labs import get_lab
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 WORLD_SIZES = [1, 2, 3, 4]
@@ -66,14 +66,14 @@ def whole_tensors(mesh_shape: tuple[int, ...], rows: int) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, platform = get_lab(), mesh.platform
+    adapter, platform = get_adapter(), mesh.platform
     mine = floats(rows, 3) + platform.rank()
     for placements in itertools.product((R, S0, S1, P), repeat=mesh.ndim):
         sharded = sum(isinstance(p, Shard) and mesh.shape[d] > 1 for d, p in enumerate(placements))
         many = sum(n > 1 for n in mesh.shape)
         for source in range(min(mesh.shape)):
             with CommDebugMode() as comm:
-                x = distribute_tensor(lab.tensor(mine), mesh, placements, src_data_rank=source)
+                x = distribute_tensor(adapter.tensor(mine), mesh, placements, src_data_rank=source)
             assert comm.get_total_counts() <= many, placements  # nothing to send where there are no elements
             assert set(comm.get_comm_counts()) <= {"scatter", "broadcast"}
             if sharded == 0:
@@ -81,18 +81,18 @@ def whole_tensors(mesh_shape: tuple[int, ...], rows: int) -> None:
             assert x.placements == placements
             rank = int(mesh.mesh[(source,) * mesh.ndim])
             wanted = floats(rows, 3) + rank
-            same(lab.numpy(x), wanted, f"{placements} from {source}")
+            same(adapter.numpy(x), wanted, f"{placements} from {source}")
         with CommDebugMode() as comm:
-            x = distribute_tensor(lab.tensor(mine), mesh, placements, src_data_rank=None)
+            x = distribute_tensor(adapter.tensor(mine), mesh, placements, src_data_rank=None)
         assert comm.get_total_counts() == 0
         if P not in placements:
-            same(lab.numpy(x.to_local()), part(mine, mesh, *placements), f"own data as {placements}")
-    x = distribute_tensor(lab.tensor(mine), mesh)
+            same(adapter.numpy(x.to_local()), part(mine, mesh, *placements), f"own data as {placements}")
+    x = distribute_tensor(adapter.tensor(mine), mesh)
     assert distribute_tensor(x, mesh, [R] * mesh.ndim) is x
     with pytest.raises(ValueError, match="redistribute"):
         distribute_tensor(x, mesh, [S0] * mesh.ndim)
     with pytest.raises(ValueError, match=f"src_data_rank={max(mesh.shape)}"):
-        distribute_tensor(lab.tensor(mine), mesh, src_data_rank=max(mesh.shape))
+        distribute_tensor(adapter.tensor(mine), mesh, src_data_rank=max(mesh.shape))
 
 
 @pytest.mark.parametrize("rows", [12, 5])
@@ -103,10 +103,10 @@ def test_distribute_tensor(pool: Any, mesh: tuple[int, ...], rows: int) -> None:
 
 @spmd.on_mesh()
 def partial_tensors(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     for op in ("sum", "avg", "max", "min", "product"):
-        x = distribute_tensor(lab.tensor(floats(4, 3)), mesh, [Partial(op)])
-        same(lab.numpy(x), floats(4, 3), op)
+        x = distribute_tensor(adapter.tensor(floats(4, 3)), mesh, [Partial(op)])
+        same(adapter.numpy(x), floats(4, 3), op)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -120,11 +120,11 @@ def test_distribute_as_partial(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def one_parameter(mesh: Any) -> None:
-    lab, platform = get_lab(), mesh.platform
-    model = lab.load(lab.Mlp(6, 7), np.random.default_rng(5))
-    lab.freeze(model, "up.weight")
+    adapter, platform = get_adapter(), mesh.platform
+    model = adapter.load(adapter.Mlp(6, 7), np.random.default_rng(5))
+    adapter.freeze(model, "up.weight")
     before = parameters(model)
-    values = {name: lab.numpy(p).copy() for name, p in before.items()}
+    values = {name: adapter.numpy(p).copy() for name, p in before.items()}
     distribute_parameter(model.up, "weight", mesh, [S0])
     distribute_parameter(model.up, "bias", mesh, [Shard(-1)])
     after = parameters(model)
@@ -135,7 +135,7 @@ def one_parameter(mesh: Any) -> None:
         assert isinstance(after[name], platform.Parameter)
         assert after[name].placements == (S0,)
         assert getattr(after[name], "name", name) == getattr(before[name], "name", name)
-        same(lab.numpy(after[name]), values[name], name)
+        same(adapter.numpy(after[name]), values[name], name)
     assert not after["up.weight"].requires_grad
     assert after["up.bias"].requires_grad
     assert not isinstance(after["down.weight"], DTensor)
@@ -151,19 +151,19 @@ def test_distribute_parameter(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def tied(mesh: Any, vocabulary: int) -> Any:
-    lab = get_lab()
+    adapter = get_adapter()
     plan = {
         "embedding": RowwiseParallel(input_layouts=R),
         "head": ColwiseParallel(output_layouts=R),
     }
-    model = parallelize_module(lab.load(lab.Tied(vocabulary, 6), np.random.default_rng(5)), mesh, plan)
+    model = parallelize_module(adapter.load(adapter.Tied(vocabulary, 6), np.random.default_rng(5)), mesh, plan)
     assert weight_of(model.embedding) is weight_of(model.head)
     assert weight_of(model.head).placements == (S0,)
     mismatched = {"embedding": ColwiseParallel(), "head": ColwiseParallel()}
     with pytest.raises(ValueError, match="share"):
-        parallelize_module(lab.Tied(vocabulary, 6), mesh, mismatched)
+        parallelize_module(adapter.Tied(vocabulary, 6), mesh, mismatched)
     ids = np.random.default_rng(8).integers(0, vocabulary, (3, 4)).astype(np.int64)
-    return compare(lambda lab: lab.Tied(vocabulary, 6), plan, ids, mesh)
+    return compare(lambda adapter: adapter.Tied(vocabulary, 6), plan, ids, mesh)
 
 
 @pytest.mark.parametrize("vocabulary", [12, 7])
@@ -178,10 +178,10 @@ def test_tied_weights(pool: Any, world_size: int, vocabulary: int) -> None:
 
 @spmd.on_mesh()
 def frozen(mesh: Any, names: tuple[str, ...]) -> Any:
-    def build(lab: Any) -> Any:
-        model = lab.Block(24, 36, 2)
+    def build(adapter: Any) -> Any:
+        model = adapter.Block(24, 36, 2)
         for name in names:
-            lab.freeze(model, name)
+            adapter.freeze(model, name)
         return model
 
     return compare(build, block_plan(False), floats(2, 12, 24), mesh, takes=S1, gives=S1)
@@ -203,13 +203,13 @@ def test_frozen_parameters(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def whole_module(mesh: Any, rows: int, source: int | None) -> None:
     """Data parallelism written with `distribute_module`: inputs sharded, parameters replicated or sharded."""
-    lab, rank = get_lab(), mesh.get_local_rank()
+    adapter, rank = get_adapter(), mesh.get_local_rank()
     x = floats(rows, 6)
     for arity, column in itertools.product((3, 4), (False, True)):
         # Ranks start from different weights unless each is to keep its own.
         own = 0 if source is None else rank
-        single = lab.load(lab.Buffered(6), np.random.default_rng(source or 0))
-        module = lab.load(lab.Buffered(6), np.random.default_rng(own))
+        single = adapter.load(adapter.Buffered(6), np.random.default_rng(source or 0))
+        module = adapter.load(adapter.Buffered(6), np.random.default_rng(own))
         seen: list[str] = []
 
         def partition(path: str, submodule: Any, mesh: Any, seen: Any = seen, column: bool = column) -> None:
@@ -246,19 +246,19 @@ def whole_module(mesh: Any, rows: int, source: int | None) -> None:
 
         def loss_of(module: Any) -> Any:
             def loss(x: Any) -> Any:
-                y = lab.call(module, x)
-                return lab.sum(lab.square(y)), y
+                y = adapter.call(module, x)
+                return adapter.sum(adapter.square(y)), y
 
             return loss
 
-        y, grad_x, grads = lab.model_value_and_grads(single, loss_of(single), x)
-        got_y, got_grad_x, got_grads = lab.model_value_and_grads(module, loss_of(module), part(x, mesh, S0))
-        same(lab.numpy(got_y), part(lab.numpy(y), mesh, S0), "output")
+        y, grad_x, grads = adapter.model_value_and_grads(single, loss_of(single), x)
+        got_y, got_grad_x, got_grads = adapter.model_value_and_grads(module, loss_of(module), part(x, mesh, S0))
+        same(adapter.numpy(got_y), part(adapter.numpy(y), mesh, S0), "output")
         same(got_grad_x, part(grad_x, mesh, S0), "gradient of the input")
         for name in grads:
-            same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), f"gradient of {name}")
+            same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), f"gradient of {name}")
     with pytest.raises(ValueError, match="it takes 2 argument"):
-        distribute_module(lab.Buffered(6), mesh, input_fn=lambda module, args: args)
+        distribute_module(adapter.Buffered(6), mesh, input_fn=lambda module, args: args)
 
 
 @pytest.mark.parametrize("rows", [12, 5])
@@ -273,34 +273,35 @@ def test_distribute_module(pool: Any, world_size: int, rows: int) -> None:
 
 @spmd.on_mesh()
 def data_of_one_rank(mesh: Any) -> None:
-    lab, rank = get_lab(), mesh.get_local_rank()
+    adapter, rank = get_adapter(), mesh.get_local_rank()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def values(seed: int) -> dict[str, np.ndarray]:
         return {
-            name: lab.numpy(p) for name, p in parameters(lab.load(lab.Mlp(6, 7), np.random.default_rng(seed))).items()
+            name: adapter.numpy(p)
+            for name, p in parameters(adapter.load(adapter.Mlp(6, 7), np.random.default_rng(seed))).items()
         }
 
     for source in range(mesh.size()):
-        model = lab.load(lab.Mlp(6, 7), np.random.default_rng(rank))
+        model = adapter.load(adapter.Mlp(6, 7), np.random.default_rng(rank))
         parallelize_module(model, mesh, plan, src_data_rank=source)
         for name, parameter in parameters(model).items():
-            same(lab.numpy(parameter), values(source)[name], f"{name} from rank {source}")
-    model = lab.load(lab.Mlp(6, 7), np.random.default_rng(rank))
+            same(adapter.numpy(parameter), values(source)[name], f"{name} from rank {source}")
+    model = adapter.load(adapter.Mlp(6, 7), np.random.default_rng(rank))
     with CommDebugMode() as comm:
         parallelize_module(model, mesh, plan, src_data_rank=None)
     assert comm.get_total_counts() == 0
     for name, parameter in parameters(model).items():
         same(
-            lab.numpy(parameter.to_local()),
+            adapter.numpy(parameter.to_local()),
             part(values(rank)[name], mesh, *parameter.placements),
             f"{name}, each rank's own",
         )
     # A style for the model itself takes the rank too.
-    model = lab.load(lab.linear_module(6, 7), np.random.default_rng(rank))
+    model = adapter.load(adapter.linear_module(6, 7), np.random.default_rng(rank))
     parallelize_module(model, mesh, ColwiseParallel(), src_data_rank=mesh.size() - 1)
-    whole = lab.load(lab.linear_module(6, 7), np.random.default_rng(mesh.size() - 1))
-    same(lab.numpy(weight_of(model)), lab.numpy(weight_of(whole)), "the root style's weight")
+    whole = adapter.load(adapter.linear_module(6, 7), np.random.default_rng(mesh.size() - 1))
+    same(adapter.numpy(weight_of(model)), adapter.numpy(weight_of(whole)), "the root style's weight")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -310,10 +311,10 @@ def test_src_data_rank(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def patterns(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
 
     def placed(plan: Any) -> dict[str, Any]:
-        model = lab.Block(24, 36, 2)
+        model = adapter.Block(24, 36, 2)
         with mesh:
             assert parallelize_module(model, None, plan) is model
         return {
@@ -337,7 +338,7 @@ def patterns(mesh: Any) -> None:
     with pytest.raises(ValueError, match="two styles"):
         placed({"attention.wq": column, "attention.w?": row})
     with pytest.raises((ValueError, RuntimeError), match="mesh"):
-        parallelize_module(lab.Block(24, 36, 2), None, {"attention.wq": column})
+        parallelize_module(adapter.Block(24, 36, 2), None, {"attention.wq": column})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -350,16 +351,16 @@ def test_patterns_and_the_mesh_that_was_entered(pool: Any, world_size: int) -> N
 
 def probe(mesh: Any, style: Any) -> Any:
     """A module that records what it is called with."""
-    module = get_lab().Probe()
+    module = get_adapter().Probe()
     assert style.apply(module, mesh) is module
     return module
 
 
 @spmd.on_mesh()
 def prepared_inputs(mesh: Any, rows: int) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     whole = floats(rows, 3)
-    mine = lab.tensor(part(whole, mesh, S0))
+    mine = adapter.tensor(part(whole, mesh, S0))
     even = rows % mesh.size() == 0
 
     def sharded() -> Any:
@@ -368,30 +369,30 @@ def prepared_inputs(mesh: Any, rows: int) -> None:
     # Positional: a None slot and what comes after the layouts stay as they are; a DTensor brings its own placement.
     style = PrepareModuleInput(input_layouts=(R, None), desired_input_layouts=(S0, None))
     module = probe(mesh, style)
-    plain = lab.tensor(floats(2, 2))
-    lab.call(module, lab.tensor(whole), plain, plain, "word", key=plain)
+    plain = adapter.tensor(floats(2, 2))
+    adapter.call(module, adapter.tensor(whole), plain, plain, "word", key=plain)
     args, kwargs = module.seen
     assert args[0].placements == (S0,)
-    same(lab.numpy(args[0]), whole, "converted input")
+    same(adapter.numpy(args[0]), whole, "converted input")
     assert args[1] is plain
     assert args[2] is plain
     assert args[3] == "word"
     assert kwargs["key"] is plain
-    lab.call(module, sharded().redistribute(placements=[S1]), None)
+    adapter.call(module, sharded().redistribute(placements=[S1]), None)
     assert module.seen[0][0].placements == (S0,)
-    same(lab.numpy(module.seen[0][0]), whole, "input that was distributed already")
+    same(adapter.numpy(module.seen[0][0]), whole, "input that was distributed already")
 
     # Keywords: only those listed are converted; one that is listed and not given is no error, nor is None.
     style = PrepareModuleInput(input_kwarg_layouts={"x": R, "y": R}, desired_input_kwarg_layouts={"x": S1, "y": R})
     module = probe(mesh, style)
-    lab.call(module, plain, x=lab.tensor(whole), mask=plain)
+    adapter.call(module, plain, x=adapter.tensor(whole), mask=plain)
     args, kwargs = module.seen
     assert args[0] is plain
     assert set(kwargs) == {"x", "mask"}
     assert kwargs["x"].placements == (S1,)
-    same(lab.numpy(kwargs["x"]), whole, "converted keyword")
+    same(adapter.numpy(kwargs["x"]), whole, "converted keyword")
     assert kwargs["mask"] is plain
-    lab.call(module, plain, y=None)
+    adapter.call(module, plain, y=None)
     assert module.seen[1] == {"y": None}
 
     # Both, with local tensors inside.
@@ -403,19 +404,19 @@ def prepared_inputs(mesh: Any, rows: int) -> None:
         use_local_output=True,
     )
     module = probe(mesh, style)
-    lab.call(module, lab.tensor(whole), x=lab.tensor(whole))
+    adapter.call(module, adapter.tensor(whole), x=adapter.tensor(whole))
     args, kwargs = module.seen
     assert not isinstance(args[0], DTensor)
-    same(lab.numpy(args[0]), part(whole, mesh, S0), "local input")
-    same(lab.numpy(kwargs["x"]), part(whole, mesh, S1), "local keyword")
+    same(adapter.numpy(args[0]), part(whole, mesh, S0), "local input")
+    same(adapter.numpy(kwargs["x"]), part(whole, mesh, S1), "local keyword")
 
     # A plain input that is a part is gathered once.
     if even:
         module = probe(mesh, PrepareModuleInput(input_layouts=S0, desired_input_layouts=R))
         with CommDebugMode() as comm:
-            lab.call(module, mine)
+            adapter.call(module, mine)
         assert comm.get_comm_counts() == ({"all_gather": 1} if mesh.size() > 1 else {})
-        same(lab.numpy(module.seen[0][0].to_local()), whole, "gathered input")
+        same(adapter.numpy(module.seen[0][0].to_local()), whole, "gathered input")
 
 
 @pytest.mark.parametrize("rows", [12, 5])
@@ -426,20 +427,20 @@ def test_prepare_module_input(pool: Any, world_size: int, rows: int) -> None:
 
 @spmd.on_mesh()
 def prepared_outputs(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     whole = floats(12, 6)
-    mine = lab.tensor(part(whole, mesh, S0))
+    mine = adapter.tensor(part(whole, mesh, S0))
 
     # The first output is converted, the second stays, the third is None.
     module = probe(mesh, PrepareModuleOutput(output_layouts=(S0, None, R), desired_output_layouts=(R, None, S0)))
-    plain = lab.tensor(floats(2, 2))
-    first, second, third = lab.call(module, mine, plain, None)
-    same(lab.numpy(first), whole, "first output")
+    plain = adapter.tensor(floats(2, 2))
+    first, second, third = adapter.call(module, mine, plain, None)
+    same(adapter.numpy(first), whole, "first output")
     assert not isinstance(first, DTensor)
     assert second is plain
     assert third is None
     with pytest.raises(ValueError, match="returned 2 output"):
-        lab.call(module, mine, plain)
+        adapter.call(module, mine, plain)
 
     module = probe(
         mesh,
@@ -453,13 +454,13 @@ def prepared_outputs(mesh: Any) -> None:
             use_local_output=False,
         ),
     )
-    first, second = lab.call(module, mine, plain, x=mine)
+    first, second = adapter.call(module, mine, plain, x=mine)
     args, kwargs = module.seen
     assert args[0].placements == (R,)
     assert kwargs["x"].placements == (S1,)
-    same(lab.numpy(kwargs["x"]), whole, "keyword of both")
+    same(adapter.numpy(kwargs["x"]), whole, "keyword of both")
     assert first.placements == (S1,)
-    same(lab.numpy(first), whole, "output of both")
+    same(adapter.numpy(first), whole, "output of both")
     assert second is plain
 
 
@@ -471,29 +472,29 @@ def test_prepare_module_output(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def further_arguments(mesh: Any, kind: str) -> None:
     """A module with one positional and one keyword argument more, its first input given either way."""
-    lab = get_lab()
+    adapter = get_adapter()
     style, takes, gives = {
         "column": (ColwiseParallel(), R, S1),
         "row": (RowwiseParallel(), S1, R),
         "sequence": (SequenceParallel(sequence_dim=0, use_local_output=True), S0, S0),
     }[kind]
     whole = floats(12, 12)
-    single, sharded = (lab.load(lab.Scaled(12, 24), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.Scaled(12, 24), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, {"": style})
 
     def loss_of(module: Any) -> Any:
         def loss(x: Any) -> Any:
-            y = lab.call(module, x, 2.5, shift=0.5)
-            return lab.sum(y if kind == "sequence" else lab.square(y)), y
+            y = adapter.call(module, x, 2.5, shift=0.5)
+            return adapter.sum(y if kind == "sequence" else adapter.square(y)), y
 
         return loss
 
-    wanted, wanted_grad, _ = lab.model_value_and_grads(single, loss_of(single), whole)
-    got, grad, _ = lab.model_value_and_grads(sharded, loss_of(sharded), part(whole, mesh, takes))
-    same(lab.numpy(got), part(lab.numpy(wanted), mesh, gives), "output")
+    wanted, wanted_grad, _ = adapter.model_value_and_grads(single, loss_of(single), whole)
+    got, grad, _ = adapter.model_value_and_grads(sharded, loss_of(sharded), part(whole, mesh, takes))
+    same(adapter.numpy(got), part(adapter.numpy(wanted), mesh, gives), "output")
     same(grad, part(wanted_grad, mesh, takes), "gradient of the input")
-    x = lab.tensor(part(whole, mesh, takes))
-    same(lab.numpy(lab.call(sharded, x=x, scale=2.5, shift=0.5)), lab.numpy(got), "first input by keyword")
+    x = adapter.tensor(part(whole, mesh, takes))
+    same(adapter.numpy(adapter.call(sharded, x=x, scale=2.5, shift=0.5)), adapter.numpy(got), "first input by keyword")
 
 
 @pytest.mark.parametrize("kind", ["column", "row", "sequence"])
@@ -505,16 +506,16 @@ def test_styles_pass_further_arguments_through(pool: Any, world_size: int, kind:
 @spmd.on_mesh()
 def distributed_inputs(mesh: Any) -> None:
     """An input that is distributed already, in whatever placement, is brought to the one that the style needs."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole = floats(5, 7)
     for style in (ColwiseParallel(), RowwiseParallel()):
-        single, sharded = (lab.load(lab.linear_module(7, 6), np.random.default_rng(5)) for _ in range(2))
+        single, sharded = (adapter.load(adapter.linear_module(7, 6), np.random.default_rng(5)) for _ in range(2))
         parallelize_module(sharded, mesh, style)
-        wanted = lab.numpy(lab.call(single, lab.tensor(whole)))
+        wanted = adapter.numpy(adapter.call(single, adapter.tensor(whole)))
         gives = S1 if isinstance(style, ColwiseParallel) else R
         for placement in (R, S0, S1, P):
-            x = distribute_tensor(lab.tensor(whole), mesh, [placement])
-            same(lab.numpy(lab.call(sharded, x)), part(wanted, mesh, gives), f"{style} given {placement}")
+            x = distribute_tensor(adapter.tensor(whole), mesh, [placement])
+            same(adapter.numpy(adapter.call(sharded, x)), part(wanted, mesh, gives), f"{style} given {placement}")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -23,9 +23,9 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import local_parts, same
 from hyper_parallel.testing.conformance.test_styles import block_plan, difference, floats
-from hyper_parallel.testing.labs import get_lab
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 WORLD_SIZES = [1, 2, 3, 4]
@@ -39,7 +39,8 @@ def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
 def split_counts(
     function: Callable[..., Any], arrays: list[np.ndarray]
 ) -> tuple[Any, list[np.ndarray | None], dict[str, int], dict[str, int]]:
-    """`lab.value_and_grads` of ``function``, which gives (loss, value), and the collectives in forward and backward."""
+    """`adapter.value_and_grads` of ``function``, which gives (loss, value), and the collectives in forward and
+    backward."""
     forward: dict[str, int] = {}
 
     def loss(*xs: Any) -> Any:
@@ -49,7 +50,7 @@ def split_counts(
         return value
 
     with CommDebugMode() as both:
-        value, grads = get_lab().value_and_grads(loss, arrays)
+        value, grads = get_adapter().value_and_grads(loss, arrays)
     return value, grads, forward, difference(both.get_comm_counts(), forward)
 
 
@@ -63,26 +64,26 @@ def if_many(mesh: Any, counts: dict[str, int]) -> dict[str, int]:
 
 @spmd.on_mesh()
 def make_and_take_apart(mesh: Any, rows: int) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     whole = floats(rows, 3)
     for placement in (R, S0, S1, P):
         layout = get_layout(mesh, (placement,), whole.shape)
         mine = local_parts(whole, layout, np.random.default_rng(1))
         with CommDebugMode() as comm:
-            x = DTensor.from_local(lab.tensor(mine), mesh, [placement], shape=whole.shape)
+            x = DTensor.from_local(adapter.tensor(mine), mesh, [placement], shape=whole.shape)
             local = x.to_local()
         assert comm.get_comm_counts() == {}
         assert tuple(x.shape) == whole.shape
         assert x.placements == (placement,)
         assert x.device_mesh is mesh
         assert not isinstance(local, DTensor)
-        same(lab.numpy(local), mine, f"local part of {placement}")
+        same(adapter.numpy(local), mine, f"local part of {placement}")
         full = x.full_tensor()
         assert not isinstance(full, DTensor)
-        same(lab.numpy(full), whole, f"whole of {placement}")
+        same(adapter.numpy(full), whole, f"whole of {placement}")
         for word in ("DTensor(", f"placements=[{placement!r}]", f"shape={whole.shape}", "device_mesh="):
             assert word in repr(x), word
-    even = DTensor.from_local(lab.tensor(floats(2, 3)), mesh, [S0])
+    even = DTensor.from_local(adapter.tensor(floats(2, 3)), mesh, [S0])
     assert tuple(even.shape) == (2 * mesh.size(), 3)
 
 
@@ -104,19 +105,19 @@ def outcome(call: Callable[[], Any]) -> str:
 
 @spmd.on_mesh()
 def run_check(mesh: Any) -> list[str]:
-    lab, rank = get_lab(), mesh.get_local_rank()
+    adapter, rank = get_adapter(), mesh.get_local_rank()
     make = DTensor.from_local
     last = rank == mesh.size() - 1
-    agreed = make(lab.tensor(floats(4, 3)), mesh, [R], run_check=True)
-    same(lab.numpy(agreed), floats(4, 3), "what all ranks agree on")
-    make(lab.tensor(floats(4, 3) + rank), mesh, [S0], run_check=True)  # parts may differ
+    agreed = make(adapter.tensor(floats(4, 3)), mesh, [R], run_check=True)
+    same(adapter.numpy(agreed), floats(4, 3), "what all ranks agree on")
+    make(adapter.tensor(floats(4, 3) + rank), mesh, [S0], run_check=True)  # parts may differ
     return [
-        outcome(lambda: make(lab.tensor(floats(5 if last else 4, 3)), mesh, [S0], run_check=True)),
+        outcome(lambda: make(adapter.tensor(floats(5 if last else 4, 3)), mesh, [S0], run_check=True)),
         outcome(
-            lambda: make(lab.tensor(floats(4, 3).astype(np.float64 if last else np.float32)), mesh, run_check=True)
+            lambda: make(adapter.tensor(floats(4, 3).astype(np.float64 if last else np.float32)), mesh, run_check=True)
         ),
-        outcome(lambda: make(lab.tensor(floats(4, 3) + last), mesh, [R], run_check=True)),
-        outcome(lambda: make(lab.tensor(floats(4, 3 + last)), mesh, [R], shape=(4, 3), run_check=True)),
+        outcome(lambda: make(adapter.tensor(floats(4, 3) + last), mesh, [R], run_check=True)),
+        outcome(lambda: make(adapter.tensor(floats(4, 3 + last)), mesh, [R], shape=(4, 3), run_check=True)),
     ]
 
 
@@ -134,7 +135,7 @@ def test_run_check_is_an_error_on_every_rank_that_names_the_one_that_differs(poo
 
 @spmd.on_mesh(2, 2)
 def run_check_in_one_corner(mesh: Any) -> str:
-    x = get_lab().tensor(floats(4, 3) + (mesh.get_coordinate() == (1, 1)))
+    x = get_adapter().tensor(floats(4, 3) + (mesh.get_coordinate() == (1, 1)))
     return outcome(lambda: DTensor.from_local(x, mesh, [R, R], run_check=True))
 
 
@@ -145,7 +146,7 @@ def test_run_check_on_two_dimensions(pool: Any) -> None:
 @spmd.on_mesh()
 def outside_gradient(mesh: Any, rows: int) -> None:
     """What the user says about the cotangent outside, with consumers that are plain functions of this rank alone."""
-    lab, size = get_lab(), mesh.size()
+    adapter, size = get_adapter(), mesh.size()
     rng = np.random.default_rng(2)
     whole = floats(rows, 3)
     everyone = rng.standard_normal((size, rows, 3)).astype(np.float32)  # each rank's own weights
@@ -154,7 +155,7 @@ def outside_gradient(mesh: Any, rows: int) -> None:
 
     def differ_by_rank(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [R]).to_local(grad_placements=[P])
-        return lab.weighted_sum(y, lab.tensor(mine)), y
+        return adapter.weighted_sum(y, adapter.tensor(mine)), y
 
     _, (grad,), forward, backward = split_counts(differ_by_rank, [whole])
     same(grad, total, "to_local(grad_placements=[Partial()])")
@@ -162,7 +163,7 @@ def outside_gradient(mesh: Any, rows: int) -> None:
 
     def summands_then_differ(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [P]).to_local(grad_placements=[P])
-        return lab.weighted_sum(y, lab.tensor(mine)), y
+        return adapter.weighted_sum(y, adapter.tensor(mine)), y
 
     _, (grad,), forward, backward = split_counts(summands_then_differ, [whole])
     same(grad, total, "to_local(grad_placements=[Partial()]) of summands")
@@ -171,7 +172,7 @@ def outside_gradient(mesh: Any, rows: int) -> None:
     def gathered_then_differ(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
         y = y.to_local(grad_placements=[P])
-        return lab.weighted_sum(y, lab.tensor(mine)), y
+        return adapter.weighted_sum(y, adapter.tensor(mine)), y
 
     _, (grad,), forward, backward = split_counts(gathered_then_differ, [part(whole, mesh, S0)])
     same(grad, part(total, mesh, S0), "Partial cotangent of what was gathered")
@@ -180,7 +181,7 @@ def outside_gradient(mesh: Any, rows: int) -> None:
 
     def full_tensor_then_differ(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [S0], shape=whole.shape).full_tensor(grad_placements=[P])
-        return lab.weighted_sum(y, lab.tensor(mine)), y
+        return adapter.weighted_sum(y, adapter.tensor(mine)), y
 
     _, (grad,), _, backward = split_counts(full_tensor_then_differ, [part(whole, mesh, S0)])
     same(grad, part(total, mesh, S0), "full_tensor(grad_placements=[Partial()])")
@@ -189,13 +190,13 @@ def outside_gradient(mesh: Any, rows: int) -> None:
     def partial_inside(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [R], grad_placements=[P])
         z = y.to_local()
-        return lab.weighted_sum(z, lab.tensor(total)), z
+        return adapter.weighted_sum(z, adapter.tensor(total)), z
 
     # The gradient arrives whole and leaves as summands of it, of which the caller takes the sum.
     _, (grad,), _, backward = split_counts(partial_inside, [whole])
     assert backward == {}
-    sum_over_ranks = DTensor.from_local(lab.tensor(grad), mesh, [P])
-    same(lab.numpy(sum_over_ranks), total, "from_local(grad_placements=[Partial()])")
+    sum_over_ranks = DTensor.from_local(adapter.tensor(grad), mesh, [P])
+    same(adapter.numpy(sum_over_ranks), total, "from_local(grad_placements=[Partial()])")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -205,16 +206,16 @@ def test_gradients_outside(pool: Any, world_size: int, rows: int) -> None:
 
 
 def redistribute_errors() -> None:
-    lab, mesh, other = get_lab(), spmd.device_mesh(), spmd.device_mesh(1, spmd.world_size)
+    adapter, mesh, other = get_adapter(), spmd.device_mesh(), spmd.device_mesh(1, spmd.world_size)
     if mesh is None:
         return
-    x = DTensor.from_local(lab.tensor(floats(4, 3)), mesh, [S0])
+    x = DTensor.from_local(adapter.tensor(floats(4, 3)), mesh, [S0])
     with CommDebugMode() as comm:
         assert "another mesh" in outcome(lambda: x.redistribute(other, [R, R]))
         assert "Partial" in outcome(lambda: x.redistribute(placements=[P]))
         assert "1 placement(s), got 2" in outcome(lambda: x.redistribute(placements=[R, R]))
         assert "Shard(dim=2)" in outcome(lambda: x.redistribute(placements=[Shard(2)]))
-        y = DTensor.from_local(lab.tensor(floats(4, 3)), mesh, [Partial("max")])
+        y = DTensor.from_local(adapter.tensor(floats(4, 3)), mesh, [Partial("max")])
         assert "Partial(max)" in outcome(lambda: y.redistribute(placements=[P]))
         assert x.redistribute(mesh, [Shard(-2)]) is x
     assert comm.get_comm_counts() == {}
@@ -231,19 +232,19 @@ def test_redistribute_errors(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def consumers(mesh: Any, how: str, rows: int) -> Any:
     """Three column-parallel linear layers of one activation."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole, weights = floats(rows, 6), [floats(7, 6), floats(5, 6) * 2, floats(8, 6) + 1]
     cotangents = [
         np.random.default_rng(i).standard_normal((rows, len(w))).astype(np.float32) for i, w in enumerate(weights)
     ]
 
     def loss_of(ys: list[Any], given: list[Any]) -> Any:
-        terms = [lab.weighted_sum(y, c) for y, c in zip(ys, given, strict=True)]
+        terms = [adapter.weighted_sum(y, c) for y, c in zip(ys, given, strict=True)]
         return terms[0] + terms[1] + terms[2]
 
     def reference(x: Any, *ws: Any) -> Any:
-        ys = [lab.linear(x, w) for w in ws]
-        return loss_of(ys, list(map(lab.tensor, cotangents))), ys
+        ys = [adapter.linear(x, w) for w in ws]
+        return loss_of(ys, list(map(adapter.tensor, cotangents))), ys
 
     def sharded(x: Any, *ws: Any) -> Any:
         if how == "gathered once":
@@ -254,19 +255,19 @@ def consumers(mesh: Any, how: str, rows: int) -> Any:
         else:
             inputs = [DTensor.from_local(x, mesh) for _ in range(3)]
         ys = [
-            lab.linear(y, DTensor.from_local(w, mesh, [S0], shape=full.shape))
+            adapter.linear(y, DTensor.from_local(w, mesh, [S0], shape=full.shape))
             for y, w, full in zip(inputs, ws, weights, strict=True)
         ]
         assert all(y.placements == (S1,) for y in ys)
-        mine = [lab.tensor(part(c, mesh, S1)) for c in cotangents]
+        mine = [adapter.tensor(part(c, mesh, S1)) for c in cotangents]
         return loss_of([y.to_local() for y in ys], mine), ys
 
-    wanted, wanted_grads = lab.value_and_grads(reference, [whole, *weights])
+    wanted, wanted_grads = adapter.value_and_grads(reference, [whole, *weights])
     placed = S0 if how == "gathered once" else R
     arrays = [part(whole, mesh, placed), *(part(w, mesh, S0) for w in weights)]
     got, grads, forward, backward = split_counts(sharded, arrays)
     for i in range(3):
-        same(lab.numpy(got[i]), lab.numpy(wanted[i]), f"output {i}")
+        same(adapter.numpy(got[i]), adapter.numpy(wanted[i]), f"output {i}")
         same(grads[i + 1], part(wanted_grads[i + 1], mesh, S0), f"gradient of weight {i}")
     same(grads[0], part(wanted_grads[0], mesh, placed), "gradient of the activation")
     return forward, backward
@@ -288,22 +289,22 @@ def test_consumers_share_one_collective(pool: Any, world_size: int, rows: int) -
 @spmd.on_mesh()
 def mixed_consumers(mesh: Any) -> Any:
     """One consumer whose cotangent is partial and one whose cotangent is whole, of one gathered activation."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole, weight = floats(5, 6), floats(7, 6)
 
     def reference(x: Any, w: Any) -> Any:
-        y = lab.linear(x, w)
-        return lab.sum(y * y) + lab.sum(x * x * x), y
+        y = adapter.linear(x, w)
+        return adapter.sum(y * y) + adapter.sum(x * x * x), y
 
     def sharded(x: Any, w: Any) -> Any:
         gathered = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
-        y = lab.linear(gathered, DTensor.from_local(w, mesh, [S0], shape=weight.shape))
-        loss = lab.sum(y * y) + lab.sum(gathered * gathered * gathered)
+        y = adapter.linear(gathered, DTensor.from_local(w, mesh, [S0], shape=weight.shape))
+        loss = adapter.sum(y * y) + adapter.sum(gathered * gathered * gathered)
         return loss.full_tensor(), y
 
-    wanted, (grad_x, grad_w) = lab.value_and_grads(reference, [whole, weight])
+    wanted, (grad_x, grad_w) = adapter.value_and_grads(reference, [whole, weight])
     got, grads, _, backward = split_counts(sharded, [part(whole, mesh, S0), part(weight, mesh, S0)])
-    same(lab.numpy(got), lab.numpy(wanted), "output")
+    same(adapter.numpy(got), adapter.numpy(wanted), "output")
     same(grads[0], part(grad_x, mesh, S0), "gradient of the activation")
     same(grads[1], part(grad_w, mesh, S0), "gradient of the weight")
     return backward
@@ -317,16 +318,16 @@ def test_whole_and_partial_cotangents_of_one_gather(pool: Any, world_size: int) 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensional(mesh: Any, rows: int, features: int) -> Any:
-    lab = get_lab()
+    adapter = get_adapter()
     arrays = [floats(rows, 6), floats(features, 6), floats(features), floats(features) + 2]
     placements = [(S0, R), (R, S0), (R, S0), (R, R)]
 
     def run(x: Any, w: Any, b: Any, scale: Any) -> Any:
-        return lab.linear(x, w, b) * scale
+        return adapter.linear(x, w, b) * scale
 
     def reference(*xs: Any) -> Any:
         y = run(*xs)
-        return lab.sum(y * y * y), y
+        return adapter.sum(y * y * y), y
 
     def sharded(*xs: Any) -> Any:
         y = run(
@@ -334,13 +335,13 @@ def two_dimensional(mesh: Any, rows: int, features: int) -> Any:
         )
         assert y.placements == (S0, S1)
         local = y.to_local()
-        return lab.sum(local * local * local), y
+        return adapter.sum(local * local * local), y
 
-    wanted, wanted_grads = lab.value_and_grads(reference, arrays)
+    wanted, wanted_grads = adapter.value_and_grads(reference, arrays)
     got, grads, forward, backward = split_counts(
         sharded, [part(a, mesh, *p) for a, p in zip(arrays, placements, strict=True)]
     )
-    same(lab.numpy(got), lab.numpy(wanted), "output")
+    same(adapter.numpy(got), adapter.numpy(wanted), "output")
     for name, grad, all_of_it, placed in zip("xwbs", grads, wanted_grads, placements, strict=True):
         same(grad, part(all_of_it, mesh, *placed), f"gradient of {name}")
     return forward, backward
@@ -358,29 +359,29 @@ def test_data_and_tensor_parallel_linear(pool: Any, sizes: tuple[int, int]) -> N
 
 @spmd.on_mesh()
 def gradients_of_gradients(mesh: Any, rows: int, features: int) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     x, w, v = floats(rows, 6), floats(features, 6) * 0.5, floats(6, features) * 0.5
     placements = [(S0,), (S0,), (S1,)]
     shapes = [x.shape, w.shape, v.shape]
 
     def run(x: Any, w: Any, v: Any) -> Any:
-        y = lab.linear(lab.tanh(lab.linear(x, w)), v)
-        return lab.sum(lab.square(y))
+        y = adapter.linear(adapter.tanh(adapter.linear(x, w)), v)
+        return adapter.sum(adapter.square(y))
 
     def sharded(*xs: Any) -> Any:
         x, w, v = (DTensor.from_local(a, mesh, p, shape=s) for a, p, s in zip(xs, placements, shapes, strict=True))
         return run(x.redistribute(placements=[R]), w, v).full_tensor()
 
     def combine(gx: Any, gw: Any, gv: Any) -> Any:
-        return lab.sum(gx * gx) + lab.sum(gw * gw) + lab.sum(gv * gv)
+        return adapter.sum(gx * gx) + adapter.sum(gw * gw) + adapter.sum(gv * gv)
 
     def combine_sharded(*gs: Any) -> Any:
         whole = [DTensor.from_local(g, mesh, p, shape=s) for g, p, s in zip(gs, placements, shapes, strict=True)]
         return combine(*whole).full_tensor()
 
-    wanted = lab.second_order(run, combine, [x, w, v])
+    wanted = adapter.second_order(run, combine, [x, w, v])
     arrays = [part(a, mesh, *p) for a, p in zip((x, w, v), placements, strict=True)]
-    got = lab.second_order(sharded, combine_sharded, arrays)
+    got = adapter.second_order(sharded, combine_sharded, arrays)
     for name, grad, whole, placed in zip("xwv", got, wanted, placements, strict=True):
         same(grad, part(whole, mesh, *placed), f"second-order gradient of {name}", tolerance=1e-4)
 
@@ -396,26 +397,26 @@ def test_gradients_of_gradients(pool: Any, world_size: int, sizes: tuple[int, in
 
 @spmd.on_mesh()
 def steps_of_training(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     array, target = floats(2, 12, 24), floats(2, 12, 24)[::-1] * 0.5
-    single, sharded = (lab.load(lab.Block(24, 36, 2), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.Block(24, 36, 2), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, block_plan(False))
-    optimizers = [lab.sgd(module, 0.02) for module in (single, sharded)]
+    optimizers = [adapter.sgd(module, 0.02) for module in (single, sharded)]
 
     def loss_of(module: Any, mine: Any) -> Any:
         def loss(x: Any) -> Any:
-            y = lab.call(module, x)
-            return lab.weighted_sum(y * y, lab.tensor(mine)) * 0.01, y
+            y = adapter.call(module, x)
+            return adapter.weighted_sum(y * y, adapter.tensor(mine)) * 0.01, y
 
         return loss
 
     mine, placed = part(target, mesh, S1), part(array, mesh, S1)
     for step in range(3):
-        y, _, grads = lab.model_value_and_grads(single, loss_of(single, target), array)
-        got_y, _, got_grads = lab.model_value_and_grads(sharded, loss_of(sharded, mine), placed)
-        same(lab.numpy(got_y), part(lab.numpy(y), mesh, S1), f"output at step {step}", 1e-4)
+        y, _, grads = adapter.model_value_and_grads(single, loss_of(single, target), array)
+        got_y, _, got_grads = adapter.model_value_and_grads(sharded, loss_of(sharded, mine), placed)
+        same(adapter.numpy(got_y), part(adapter.numpy(y), mesh, S1), f"output at step {step}", 1e-4)
         for name in grads:
-            same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), f"gradient of {name} at step {step}", 1e-4)
+            same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), f"gradient of {name} at step {step}", 1e-4)
         for optimizer, its_grads in zip(optimizers, (grads, got_grads), strict=True):
             optimizer(its_grads)
 
@@ -428,48 +429,48 @@ def test_parameters_that_change_between_steps(pool: Any, world_size: int) -> Non
 @spmd.on_mesh()
 def changed_in_between(mesh: Any) -> None:
     """A replicated tensor that many consumers read through one view is written between them."""
-    lab, platform = get_lab(), get_platform()
+    adapter, platform = get_adapter(), get_platform()
     whole, weight, add = floats(5, 6), floats(6), floats(6) * 0.5
 
     def run(x: Any, w: Any, add: Any) -> Any:
         w = w * 1.0
         first = x * w
-        lab.IN_PLACE["copy_"][0](w, w + add)
+        adapter.IN_PLACE["copy_"][0](w, w + add)
         return first + x * w
 
     def reference(x: Any, w: Any) -> Any:
         with platform.no_grad():
-            y = run(x, w, lab.tensor(add))
-        return lab.sum(lab.square(x)), y
+            y = run(x, w, adapter.tensor(add))
+        return adapter.sum(adapter.square(x)), y
 
     def sharded(x: Any, w: Any) -> Any:
         x = DTensor.from_local(x, mesh, [S0], shape=whole.shape)
         with platform.no_grad():
-            y = run(x, DTensor.from_local(w, mesh), DTensor.from_local(lab.tensor(add), mesh))
-        return lab.sum(lab.square(x)).full_tensor(), y
+            y = run(x, DTensor.from_local(w, mesh), DTensor.from_local(adapter.tensor(add), mesh))
+        return adapter.sum(adapter.square(x)).full_tensor(), y
 
-    wanted, _ = lab.value_and_grads(reference, [whole, weight])
-    got, _ = lab.value_and_grads(sharded, [part(whole, mesh, S0), weight])
-    same(lab.numpy(got), lab.numpy(wanted), "value read after the write")
+    wanted, _ = adapter.value_and_grads(reference, [whole, weight])
+    got, _ = adapter.value_and_grads(sharded, [part(whole, mesh, S0), weight])
+    same(adapter.numpy(got), adapter.numpy(wanted), "value read after the write")
 
 
 @spmd.on_mesh()
 def without_gradients_first(mesh: Any) -> Any:
     """A view made while gradients are off must not serve a consumer that needs one."""
-    lab, platform = get_lab(), get_platform()
+    adapter, platform = get_adapter(), get_platform()
     whole, weight = floats(5, 6), floats(7, 6)
 
     def reference(x: Any, w: Any) -> Any:
-        return lab.sum(lab.square(lab.linear(x, w))), x
+        return adapter.sum(adapter.square(adapter.linear(x, w))), x
 
     def sharded(x: Any, w: Any) -> Any:
         x, w = DTensor.from_local(x, mesh), DTensor.from_local(w, mesh, [S0], shape=weight.shape)
         with platform.no_grad():
-            idle = lab.linear(x, w)
+            idle = adapter.linear(x, w)
         assert not platform.requires_grad(idle) or platform.name == "mindspore"
-        return lab.sum(lab.square(lab.linear(x, w))).full_tensor(), x
+        return adapter.sum(adapter.square(adapter.linear(x, w))).full_tensor(), x
 
-    _, wanted = lab.value_and_grads(reference, [whole, weight])
+    _, wanted = adapter.value_and_grads(reference, [whole, weight])
     _, grads, _, backward = split_counts(sharded, [whole, part(weight, mesh, S0)])
     same(grads[0], wanted[0], "gradient of the activation")
     same(grads[1], part(wanted[1], mesh, S0), "gradient of the weight")
@@ -488,50 +489,50 @@ def test_no_view_is_kept_without_gradients(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def copies(mesh: Any, rows: int) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     whole = floats(rows, 3)
     for placement in (R, S0, S1, P):
-        x = distribute_tensor(lab.tensor(whole), mesh, [placement])
+        x = distribute_tensor(adapter.tensor(whole), mesh, [placement])
         with CommDebugMode() as comm:
             y = copy.deepcopy(x)
         assert comm.get_comm_counts() == {}
         assert type(y) is type(x)
         assert y.placements == x.placements
         assert tuple(y.shape) == whole.shape
-        lab.IN_PLACE["copy_"][0](x, x * 0.0)
-        same(lab.numpy(x), whole * 0, "the tensor that was written")
-        same(lab.numpy(y), whole, f"copy of {placement}")
+        adapter.IN_PLACE["copy_"][0](x, x * 0.0)
+        same(adapter.numpy(x), whole * 0, "the tensor that was written")
+        same(adapter.numpy(y), whole, f"copy of {placement}")
 
 
 @spmd.on_mesh()
 def copies_of_models(mesh: Any) -> Any:
-    lab = get_lab()
+    adapter = get_adapter()
     array = floats(3, 6)
-    single, sharded = (lab.load(lab.Mlp(6, 7), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.Mlp(6, 7), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     copied = copy.deepcopy(sharded)
 
     def loss_of(module: Any) -> Any:
         def loss(x: Any) -> Any:
-            y = lab.call(module, x)
-            return lab.sum(lab.square(y)), y
+            y = adapter.call(module, x)
+            return adapter.sum(adapter.square(y)), y
 
         return loss
 
-    wanted, grad_x, grads = lab.model_value_and_grads(single, loss_of(single), array)
+    wanted, grad_x, grads = adapter.model_value_and_grads(single, loss_of(single), array)
     # The original moves on; the copy must not follow.
-    _, _, first = lab.model_value_and_grads(sharded, loss_of(sharded), array)
-    lab.sgd(sharded, 0.5)(first)
+    _, _, first = adapter.model_value_and_grads(sharded, loss_of(sharded), array)
+    adapter.sgd(sharded, 0.5)(first)
     with CommDebugMode() as comm:
-        got, got_grad_x, got_grads = lab.model_value_and_grads(copied, loss_of(copied), array)
-    same(lab.numpy(got), lab.numpy(wanted), "output of the copy")
+        got, got_grad_x, got_grads = adapter.model_value_and_grads(copied, loss_of(copied), array)
+    same(adapter.numpy(got), adapter.numpy(wanted), "output of the copy")
     same(got_grad_x, grad_x, "gradient of the input of the copy")
     assert set(got_grads) == set(grads)
     for name in grads:
         assert isinstance(got_grads[name], DTensor) or mesh.platform.name == "mindspore"
-        same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), f"gradient of the copy's {name}")
-    changed, _, _ = lab.model_value_and_grads(sharded, loss_of(sharded), array)
-    assert np.abs(lab.numpy(changed) - lab.numpy(wanted)).max() > 1e-3, "the original was not trained"
+        same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), f"gradient of the copy's {name}")
+    changed, _, _ = adapter.model_value_and_grads(sharded, loss_of(sharded), array)
+    assert np.abs(adapter.numpy(changed) - adapter.numpy(wanted)).max() > 1e-3, "the original was not trained"
     return comm.get_comm_counts()
 
 
@@ -549,21 +550,23 @@ def test_deepcopy(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def in_place(mesh: Any, rows: int) -> int:
     """Every operation that writes, on every placement of what is written and of what is read."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole, other = floats(rows, 3), floats(rows, 3)[::-1] * 0.5 + 1
     tried = 0
-    for name, (write, takes_other) in lab.IN_PLACE.items():
+    for name, (write, takes_other) in adapter.IN_PLACE.items():
         for placed in (R, S0, S1):
             for others in (R, S0, S1, P) if takes_other else (R,):
-                wanted = lab.tensor(whole) * 1.0
-                wanted_result = write(wanted, *([lab.tensor(other)] if takes_other else []))
-                x = distribute_tensor(lab.tensor(whole), mesh, [placed])
-                arguments = [distribute_tensor(lab.tensor(other), mesh, [others])] if takes_other else []
+                wanted = adapter.tensor(whole) * 1.0
+                wanted_result = write(wanted, *([adapter.tensor(other)] if takes_other else []))
+                x = distribute_tensor(adapter.tensor(whole), mesh, [placed])
+                arguments = [distribute_tensor(adapter.tensor(other), mesh, [others])] if takes_other else []
                 result = write(x, *arguments)
                 what = f"{name} of {placed} and {others}"
                 assert result.placements == (placed,), what
-                same(lab.numpy(result), lab.numpy(wanted_result), f"result of {what}")
-                same(lab.numpy(x if name[-1] == "_" else result), lab.numpy(wanted_result), f"what {what} wrote")
+                same(adapter.numpy(result), adapter.numpy(wanted_result), f"result of {what}")
+                same(
+                    adapter.numpy(x if name[-1] == "_" else result), adapter.numpy(wanted_result), f"what {what} wrote"
+                )
                 tried += 1
     return tried
 
@@ -576,26 +579,26 @@ def test_in_place(pool: Any, world_size: int, rows: int) -> None:
 
 @spmd.on_mesh()
 def in_place_with_gradients(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     whole, other = floats(5, 3), floats(5, 3)[::-1] * 0.5
 
     def run(x: Any, y: Any) -> Any:
         z = x * 2.0
-        z = lab.IN_PLACE["add_"][0](z, y)
-        z = lab.IN_PLACE["sub_"][0](z, lab.square(y))
-        return lab.square(z)
+        z = adapter.IN_PLACE["add_"][0](z, y)
+        z = adapter.IN_PLACE["sub_"][0](z, adapter.square(y))
+        return adapter.square(z)
 
     def reference(x: Any, y: Any) -> Any:
         z = run(x, y)
-        return lab.sum(z), z
+        return adapter.sum(z), z
 
     def sharded(x: Any, y: Any) -> Any:
         z = run(DTensor.from_local(x, mesh, [S0], shape=whole.shape), DTensor.from_local(y, mesh))
-        return lab.sum(z).full_tensor(), z
+        return adapter.sum(z).full_tensor(), z
 
-    wanted, wanted_grads = lab.value_and_grads(reference, [whole, other])
-    got, grads = lab.value_and_grads(sharded, [part(whole, mesh, S0), other])
-    same(lab.numpy(got), lab.numpy(wanted), "value")
+    wanted, wanted_grads = adapter.value_and_grads(reference, [whole, other])
+    got, grads = adapter.value_and_grads(sharded, [part(whole, mesh, S0), other])
+    same(adapter.numpy(got), adapter.numpy(wanted), "value")
     same(grads[0], part(wanted_grads[0], mesh, S0), "gradient of what is written")
     same(grads[1], wanted_grads[1], "gradient of what is read")
 

@@ -11,9 +11,9 @@ import pytest
 from hyper_parallel import DTensor, Replicate, SequenceParallel, Shard, check_ranks, manual_seed, parallelize_module
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import block_plan, floats
-from hyper_parallel.testing.labs import get_lab
 
 #: ranks, length of a sequence that leaves some of them without elements
 PLACES = [(2, 1), (3, 4), (4, 9), (4, 1)]
@@ -21,38 +21,38 @@ PLACES = [(2, 1), (3, 4), (4, 9), (4, 1)]
 
 def compare(mesh: Any, build: Callable[[Any], Any], plan: Any, array: np.ndarray, before: Any = None) -> None:
     """One forward and backward of a model on a sequence cut into uneven shards, and of the unsharded one."""
-    lab = get_lab()
+    adapter = get_adapter()
     manual_seed(0, mesh)  # earlier jobs may have drawn on some of the ranks, which `check_ranks` would notice
-    single, sharded = (lab.load(build(lab), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, plan)
     weights = floats(*array.shape)
 
     def reference(x: Any) -> Any:
-        y = lab.call(single, x if before is None else before(lab, x))
-        return lab.weighted_sum(y, lab.tensor(weights)), y
+        y = adapter.call(single, x if before is None else before(adapter, x))
+        return adapter.weighted_sum(y, adapter.tensor(weights)), y
 
     def distributed(x: Any) -> Any:
         x = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
-        y = lab.call(sharded, x if before is None else before(lab, x))
+        y = adapter.call(sharded, x if before is None else before(adapter, x))
         if not isinstance(y, DTensor):
             y = DTensor.from_local(y, mesh, [Shard(1)], shape=array.shape)
-        given = DTensor.from_local(lab.tensor(weights), mesh)
-        return lab.weighted_sum(y, given).full_tensor(), y
+        given = DTensor.from_local(adapter.tensor(weights), mesh)
+        return adapter.weighted_sum(y, given).full_tensor(), y
 
-    y, grad_x, grads = lab.model_value_and_grads(single, reference, array)
+    y, grad_x, grads = adapter.model_value_and_grads(single, reference, array)
     with check_ranks(mesh):
-        got_y, got_grad_x, got_grads = lab.model_value_and_grads(sharded, distributed, array)
-        got_y, got_grads = lab.numpy(got_y), {name: lab.numpy(g) for name, g in got_grads.items()}
-    same(got_y, lab.numpy(y), "output")
+        got_y, got_grad_x, got_grads = adapter.model_value_and_grads(sharded, distributed, array)
+        got_y, got_grads = adapter.numpy(got_y), {name: adapter.numpy(g) for name, g in got_grads.items()}
+    same(got_y, adapter.numpy(y), "output")
     same(got_grad_x, grad_x, "gradient of the input")
     for name, g in grads.items():
-        same(got_grads[name], lab.numpy(g), f"gradient of {name}")
+        same(got_grads[name], adapter.numpy(g), f"gradient of {name}")
 
 
 @spmd.on_mesh()
 def norm(mesh: Any, length: int, name: str, use_local_output: bool) -> None:
     plan = {"": SequenceParallel(use_local_output=use_local_output)}
-    build = {"norm": lambda lab: lab.norm_module(6), "own": lambda lab: lab.RmsNorm(6)}[name]
+    build = {"norm": lambda adapter: adapter.norm_module(6), "own": lambda adapter: adapter.RmsNorm(6)}[name]
     compare(mesh, build, plan, floats(2, length, 6))
 
 
@@ -68,10 +68,10 @@ def test_norms(pool: Any, world: int, length: int, name: str, use_local_output: 
 def registered_norm(mesh: Any, length: int) -> None:
     """Of a class that the style was told about: its own forward runs on the local tensor, where all have one."""
     platform = mesh.platform
-    cls = type(get_lab().RmsNorm(6))
+    cls = type(get_adapter().RmsNorm(6))
     platform.register_norm_module(cls)
     try:
-        compare(mesh, lambda lab: lab.RmsNorm(6), {"": SequenceParallel()}, floats(2, length, 6))
+        compare(mesh, lambda adapter: adapter.RmsNorm(6), {"": SequenceParallel()}, floats(2, length, 6))
     finally:
         del platform.norm_kinds[cls]
 
@@ -83,7 +83,7 @@ def test_registered_norms(pool: Any, world: int, length: int) -> None:
 
 @spmd.on_mesh()
 def block(mesh: Any, length: int, local_between: bool) -> None:
-    compare(mesh, lambda lab: lab.Block(24, 36, 2), block_plan(local_between), floats(2, length, 24))
+    compare(mesh, lambda adapter: adapter.Block(24, 36, 2), block_plan(local_between), floats(2, length, 24))
 
 
 @pytest.mark.parametrize(("world", "length", "local_between"), [(3, 4, True), (4, 9, False)])
@@ -97,11 +97,11 @@ def test_blocks(pool: Any, world: int, length: int, local_between: bool) -> None
 def masked(mesh: Any, length: int) -> None:
     """What is compared requires no gradient, on any rank: also where that of nothing is asked."""
 
-    def before(lab: Any, x: Any) -> Any:
+    def before(adapter: Any, x: Any) -> Any:
         positive = x > 0.0
-        return lab.where(positive, x, x * 0.5) * lab.sum(lab.where(positive, x, x * 2.0), 1, True)
+        return adapter.where(positive, x, x * 0.5) * adapter.sum(adapter.where(positive, x, x * 2.0), 1, True)
 
-    compare(mesh, lambda lab: lab.norm_module(6), {"": SequenceParallel()}, floats(2, length, 6), before)
+    compare(mesh, lambda adapter: adapter.norm_module(6), {"": SequenceParallel()}, floats(2, length, 6), before)
 
 
 @pytest.mark.parametrize(("world", "length"), PLACES)
@@ -111,22 +111,22 @@ def test_masks(pool: Any, world: int, length: int) -> None:
 
 @spmd.on_mesh()
 def _second_order_of_a_look_up(mesh: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    lab, ids, weight = get_lab(), np.arange(3) % 2, floats(2, 3)
+    adapter, ids, weight = get_adapter(), np.arange(3) % 2, floats(2, 3)
 
     def spread(table: Any) -> Any:
-        local = lab.tensor(ids.astype(lab.TARGET_DTYPE)[_part(mesh, ids.shape)])
+        local = adapter.tensor(ids.astype(adapter.TARGET_DTYPE)[_part(mesh, ids.shape)])
         rows = DTensor.from_local(local, mesh, [Shard(0)], shape=ids.shape)
-        found = lab.embedding(rows, DTensor.from_local(table, mesh, [Replicate()]))
+        found = adapter.embedding(rows, DTensor.from_local(table, mesh, [Replicate()]))
         return (found * found * found).sum().full_tensor()
 
     def single(table: Any) -> Any:
-        found = lab.embedding(lab.tensor(ids.astype(lab.TARGET_DTYPE)), table)
+        found = adapter.embedding(adapter.tensor(ids.astype(adapter.TARGET_DTYPE)), table)
         return (found * found * found).sum()
 
     def combine(grad: Any) -> Any:
         return (grad * grad).sum()
 
-    return lab.second_order(spread, combine, [weight]), lab.second_order(single, combine, [weight])
+    return adapter.second_order(spread, combine, [weight]), adapter.second_order(single, combine, [weight])
 
 
 def _part(mesh: Any, shape: tuple[int, ...]) -> Any:
@@ -141,26 +141,26 @@ def test_second_order_of_a_look_up(pool: Any) -> None:
 
 #: Functions whose gradient is zero everywhere, by which some frameworks lead nothing back.
 FLAT: dict[str, Callable[[Any, Any], Any]] = {
-    "sign": lambda lab, x: lab.sign(x),
-    "detach": lambda lab, x: lab.detach(x),
+    "sign": lambda adapter, x: adapter.sign(x),
+    "detach": lambda adapter, x: adapter.detach(x),
 }
 
 
 @spmd.on_mesh()
 def _flat_function(mesh: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
-    lab, array, weight = get_lab(), floats(2, 3), floats(3)
+    adapter, array, weight = get_adapter(), floats(2, 3), floats(3)
 
     def spread(w: Any) -> Any:
-        x = DTensor.from_local(lab.tensor(array[_part(mesh, array.shape)]), mesh, [Shard(0)], shape=array.shape)
+        x = DTensor.from_local(adapter.tensor(array[_part(mesh, array.shape)]), mesh, [Shard(0)], shape=array.shape)
         w = DTensor.from_local(w, mesh, [Replicate()])
-        y = FLAT[name](lab, x * w)
+        y = FLAT[name](adapter, x * w)
         return (y * w).sum().full_tensor(), y
 
     def single(w: Any) -> Any:
-        y = FLAT[name](lab, lab.tensor(array) * w)
+        y = FLAT[name](adapter, adapter.tensor(array) * w)
         return (y * w).sum(), y
 
-    return lab.value_and_grads(spread, [weight])[1][0], lab.value_and_grads(single, [weight])[1][0]
+    return adapter.value_and_grads(spread, [weight])[1][0], adapter.value_and_grads(single, [weight])[1][0]
 
 
 @pytest.mark.parametrize("name", FLAT)

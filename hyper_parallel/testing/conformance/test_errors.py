@@ -27,7 +27,7 @@ from hyper_parallel import (
     strict,
 )
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 
 
 def fails(kind: type[Exception], *words: str) -> Any:
@@ -54,15 +54,15 @@ class _Fails:
 
 
 def floats(*shape: int) -> Any:
-    return get_lab().tensor(np.zeros(shape, np.float32))
+    return get_adapter().tensor(np.zeros(shape, np.float32))
 
 
 @spmd.on_mesh()
 def wrong_plans(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
 
     def model() -> Any:
-        return lab.load(lab.Mlp(4, 8), np.random.default_rng(0))
+        return adapter.load(adapter.Mlp(4, 8), np.random.default_rng(0))
 
     with fails(ValueError, "ups", "'up'"), strict():
         parallelize_module(model(), mesh, {"ups": ColwiseParallel()})
@@ -96,7 +96,7 @@ def wrong_plans(mesh: Any) -> None:
     with pytest.warns(UserWarning, match="without a parallelize_plan"):
         parallelize_module(model(), mesh)
 
-    tied = lab.load(lab.Tied(8, 4), np.random.default_rng(0))
+    tied = adapter.load(adapter.Tied(8, 4), np.random.default_rng(0))
     with fails(ValueError, "'embedding' and 'head' share", "Shard(dim=1)", "Shard(dim=0)"):
         parallelize_module(tied, mesh, {"embedding": ColwiseParallel(), "head": ColwiseParallel()})
     with fails(ValueError, "'head' shares its parameter 'weight' with 'embedding'", "[Shard(dim=0)]", "no style"):
@@ -162,41 +162,41 @@ def wrong_layouts(mesh: Any) -> None:
         DTensor.from_local(DTensor.from_local(x, mesh), mesh)
 
     probe = parallelize_module(
-        get_lab().Probe(),
+        get_adapter().Probe(),
         mesh,
         PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)),
     )
     with fails(ValueError, "Probe", "1 positional input(s)", "2 input_layouts"):
-        get_lab().call(probe, x)
+        get_adapter().call(probe, x)
     with fails(TypeError, "input 0 of Probe", "must be a tensor, got str"):
-        get_lab().call(probe, "x", x)
+        get_adapter().call(probe, "x", x)
 
     parts = PackedShard(1, (2, 2))
     packed = PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(parts, None))
     with fails(ValueError, "input 0 of Probe", "cannot be placed as the plan says", "(2, 2)", "6"):
-        get_lab().call(parallelize_module(get_lab().Probe(), mesh, packed), x, x)
+        get_adapter().call(parallelize_module(get_adapter().Probe(), mesh, packed), x, x)
 
 
 @spmd.on_mesh()
 def wrong_calls(mesh: Any) -> None:
     """Messages name the module by its path in the plan."""
-    lab, x = get_lab(), floats(4, 6)
+    adapter, x = get_adapter(), floats(4, 6)
 
     def model(**styles: Any) -> Any:
-        made = lab.load(lab.Mlp(6, 12), np.random.default_rng(0))
+        made = adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0))
         return parallelize_module(made, mesh, styles, src_data_rank=None)
 
     path = "the input of Dense 'up'" if "Dense" in type(model().up).__name__ else "the input of Linear 'up'"
     with fails(ValueError, path, "(4, 6)", "Shard(dim=3)", "no such dimension"):
-        lab.call(model(up=ColwiseParallel(input_layouts=Shard(3))), x)
+        adapter.call(model(up=ColwiseParallel(input_layouts=Shard(3))), x)
     with fails(ValueError, "the output of", "'up'", "Shard(dim=2)", "no such dimension"):
-        lab.call(model(up=ColwiseParallel(output_layouts=Shard(2))), x)
+        adapter.call(model(up=ColwiseParallel(output_layouts=Shard(2))), x)
     with fails(TypeError, path, "must be a tensor, got str"):
-        lab.call(model(up=ColwiseParallel()), "x")
+        adapter.call(model(up=ColwiseParallel()), "x")
     with fails(ValueError, "'down'", "has 13 features", f"takes {12 // mesh.size()} on this rank", "input_layouts"):
-        lab.call(model(down=RowwiseParallel()).down, floats(4, 13))
+        adapter.call(model(down=RowwiseParallel()).down, floats(4, 13))
     with fails(ValueError, "'up' was called without inputs"):
-        lab.call(model(up=ColwiseParallel()).up)
+        adapter.call(model(up=ColwiseParallel()).up)
 
 
 class Stop(Exception):
@@ -219,20 +219,22 @@ def _stopping(cls: Any) -> Any:
 @spmd.on_mesh()
 def own_exception(mesh: Any) -> None:
     """It passes as it is, and the module works afterwards."""
-    lab, x = get_lab(), floats(2, 4 * mesh.size(), 6)
-    stopping = _stopping(type(lab.RmsNorm(6)))
+    adapter, x = get_adapter(), floats(2, 4 * mesh.size(), 6)
+    stopping = _stopping(type(adapter.RmsNorm(6)))
     mesh.platform.register_norm_module(stopping)
-    norm = lab.load(stopping(6), np.random.default_rng(0))
-    wanted = lab.numpy(lab.call(norm, x))
+    norm = adapter.load(stopping(6), np.random.default_rng(0))
+    wanted = adapter.numpy(adapter.call(norm, x))
     parallelize_module(norm, mesh, SequenceParallel())
     given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
     for stops in (True, False, True, False):
         norm.stops = stops
         if stops:
             with pytest.raises(Stop):
-                lab.call(norm, given)
+                adapter.call(norm, given)
         else:
-            np.testing.assert_allclose(lab.numpy(lab.call(norm, given).full_tensor()), wanted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                adapter.numpy(adapter.call(norm, given).full_tensor()), wanted, rtol=1e-5, atol=1e-6
+            )
 
 
 @spmd.on_mesh()
@@ -246,9 +248,9 @@ def mixed_tensors(mesh: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def wrong_meshes(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     with fails(ValueError, "1-D mesh", "(2, 2)", "mesh['tp']"):
-        parallelize_module(lab.Mlp(4, 8), mesh, {"up": ColwiseParallel()})
+        parallelize_module(adapter.Mlp(4, 8), mesh, {"up": ColwiseParallel()})
     with fails(KeyError, "'pp'", "'dp', 'tp'"):
         mesh["pp"]
     with fails(ValueError, "2 dimensions", "get_local_rank"):

@@ -11,8 +11,8 @@ import pytest
 from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.labs import get_lab
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 NAN = np.float32("nan")
@@ -28,9 +28,9 @@ def whole() -> np.ndarray:
     return x
 
 
-def extremes(lab: Any, op: str) -> list[tuple[str, Any, Any]]:
+def extremes(adapter: Any, op: str) -> list[tuple[str, Any, Any]]:
     """What is called: name, function, axis."""
-    along, every = (lab.amax, lab.max) if op == "max" else (lab.amin, lab.min)
+    along, every = (adapter.amax, adapter.max) if op == "max" else (adapter.amin, adapter.min)
     return [("rows", lambda x: along(x, 0), 0), ("columns", lambda x: along(x, 1), 1), ("all", every, None)]
 
 
@@ -44,21 +44,21 @@ def run_ties(mesh_shape: tuple[int, ...], op: str) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, x = get_lab(), whole() * SIGN[op]
+    adapter, x = get_adapter(), whole() * SIGN[op]
     weights = np.arange(1, 11, dtype=np.float32)
     for placements in itertools.product((R, S0, S1), repeat=len(mesh_shape)):
         layout = get_layout(mesh, placements, x.shape)
         mine = np.ascontiguousarray(x[layout.local_index()])
-        for name, function, axis in extremes(lab, op):
+        for name, function, axis in extremes(adapter, op):
             value = getattr(np, op)(x, axis=axis)
             w = weights[: value.size].reshape(value.shape)
 
             def loss(x: Any, placements: Any = placements, function: Any = function, w: Any = w) -> Any:
                 y = function(DTensor.from_local(x, mesh, placements, shape=(10, 8)))
-                return lab.weighted_sum(y, DTensor.from_local(lab.tensor(w), mesh)).full_tensor(), y
+                return adapter.weighted_sum(y, DTensor.from_local(adapter.tensor(w), mesh)).full_tensor(), y
 
-            y, (grad,) = lab.value_and_grads(loss, [mine])
-            same(lab.numpy(y), value, f"{op} of {name}, {placements}", 0.0)
+            y, (grad,) = adapter.value_and_grads(loss, [mine])
+            same(adapter.numpy(y), value, f"{op} of {name}, {placements}", 0.0)
             wanted = shared(x, axis, op) * (w if axis is None else np.expand_dims(w, axis))
             same(grad, wanted[layout.local_index()], f"gradient of {op} of {name}, {placements}")
 
@@ -74,7 +74,7 @@ def run_nan(mesh_shape: tuple[int, ...], op: str, dtype: str) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab = get_lab()
+    adapter = get_adapter()
     for place, placements in itertools.product(
         ((9, 7), (4, 3)), itertools.product((R, S0, S1), repeat=len(mesh_shape))
     ):
@@ -85,14 +85,14 @@ def run_nan(mesh_shape: tuple[int, ...], op: str, dtype: str) -> None:
         x = x.astype(dtype)
         layout = get_layout(mesh, placements, x.shape)
         mine = np.ascontiguousarray(x[layout.local_index()])
-        for name, function, axis in extremes(lab, op):
+        for name, function, axis in extremes(adapter, op):
             compared = any(mesh.shape[d] > 1 for d, p in enumerate(placements) if p in _reduced(axis))
             numbers = [getattr(np, op)(x, axis=axis)]
             if not compared:  # what the framework makes of it on one device
-                numbers = [lab.numpy(function(lab.tensor(x)))]
+                numbers = [adapter.numpy(function(adapter.tensor(x)))]
             with CommDebugMode() as comm:
-                y = function(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=(10, 8))).full_tensor()
-            np.testing.assert_array_equal(lab.numpy(y), numbers[0], f"{op} of {name}, NaN at {place}, {placements}")
+                y = function(DTensor.from_local(adapter.tensor(mine), mesh, placements, shape=(10, 8))).full_tensor()
+            np.testing.assert_array_equal(adapter.numpy(y), numbers[0], f"{op} of {name}, NaN at {place}, {placements}")
             assert comm.get_total_counts() <= 2 * mesh.ndim, placements
 
 
@@ -109,7 +109,7 @@ def test_nan_is_kept(pool: Any, mesh: tuple[int, ...], op: str, dtype: str) -> N
 @spmd.on_mesh()
 def partial_values(mesh: Any, op: str, dtype: str) -> None:
     """NaN among values that ranks hold; every rank in turn has it, and two of them."""
-    lab, size, rank = get_lab(), mesh.size(), mesh.get_local_rank()
+    adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank()
     worst = -np.inf * SIGN[op]
     for bad in [{i} for i in range(size)] + [{0, size - 1}]:
         parts = np.random.default_rng(1).standard_normal((size, 2, 3)).astype(dtype)
@@ -125,14 +125,14 @@ def partial_values(mesh: Any, op: str, dtype: str) -> None:
             with CommDebugMode() as comm:
                 y = DTensor.from_local(x, mesh, [Partial(op)]).redistribute(placements=[R])
             assert comm.get_total_counts() == (2 if size > 1 else 0)
-            return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh)).full_tensor(), y
+            return adapter.weighted_sum(y, DTensor.from_local(adapter.tensor(weights), mesh)).full_tensor(), y
 
         if dtype != "float32":
-            y = DTensor.from_local(lab.tensor(parts[rank]), mesh, [Partial(op)]).full_tensor()
-            np.testing.assert_array_equal(lab.numpy(y), wanted)
+            y = DTensor.from_local(adapter.tensor(parts[rank]), mesh, [Partial(op)]).full_tensor()
+            np.testing.assert_array_equal(adapter.numpy(y), wanted)
             continue
-        y, (grad,) = lab.value_and_grads(loss, [parts[rank]])
-        np.testing.assert_array_equal(lab.numpy(y), wanted)
+        y, (grad,) = adapter.value_and_grads(loss, [parts[rank]])
+        np.testing.assert_array_equal(adapter.numpy(y), wanted)
         chosen = (parts == wanted) | (np.isnan(parts) & np.isnan(wanted))
         np.testing.assert_allclose(grad, (chosen / chosen.sum(0))[rank] * weights, rtol=1e-6)
 
@@ -149,22 +149,22 @@ def run_places(mesh_shape: tuple[int, ...]) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab = get_lab()
+    adapter = get_adapter()
     for place, placements in itertools.product((None, (4, 3)), itertools.product((R, S0, S1), repeat=len(mesh_shape))):
         x = whole()
         if place is not None:
             x[place] = NAN
         layout = get_layout(mesh, placements, x.shape)
         mine = np.ascontiguousarray(x[layout.local_index()])
-        for name, function in lab.EXTREMES_WITH_PLACES.items():
+        for name, function in adapter.EXTREMES_WITH_PLACES.items():
             for axis in (0, 1):
-                wanted = function(lab.tensor(x), axis)
-                got = function(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=(10, 8)), axis)
+                wanted = function(adapter.tensor(x), axis)
+                got = function(DTensor.from_local(adapter.tensor(mine), mesh, placements, shape=(10, 8)), axis)
                 wanted, got = (y if isinstance(y, (tuple, list)) else (y,) for y in (wanted, got))
                 assert len(got) == len(wanted)
                 for a, b in zip(got, wanted, strict=True):
                     what = f"{name} along {axis} of {placements}, NaN at {place}"
-                    np.testing.assert_array_equal(lab.numpy(a), lab.numpy(b), what)
+                    np.testing.assert_array_equal(adapter.numpy(a), adapter.numpy(b), what)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -14,7 +14,7 @@ import pytest
 
 from hyper_parallel import CollectiveError, check_ranks
 from hyper_parallel.core.dtensor.communication import collectives, errors
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.spmd import on_mesh
 
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "all_gather_object")
@@ -22,7 +22,7 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
     """Each collective of core, of a (2, 2) tensor."""
-    x = get_lab().tensor(np.ones((2, 2), np.float32))
+    x = get_adapter().tensor(np.ones((2, 2), np.float32))
     return {
         "all_reduce": lambda: collectives.all_reduce(x, mesh, 0),
         "all_gather": lambda: collectives.all_gather(x, mesh, 0, 0, (2, 2)),

@@ -11,17 +11,17 @@ from hyper_parallel import ColwiseParallel, CommDebugMode, DTensor, Replicate, S
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of, fully_shard
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, difference, floats
-from hyper_parallel.testing.labs import get_lab
 
 #: Rows of the batch of one rank.
 ROWS = 3
 
 
-def build(lab: Any, kind: str, sizes: tuple[int, int]) -> Any:
-    return lab.Mlp(*sizes) if kind == "mlp" else lab.linear_module(*sizes, kind == "linear")
+def build(adapter: Any, kind: str, sizes: tuple[int, int]) -> Any:
+    return adapter.Mlp(*sizes) if kind == "mlp" else adapter.linear_module(*sizes, kind == "linear")
 
 
 def held_bytes(module: Any) -> int:
@@ -33,45 +33,45 @@ def held_bytes(module: Any) -> int:
 @spmd.on_mesh()
 def train(mesh: Any, kind: str, sizes: tuple[int, int]) -> Any:
     """Three steps; returns the collectives of forward and backward in each."""
-    lab, size, rank = get_lab(), mesh.shape[0], mesh.get_local_rank(0)
-    single, sharded = (lab.load(build(lab, kind, sizes), np.random.default_rng(5)) for _ in range(2))
+    adapter, size, rank = get_adapter(), mesh.shape[0], mesh.get_local_rank(0)
+    single, sharded = (adapter.load(build(adapter, kind, sizes), np.random.default_rng(5)) for _ in range(2))
     assert fully_shard(sharded, mesh=mesh) is sharded
-    steps = [lab.sgd(module, 0.1) for module in (single, sharded)]
+    steps = [adapter.sgd(module, 0.1) for module in (single, sharded)]
     counts: list[dict[str, dict[str, int]]] = []
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
     weights = np.random.default_rng(6).standard_normal((size * ROWS, sizes[kind != "mlp"])).astype(np.float32)
 
     def reference(x: Any) -> Any:
-        y = lab.call(single, x)
-        return lab.weighted_sum(y * y, lab.tensor(weights / size)), y
+        y = adapter.call(single, x)
+        return adapter.weighted_sum(y * y, adapter.tensor(weights / size)), y
 
     def distributed(x: Any) -> Any:
         with CommDebugMode() as comm:
-            y = lab.call(sharded, x)
+            y = adapter.call(sharded, x)
         counts.append({"forward": comm.get_comm_counts()})
         if mesh.platform.frees_storage:
             assert held_bytes(sharded) == 0
-        return lab.weighted_sum(y * y, lab.tensor(weights[mine])), y
+        return adapter.weighted_sum(y * y, adapter.tensor(weights[mine])), y
 
     for step in range(3):
         batch = np.random.default_rng(step).standard_normal((size * ROWS, sizes[0])).astype(np.float32)
-        y, grad_x, grads = lab.model_value_and_grads(single, reference, batch)
+        y, grad_x, grads = adapter.model_value_and_grads(single, reference, batch)
         with CommDebugMode() as comm:
-            got_y, got_grad_x, got = lab.model_value_and_grads(sharded, distributed, batch[mine])
+            got_y, got_grad_x, got = adapter.model_value_and_grads(sharded, distributed, batch[mine])
         counts[-1]["backward"] = difference(comm.get_comm_counts(), counts[-1]["forward"])
         if mesh.platform.frees_storage:
             assert held_bytes(sharded) == 0
-        same(lab.numpy(got_y), lab.numpy(y)[mine], f"output at step {step}", 1e-4)
+        same(adapter.numpy(got_y), adapter.numpy(y)[mine], f"output at step {step}", 1e-4)
         same(got_grad_x / size, grad_x[mine], f"gradient of the input at step {step}", 1e-4)
         for name, whole in grads.items():
             assert isinstance(got[name], DTensor) and got[name].placements == (Shard(0),), name
-            same(lab.numpy(got[name]), lab.numpy(whole), f"gradient of {name} at step {step}", 1e-4)
+            same(adapter.numpy(got[name]), adapter.numpy(whole), f"gradient of {name} at step {step}", 1e-4)
         for take, its_grads in zip(steps, (grads, got), strict=True):
             take(its_grads)
     names = [f"{path}.{name}".lstrip(".") for path, name, _ in held(single, mesh)]
     for name, (_, _, p), (_, _, q) in zip(names, held(single, mesh), held(sharded, mesh), strict=True):
         assert q.placements == (Shard(0),) and tuple(q.shape) == tuple(p.shape)
-        same(lab.numpy(q), lab.numpy(p), f"{name} after three steps", 1e-4)
+        same(adapter.numpy(q), adapter.numpy(p), f"{name} after three steps", 1e-4)
     assert counts[0] == counts[1] == counts[2]
     return counts[0], mesh.platform.frees_storage
 
@@ -96,29 +96,29 @@ def test_training(pool: Any, world_size: int, kind: str, sizes: tuple[int, int])
 @spmd.on_mesh()
 def kept(mesh: Any) -> None:
     """Called twice in a step; a parameter in two places of the unit; without gradients; after an error."""
-    lab, size = get_lab(), mesh.shape[0]
+    adapter, size = get_adapter(), mesh.shape[0]
     ids = np.random.default_rng(8).integers(0, 7, (size, 3)).astype(np.int64)
-    single, sharded = (lab.load(lab.Tied(7, 6), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.Tied(7, 6), np.random.default_rng(5)) for _ in range(2))
     fully_shard(sharded, mesh=mesh)
     with pytest.raises(TypeError):
-        lab.call(sharded)
+        adapter.call(sharded)
 
     def loss_of(module: Any, scale: float) -> Any:
         def loss(x: Any) -> Any:
-            total = sum(lab.sum(lab.square(y)) for y in (lab.call(module, x), lab.call(module, x)))
+            total = sum(adapter.sum(adapter.square(y)) for y in (adapter.call(module, x), adapter.call(module, x)))
             return total * scale, total
 
         return loss
 
-    _, _, grads = lab.model_value_and_grads(single, loss_of(single, 1 / size), ids)
+    _, _, grads = adapter.model_value_and_grads(single, loss_of(single, 1 / size), ids)
     mine = ids[mesh.get_local_rank(0) :][:1]
-    _, _, got = lab.model_value_and_grads(sharded, loss_of(sharded, 1.0), mine)
+    _, _, got = adapter.model_value_and_grads(sharded, loss_of(sharded, 1.0), mine)
     for name, whole in grads.items():
-        same(lab.numpy(got[name]), lab.numpy(whole), f"gradient of {name}", 1e-4)
+        same(adapter.numpy(got[name]), adapter.numpy(whole), f"gradient of {name}", 1e-4)
     with mesh.platform.no_grad(), CommDebugMode() as comm:
-        y = lab.call(sharded, lab.tensor(mine))
+        y = adapter.call(sharded, adapter.tensor(mine))
     assert comm.get_comm_counts() == ({"all_gather": 1} if size > 1 else {})
-    same(lab.numpy(y), lab.numpy(lab.call(single, lab.tensor(mine))), "output without gradients")
+    same(adapter.numpy(y), adapter.numpy(adapter.call(single, adapter.tensor(mine))), "output without gradients")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -128,30 +128,30 @@ def test_called_twice_tied_and_without_gradients(pool: Any, world_size: int) -> 
 
 @spmd.on_mesh()
 def refusals(mesh: Any) -> None:
-    lab = get_lab()
-    x = lab.tensor(floats(2, 4))
-    nested = lab.Mlp(4, 4)
+    adapter = get_adapter()
+    x = adapter.tensor(floats(2, 4))
+    nested = adapter.Mlp(4, 4)
     fully_shard(nested.up, mesh=mesh)
     with fails(ValueError, "'up.weight'", "already", "nested"):
         fully_shard(nested, mesh=mesh)
     assert not isinstance(nested.down.weight, DTensor)
-    tied = lab.Tied(4, 4)
+    tied = adapter.Tied(4, 4)
     fully_shard(tied.head, mesh=mesh)
     with fails(ValueError, "already", "tied"):
         fully_shard(tied.embedding, mesh=mesh)
-    tensor_parallel = parallelize_module(lab.linear_module(4, 4), mesh, ColwiseParallel())
+    tensor_parallel = parallelize_module(adapter.linear_module(4, 4), mesh, ColwiseParallel())
     with fails(ValueError, "'weight'", "without parallelize_module"):
         fully_shard(tensor_parallel, mesh=mesh)
     with fails(TypeError, "takes a"):
         fully_shard(x, mesh=mesh)
-    unit = fully_shard(lab.linear_module(4, 4), mesh=mesh)
+    unit = fully_shard(adapter.linear_module(4, 4), mesh=mesh)
     with fails(ValueError, "'weight'", "already"):
         fully_shard(unit, mesh=mesh)
     with fails(ValueError, "was called with a DTensor", "to_local()"):
-        lab.call(unit, DTensor.from_local(x, mesh, [Replicate()]))
-    lab.freeze(unit, "bias")
+        adapter.call(unit, DTensor.from_local(x, mesh, [Replicate()]))
+    adapter.freeze(unit, "bias")
     with fails(ValueError, "'bias' is frozen"):
-        lab.call(unit, x)
+        adapter.call(unit, x)
 
 
 def test_refused(pool: Any) -> None:
@@ -160,7 +160,7 @@ def test_refused(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensions(mesh: Any) -> None:
-    linear = get_lab().linear_module(4, 4)
+    linear = get_adapter().linear_module(4, 4)
     with fails(ValueError, "mesh['dp']"):
         fully_shard(linear, mesh=mesh)
     fully_shard(linear, mesh=mesh["dp"])
@@ -173,17 +173,17 @@ def test_mesh_of_two_dimensions(pool: Any) -> None:
 @spmd.on_mesh()
 def started(mesh: Any) -> None:
     """What is started gives what is waited for."""
-    lab, platform, size, rank = get_lab(), mesh.platform, mesh.shape[0], mesh.get_local_rank(0)
+    adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.shape[0], mesh.get_local_rank(0)
     every = np.random.default_rng(3).standard_normal((size, 2 * size)).astype(np.float32)
     for collective, count, wanted in (
         ("all_gather", 2 * size * size, every.reshape(-1)),
         ("reduce_scatter", 2, every.mean(0).reshape(size, 2)[rank]),
         ("all_reduce", 2 * size, every.mean(0)),
     ):
-        out = platform.factory("empty", (count,), None, lab.tensor(every).dtype)
-        work = asynchronous.start(collective, out, lab.tensor(every[rank]), mesh, 0, "avg")
+        out = platform.factory("empty", (count,), None, adapter.tensor(every).dtype)
+        work = asynchronous.start(collective, out, adapter.tensor(every[rank]), mesh, 0, "avg")
         work.wait()
-        same(lab.numpy(out), wanted, collective)
+        same(adapter.numpy(out), wanted, collective)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -194,15 +194,15 @@ def test_asynchronous_collectives(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def bytes_of_shards(mesh: Any) -> None:
     """What a checkpoint does with a shard: out as bytes, and in again."""
-    lab, platform = get_lab(), mesh.platform
-    unit = fully_shard(lab.load(lab.linear_module(4, 5), np.random.default_rng(5)), mesh=mesh)
-    before = np.array(lab.numpy(unit.weight))
+    adapter, platform = get_adapter(), mesh.platform
+    unit = fully_shard(adapter.load(adapter.linear_module(4, 5), np.random.default_rng(5)), mesh=mesh)
+    before = np.array(adapter.numpy(unit.weight))
     with platform.no_dispatch(), platform.no_grad():
         shard = platform.detach(unit.weight)
         values = platform.bytes_of(shard)
         platform.write(unit.weight, shard * 2)
         platform.write(unit.weight, platform.from_bytes(values, shard))
-    assert (lab.numpy(unit.weight) == before).all()
+    assert (adapter.numpy(unit.weight) == before).all()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

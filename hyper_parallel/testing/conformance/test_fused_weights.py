@@ -10,16 +10,16 @@ import pytest
 
 from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, Shard, parallelize_module, strict
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.labs import get_lab
 
 
 def holder(attributes: dict[str, int] | None = None, **sizes: tuple[int, int]) -> Any:
     """A module with linear layers of these sizes (in, out) below it, and attributes."""
-    lab = get_lab()
-    module = lab.Probe()
+    adapter = get_adapter()
+    module = adapter.Probe()
     for name, (n_in, n_out) in sizes.items():
-        setattr(module, name, lab.linear_module(n_in, n_out))
+        setattr(module, name, adapter.linear_module(n_in, n_out))
     for name, value in (attributes or {}).items():
         setattr(module, name, value)
     return module
@@ -27,7 +27,7 @@ def holder(attributes: dict[str, int] | None = None, **sizes: tuple[int, int]) -
 
 def inside(module: Any, name: str = "attn") -> Any:
     """A module that holds ``module``."""
-    outer = get_lab().Probe()
+    outer = get_adapter().Probe()
     setattr(outer, name, module)
     return outer
 
@@ -151,7 +151,7 @@ def no_false_alarm(mesh: Any) -> None:
     for times in (2, 3):
         apply(mesh, inside(holder(any=(8, 8 * times))), {"attn.any": ColwiseParallel()})
     # Without a module around it; and a number of heads that fits nothing.
-    parallelize_module(get_lab().linear_module(8, 24), mesh, ColwiseParallel())
+    parallelize_module(get_adapter().linear_module(8, 24), mesh, ColwiseParallel())
     apply(mesh, inside(holder({"n_head": 5}, qkv=(24, 72), proj=(24, 24))), {"attn.qkv": ColwiseParallel()})
 
 

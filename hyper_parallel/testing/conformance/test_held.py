@@ -28,33 +28,33 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
-from hyper_parallel.testing.labs import get_lab
 
 IDS = np.array([[1, 2, 5], [0, 3, 1]], np.int64)
 
 #: What is parallelised how, and its whole input.
 CASES: dict[str, tuple[Callable[[], Any], Any, np.ndarray]] = {
-    "colwise": (lambda: get_lab().linear_module(6, 12), ColwiseParallel(output_layouts=Replicate()), floats(3, 6)),
-    "colwise, short": (lambda: get_lab().linear_module(6, 12), ColwiseParallel(), floats(3, 6)),
-    "rowwise": (lambda: get_lab().linear_module(6, 12), RowwiseParallel(input_layouts=Replicate()), floats(3, 6)),
+    "colwise": (lambda: get_adapter().linear_module(6, 12), ColwiseParallel(output_layouts=Replicate()), floats(3, 6)),
+    "colwise, short": (lambda: get_adapter().linear_module(6, 12), ColwiseParallel(), floats(3, 6)),
+    "rowwise": (lambda: get_adapter().linear_module(6, 12), RowwiseParallel(input_layouts=Replicate()), floats(3, 6)),
     "embedding by features": (
-        lambda: get_lab().embedding_module(12, 6),
+        lambda: get_adapter().embedding_module(12, 6),
         ColwiseParallel(output_layouts=Replicate()),
         IDS,
     ),
     "embedding by vocabulary": (
-        lambda: get_lab().embedding_module(12, 6),
+        lambda: get_adapter().embedding_module(12, 6),
         RowwiseParallel(input_layouts=Replicate()),
         IDS,
     ),
-    "norm": (lambda: get_lab().norm_module(6), SequenceParallel(sequence_dim=0), floats(4, 6)),
-    "head norm": (lambda: get_lab().RmsNorm(6), HeadNormParallel(), floats(2, 3, 6)),
-    "replicated": (lambda: get_lab().linear_module(6, 12), NoParallel(), floats(3, 6)),
+    "norm": (lambda: get_adapter().norm_module(6), SequenceParallel(sequence_dim=0), floats(4, 6)),
+    "head norm": (lambda: get_adapter().RmsNorm(6), HeadNormParallel(), floats(2, 3, 6)),
+    "replicated": (lambda: get_adapter().linear_module(6, 12), NoParallel(), floats(3, 6)),
     "by name": (
-        lambda: get_lab().Projection(6, 12),
+        lambda: get_adapter().Projection(6, 12),
         ParameterParallel({"kernel": Shard(1), "shift": Shard(0)}),
         floats(3, 6),
     ),
@@ -74,45 +74,45 @@ def other_placement(placement: Any, ndim: int) -> Any:
 
 
 def replaced(case: str) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     # Process groups are made on all ranks of the pool.
     mesh, other_mesh = spmd.device_mesh(), spmd.device_mesh(names=("other",))
     if mesh is None:
         return
     make, style, array = CASES[case]
-    module = lab.load(make(), np.random.default_rng(5))
+    module = adapter.load(make(), np.random.default_rng(5))
     name = first_parameter(module)
-    whole = lab.numpy(getattr(module, name))
+    whole = adapter.numpy(getattr(module, name))
     parallelize_module(module, mesh, style)
     planned = getattr(module, name)
     placement = planned.placements[0]
-    x = lab.tensor(array)
+    x = adapter.tensor(array)
     given = DTensor.from_local(x, mesh, [Replicate()])
 
     def refused(value: Any, *words: str) -> None:
         assign(module, name, value)
         for each in (x, given):
             with fails(ValueError, repr(name), *words, str([placement])):
-                lab.call(module, each)
+                adapter.call(module, each)
             with implicit_replication(), fails(ValueError, repr(name), *words, str([placement])):
-                lab.call(module, each)
+                adapter.call(module, each)
 
-    refused(lab.tensor(whole + 0.5), "plain tensor", "distribute_tensor")
-    refused(lab.tensor(lab.numpy(planned.to_local()) + 0.5), "plain tensor", "distribute_tensor")
+    refused(adapter.tensor(whole + 0.5), "plain tensor", "distribute_tensor")
+    refused(adapter.tensor(adapter.numpy(planned.to_local()) + 0.5), "plain tensor", "distribute_tensor")
     elsewhere = other_placement(placement, whole.ndim)
-    refused(distribute_tensor(lab.tensor(whole), mesh, [elsewhere]), str([elsewhere]), "redistribute")
-    refused(distribute_tensor(lab.tensor(whole), other_mesh, [placement]), "'other'", "distribute_tensor")
+    refused(distribute_tensor(adapter.tensor(whole), mesh, [elsewhere]), str([elsewhere]), "redistribute")
+    refused(distribute_tensor(adapter.tensor(whole), other_mesh, [placement]), "'other'", "distribute_tensor")
 
     # Distributed as the plan says it computes, at once.
     values = floats(*whole.shape) + 0.5
     single = make()
-    lab.load(single, np.random.default_rng(5))
-    assign(single, name, lab.tensor(values))
-    assign(module, name, distribute_tensor(lab.tensor(values), mesh, [placement]))
-    wanted = lab.numpy(lab.call(single, x))
+    adapter.load(single, np.random.default_rng(5))
+    assign(single, name, adapter.tensor(values))
+    assign(module, name, distribute_tensor(adapter.tensor(values), mesh, [placement]))
+    wanted = adapter.numpy(adapter.call(single, x))
     if case in ("colwise, short", "norm", "head norm"):
         return  # what these give is this rank's part of what `values_of_replaced` compares
-    same(lab.numpy(lab.call(module, x)), wanted, "output")
+    same(adapter.numpy(adapter.call(module, x)), wanted, "output")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,38 +124,38 @@ def test_replaced(pool: Any, world_size: int, case: str) -> None:
 
 @spmd.on_mesh()
 def replaced_in_a_model(mesh: Any) -> None:
-    lab, platform = get_lab(), get_platform()
+    adapter, platform = get_adapter(), get_platform()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def both() -> tuple[Any, Any]:
-        single, sharded = (lab.load(lab.Mlp(6, 12), np.random.default_rng(5)) for _ in range(2))
+        single, sharded = (adapter.load(adapter.Mlp(6, 12), np.random.default_rng(5)) for _ in range(2))
         return single, parallelize_module(sharded, mesh, plan)
 
-    x = lab.tensor(floats(3, 6))
+    x = adapter.tensor(floats(3, 6))
     for path in ("up", "down"):
         # A bias that is plain, names the module.
         _, sharded = both()
-        assign(getattr(sharded, path), "bias", lab.tensor(floats(12 if path == "up" else 6)))
+        assign(getattr(sharded, path), "bias", adapter.tensor(floats(12 if path == "up" else 6)))
         if path == "up":
             with fails(ValueError, "'bias'", f"'{path}'", "plain tensor"):
-                lab.call(sharded, x)
+                adapter.call(sharded, x)
         # A module below a style that replicates all.
-        model = lab.load(lab.Mlp(6, 12), np.random.default_rng(5))
+        model = adapter.load(adapter.Mlp(6, 12), np.random.default_rng(5))
         parallelize_module(model, mesh, NoParallel())
-        assign(getattr(model, path), "weight", lab.tensor(floats(*getattr(model, path).weight.shape)))
+        assign(getattr(model, path), "weight", adapter.tensor(floats(*getattr(model, path).weight.shape)))
         with fails(ValueError, f"'{path}.weight'", "plain tensor"):
-            lab.call(model, x)
+            adapter.call(model, x)
         # More hidden features, placed as the plan says: another layout, and right.
     single, sharded = both()
     more = {"up.weight": floats(16, 6), "up.bias": floats(16), "down.weight": floats(6, 16)}
     for name, values in more.items():
         path, _, attribute = name.partition(".")
         placement = getattr(getattr(sharded, path), attribute).placements[0]
-        assign(getattr(single, path), attribute, lab.tensor(values))
-        assign(getattr(sharded, path), attribute, distribute_tensor(lab.tensor(values), mesh, [placement]))
-    same(lab.numpy(lab.call(sharded, x)), lab.numpy(lab.call(single, x)), "output with more features")
+        assign(getattr(single, path), attribute, adapter.tensor(values))
+        assign(getattr(sharded, path), attribute, distribute_tensor(adapter.tensor(values), mesh, [placement]))
+    same(adapter.numpy(adapter.call(sharded, x)), adapter.numpy(adapter.call(single, x)), "output with more features")
     with overlap_collectives(chunks=2, least=0):
-        same(lab.numpy(lab.call(sharded, x)), lab.numpy(lab.call(single, x)), "overlapped")
+        same(adapter.numpy(adapter.call(sharded, x)), adapter.numpy(adapter.call(single, x)), "overlapped")
 
     # A weight that something else holds and gives now.
     single, sharded = both()
@@ -164,7 +164,7 @@ def replaced_in_a_model(mesh: Any) -> None:
             module = getattr(model, path)
             own: Any = platform.own_parameters(module)
             object.__setattr__(module, "weight", own.pop("weight"))
-    same(lab.numpy(lab.call(sharded, x)), lab.numpy(lab.call(single, x)), "output of computed weights")
+    same(adapter.numpy(adapter.call(sharded, x)), adapter.numpy(adapter.call(single, x)), "output of computed weights")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -176,26 +176,26 @@ def test_replaced_in_a_model(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def replaced_norm(mesh: Any) -> None:
     """Parameters of a norm that something else holds, or that are gone: the short way leaves them to the other."""
-    lab, platform = get_lab(), get_platform()
+    adapter, platform = get_adapter(), get_platform()
     array = floats(mesh.size() * 2, 6)
-    single, sharded = (lab.load(lab.norm_module(6), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.norm_module(6), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, SequenceParallel(sequence_dim=0))
-    weights = lab.tensor(floats(*array.shape) + 1)
+    weights = adapter.tensor(floats(*array.shape) + 1)
     name = first_parameter(sharded)
 
     def check(what: str) -> None:
         def loss(model: Any, x: Any) -> Any:
-            y = lab.call(model, x)
+            y = adapter.call(model, x)
             y = y.full_tensor() if isinstance(y, DTensor) else y
-            return lab.weighted_sum(y, weights), y
+            return adapter.weighted_sum(y, weights), y
 
         found, wanted = (
-            lab.model_value_and_grads(
+            adapter.model_value_and_grads(
                 model, lambda x, model=model: loss(model, x if model is single else shard_of(x)), array
             )
             for model in (single, sharded)
         )
-        same(lab.numpy(found[0]), lab.numpy(wanted[0]), what)
+        same(adapter.numpy(found[0]), adapter.numpy(wanted[0]), what)
         same(found[1], wanted[1], f"{what}, gradient of the input")
 
     def shard_of(x: Any) -> Any:
@@ -217,7 +217,7 @@ def test_replaced_norm(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def computed_before(mesh: Any) -> None:
     """A linear layer without a weight of its own: something computed it when the plan came."""
-    platform, probe = get_platform(), get_lab().Probe()
+    platform, probe = get_platform(), get_adapter().Probe()
     platform.register_linear_module(type(probe), weight="kernel")
     try:
         with fails(ValueError, "'kernel'", "after parallelize_module"):
@@ -236,21 +236,21 @@ def test_computed_before(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def ties_in_two_calls(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     embedding = RowwiseParallel(input_layouts=Replicate())
     head = ColwiseParallel(output_layouts=Replicate())
-    ids = lab.tensor(IDS)
+    ids = adapter.tensor(IDS)
 
     def model() -> Any:
-        return lab.load(lab.Tied(12, 6), np.random.default_rng(5))
+        return adapter.load(adapter.Tied(12, 6), np.random.default_rng(5))
 
-    wanted = lab.numpy(lab.call(model(), ids))
+    wanted = adapter.numpy(adapter.call(model(), ids))
     with fails(ValueError, "'head'", "'embedding'", "in the same plan"):
         parallelize_module(model(), mesh, {"embedding": embedding})
     tied = model()
     parallelize_module(tied.embedding, mesh, embedding)
     parallelize_module(tied.head, mesh, head)
-    same(lab.numpy(lab.call(tied, ids)), wanted, "output")
+    same(adapter.numpy(adapter.call(tied, ids)), wanted, "output")
     tied = model()
     parallelize_module(tied.embedding, mesh, embedding)
     with fails(ValueError, type(tied.head).__name__, "shares it", "same way"):

@@ -23,42 +23,42 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_dtensor import split_counts
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
-from hyper_parallel.testing.labs import get_lab
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def both(mesh: Any) -> tuple[Any, Any]:
     """A model and its parallelised twin."""
-    lab = get_lab()
-    single, sharded = (lab.load(lab.Mlp(6, 12), np.random.default_rng(5)) for _ in range(2))
+    adapter = get_adapter()
+    single, sharded = (adapter.load(adapter.Mlp(6, 12), np.random.default_rng(5)) for _ in range(2))
     return single, parallelize_module(sharded, mesh, PLAN)
 
 
 @spmd.on_mesh()
 def identity(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     single, sharded = both(mesh)
-    x = lab.tensor(floats(3, 6))
-    wanted = lab.numpy(lab.call(single, x))
+    x = adapter.tensor(floats(3, 6))
+    wanted = adapter.numpy(adapter.call(single, x))
     assert isinstance(sharded.up, type(single.up))
     assert type(sharded.up).__name__ == type(single.up).__name__
     assert get_platform().is_linear_module(sharded.up)
 
     # A copy computes with its own parameters.
     other = copy.deepcopy(sharded)
-    lab.load(sharded, np.random.default_rng(9))
-    same(lab.numpy(lab.call(other, x)), wanted, "output of the copy")
-    assert np.abs(lab.numpy(lab.call(sharded, x)) - wanted).max() > 0.01
+    adapter.load(sharded, np.random.default_rng(9))
+    same(adapter.numpy(adapter.call(other, x)), wanted, "output of the copy")
+    assert np.abs(adapter.numpy(adapter.call(sharded, x)) - wanted).max() > 0.01
 
     # Hooks see what the caller gives and gets.
     seen: list[Any] = []
     get_platform().register_forward_pre_hook(other.up, lambda module, args: seen.append(args[0]))
     get_platform().register_forward_hook(other.up, lambda module, args, output: seen.append(output))
-    same(lab.numpy(lab.call(other, x)), wanted, "output with hooks")
+    same(adapter.numpy(adapter.call(other, x)), wanted, "output with hooks")
     assert len(seen) == 2
     assert not any(isinstance(value, DTensor) for value in seen)
 
@@ -71,18 +71,18 @@ def test_module_stays_what_it_is(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def gradients_of_gradients(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     single, sharded = both(mesh)
-    weights = lab.tensor(floats(3, 6) + 1)
+    weights = adapter.tensor(floats(3, 6) + 1)
 
     def loss(model: Any) -> Callable[[Any], Any]:
-        return lambda x: lab.weighted_sum(lab.tanh(lab.call(model, x)), weights)
+        return lambda x: adapter.weighted_sum(adapter.tanh(adapter.call(model, x)), weights)
 
     def combine(gradient: Any) -> Any:
-        return lab.weighted_sum(gradient, gradient)
+        return adapter.weighted_sum(gradient, gradient)
 
-    (wanted,) = lab.second_order(loss(single), combine, [floats(3, 6)])
-    (found,) = lab.second_order(loss(sharded), combine, [floats(3, 6)])
+    (wanted,) = adapter.second_order(loss(single), combine, [floats(3, 6)])
+    (found,) = adapter.second_order(loss(sharded), combine, [floats(3, 6)])
     same(found, wanted, "gradient of the squared gradient")
 
 
@@ -95,15 +95,15 @@ def test_gradients_of_gradients(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def mixed_calls(mesh: Any) -> None:
     """Plain and distributed inputs, one after the other, of one module; both ways share collectives."""
-    lab = get_lab()
+    adapter = get_adapter()
     single, sharded = both(mesh)
-    x = lab.tensor(floats(3, 6))
-    wanted = lab.numpy(lab.call(single, x))
+    x = adapter.tensor(floats(3, 6))
+    wanted = adapter.numpy(adapter.call(single, x))
     many = {"all_reduce": 1} if mesh.size() > 1 else {}
     for given in (x, DTensor.from_local(x, mesh, [Replicate()]), x):
         with CommDebugMode() as comm:
-            y = lab.call(sharded, given)
-        same(lab.numpy(y), wanted, "output")
+            y = adapter.call(sharded, given)
+        same(adapter.numpy(y), wanted, "output")
         assert comm.get_comm_counts() == many
 
 
@@ -116,21 +116,23 @@ def test_plain_and_distributed_inputs(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def styled_and_not(mesh: Any) -> None:
     """A styled layer and an operation of the user's read one tensor: backward has one all-reduce for both."""
-    lab = get_lab()
+    adapter = get_adapter()
     single, sharded = both(mesh)
     weight = floats(8, 6)
 
     def loss(model: Any, wrap: Callable[[Any], Any], w: Any) -> Callable[[Any], Any]:
         def function(x: Any) -> tuple[Any, Any]:
-            y = lab.call(model.up, x)
-            z = lab.square(lab.linear(wrap(x), w))
-            total = lab.sum(lab.square(y)) + (lab.sum(z).full_tensor() if isinstance(z, DTensor) else lab.sum(z))
+            y = adapter.call(model.up, x)
+            z = adapter.square(adapter.linear(wrap(x), w))
+            total = adapter.sum(adapter.square(y)) + (
+                adapter.sum(z).full_tensor() if isinstance(z, DTensor) else adapter.sum(z)
+            )
             return total, y
 
         return function
 
-    _, (wanted,) = lab.value_and_grads(loss(single, lambda x: x, lab.tensor(weight)), [floats(3, 6)])
-    w = distribute_tensor(lab.tensor(weight), mesh, [Shard(0)])
+    _, (wanted,) = adapter.value_and_grads(loss(single, lambda x: x, adapter.tensor(weight)), [floats(3, 6)])
+    w = distribute_tensor(adapter.tensor(weight), mesh, [Shard(0)])
     whole = loss(sharded, lambda x: DTensor.from_local(x, mesh, [Replicate()]), w)
     _, (found,), _, backward = split_counts(whole, [floats(3, 6)])
     same(found, wanted, "gradient of the input")
@@ -145,14 +147,14 @@ def test_styled_and_not(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def norm_along_the_shards(mesh: Any) -> None:
     """A norm over the very dimension that is sharded cannot run on shards: it is dispatched."""
-    lab = get_lab()
-    single, sharded = (lab.load(lab.norm_module(12), np.random.default_rng(5)) for _ in range(2))
+    adapter = get_adapter()
+    single, sharded = (adapter.load(adapter.norm_module(12), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, SequenceParallel(sequence_dim=-1))
     array = floats(3, 12)
-    wanted = lab.numpy(lab.call(single, lab.tensor(array)))
+    wanted = adapter.numpy(adapter.call(single, adapter.tensor(array)))
     part = array[get_layout(mesh, (Shard(1),), array.shape).local_index()]
-    for x in (lab.tensor(part), DTensor.from_local(lab.tensor(part), mesh, [Shard(1)])):
-        same(lab.numpy(lab.call(sharded, x).full_tensor()), wanted, "output")
+    for x in (adapter.tensor(part), DTensor.from_local(adapter.tensor(part), mesh, [Shard(1)])):
+        same(adapter.numpy(adapter.call(sharded, x).full_tensor()), wanted, "output")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -24,8 +24,8 @@ from hyper_parallel import (
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.modes import is_loss_parallel
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.labs import get_lab
 
 WORLD_SIZES = [1, 2, 3, 4]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -67,7 +67,7 @@ def probabilities_for(shape: tuple[int, ...], dim: int) -> np.ndarray:
 
 def as_target(array: np.ndarray) -> np.ndarray:
     """Targets as the framework wants them: torch 64 bits, MindSpore 32."""
-    return array.astype(get_lab().TARGET_DTYPE) if array.dtype == np.int32 else array
+    return array.astype(get_adapter().TARGET_DTYPE) if array.dtype == np.int32 else array
 
 
 def part_of(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
@@ -76,8 +76,8 @@ def part_of(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
 
 def weighted(y: Any, like: np.ndarray) -> Any:
     """A scalar of which every element of ``y`` has its own share: ``y`` is whole on every rank."""
-    lab = get_lab()
-    return lab.weighted_sum(y, lab.tensor(floats(*like.shape, seed=6)))
+    adapter = get_adapter()
+    return adapter.weighted_sum(y, adapter.tensor(floats(*like.shape, seed=6)))
 
 
 def count(comm: CommDebugMode) -> int:
@@ -89,7 +89,7 @@ def count(comm: CommDebugMode) -> int:
 @spmd.on_mesh()
 def cross_entropy(mesh: Any, vocabulary: int) -> list[tuple[int, int, int]]:
     """All cases; for each the collectives in forward and in both directions, and those of the function form."""
-    lab, counts = get_lab(), []
+    adapter, counts = get_adapter(), []
     for before, behind, reduction, smoothing, weights, soft in CASES:
         what = f"{before} {behind} {reduction} {smoothing} {weights} {soft}"
         shape, dim = (*before, vocabulary, *behind), len(before)
@@ -99,45 +99,45 @@ def cross_entropy(mesh: Any, vocabulary: int) -> list[tuple[int, int, int]]:
         values: list[np.ndarray] = []
 
         def single(x: Any) -> Any:
-            w = None if weight is None else lab.tensor(weight)  # noqa: B023
-            y = lab.loss(x, lab.tensor(target), w, reduction, smoothing)  # noqa: B023
-            values.append(lab.numpy(y))  # noqa: B023
+            w = None if weight is None else adapter.tensor(weight)  # noqa: B023
+            y = adapter.loss(x, adapter.tensor(target), w, reduction, smoothing)  # noqa: B023
+            values.append(adapter.numpy(y))  # noqa: B023
             return weighted(y, values[-1]), y  # noqa: B023
 
-        _, (wanted,) = lab.value_and_grads(single, [x])
+        _, (wanted,) = adapter.value_and_grads(single, [x])
         forward = []
 
         def sharded(local: Any) -> Any:
             logits = DTensor.from_local(local, mesh, [Shard(dim)], shape=shape)  # noqa: B023
-            w, t = None, lab.tensor(target)  # noqa: B023
+            w, t = None, adapter.tensor(target)  # noqa: B023
             if weight is not None:  # noqa: B023
-                w = lab.tensor(weight)  # noqa: B023
+                w = adapter.tensor(weight)  # noqa: B023
                 if weights != "plain":  # noqa: B023
-                    w = lab.tensor(part_of(weight, mesh, S0)) if weights == "sharded" else w  # noqa: B023
+                    w = adapter.tensor(part_of(weight, mesh, S0)) if weights == "sharded" else w  # noqa: B023
                     placed = [S0] if weights == "sharded" else [R]  # noqa: B023
                     w = DTensor.from_local(w, mesh, placed, shape=weight.shape)  # noqa: B023
             if soft:  # noqa: B023
-                t = lab.tensor(part_of(target, mesh, Shard(dim)))  # noqa: B023
+                t = adapter.tensor(part_of(target, mesh, Shard(dim)))  # noqa: B023
                 t = DTensor.from_local(t, mesh, [Shard(dim)], shape=shape)  # noqa: B023
             with CommDebugMode() as comm, loss_parallel():
-                y = lab.loss(logits, t, w, reduction, smoothing)  # noqa: B023
+                y = adapter.loss(logits, t, w, reduction, smoothing)  # noqa: B023
             forward.append(count(comm))  # noqa: B023
             assert y.placements == (R,)
             return weighted(y.to_local(), values[0]), y  # noqa: B023
 
         local = part_of(x, mesh, Shard(dim))
         with CommDebugMode() as both:
-            y, (got,) = lab.value_and_grads(sharded, [local])
-        same(lab.numpy(y), values[0], f"{what}: value")
+            y, (got,) = adapter.value_and_grads(sharded, [local])
+        same(adapter.numpy(y), values[0], f"{what}: value")
         same(got, part_of(wanted, mesh, Shard(dim)), f"{what}: gradient")
 
         def by_function(local: Any) -> Any:
             y = vocab_parallel_cross_entropy(
                 local,
-                lab.tensor(part_of(target, mesh, Shard(dim)) if soft else target),  # noqa: B023
+                adapter.tensor(part_of(target, mesh, Shard(dim)) if soft else target),  # noqa: B023
                 mesh,
                 vocab_size=vocabulary,
-                weight=None if weight is None else lab.tensor(weight),  # noqa: B023
+                weight=None if weight is None else adapter.tensor(weight),  # noqa: B023
                 reduction=reduction,  # noqa: B023
                 label_smoothing=smoothing,  # noqa: B023
             )
@@ -145,8 +145,8 @@ def cross_entropy(mesh: Any, vocabulary: int) -> list[tuple[int, int, int]]:
             return weighted(y, values[0]), y  # noqa: B023
 
         with CommDebugMode() as comm:
-            y, (got,) = lab.value_and_grads(by_function, [local])
-        same(lab.numpy(y), values[0], f"{what}: value of the function")
+            y, (got,) = adapter.value_and_grads(by_function, [local])
+        same(adapter.numpy(y), values[0], f"{what}: value of the function")
         same(got, part_of(wanted, mesh, Shard(dim)), f"{what}: gradient of the function")
         counts.append((forward[0], count(both), count(comm)))
     return counts
@@ -163,40 +163,52 @@ def test_cross_entropy(pool: Any, world_size: int, vocabulary: int) -> None:
 
 #: name -> (function of log-probabilities or logits and of target, collectives in forward, and in backward)
 CONSUMERS: dict[str, tuple[Callable[..., Any], int, int]] = {
-    "log_softmax, nll_loss": (lambda lab, x, t: lab.nll(lab.log_softmax(x, 1), t), 3, 1),
-    "log_softmax, nll_loss sum": (lambda lab, x, t: lab.nll(lab.log_softmax(x, 1), t, None, "sum"), 3, 1),
-    "log_softmax, nll_loss none": (lambda lab, x, t: lab.sum(lab.nll(lab.log_softmax(x, 1), t, None, "none")), 3, 1),
-    "exp of log_softmax": (lambda lab, x, t: lab.sum(lab.square(lab.exp(lab.log_softmax(x, 1)))), 3, 1),
-    "negative entropy": (lambda lab, x, t: lab.sum(lab.softmax(x, 1) * lab.log_softmax(x, 1)), 5, 2),
-    "softmax": (lambda lab, x, t: lab.sum(lab.square(lab.softmax(x, 1))), 3, 1),
-    "logsumexp": (lambda lab, x, t: lab.sum(lab.square(lab.logsumexp(x, 1))), 2, 0),
-    "two losses": (lambda lab, x, t: lab.loss(x, t) + lab.sum(lab.square(lab.logsumexp(x, 1))), 4, 0),
+    "log_softmax, nll_loss": (lambda adapter, x, t: adapter.nll(adapter.log_softmax(x, 1), t), 3, 1),
+    "log_softmax, nll_loss sum": (lambda adapter, x, t: adapter.nll(adapter.log_softmax(x, 1), t, None, "sum"), 3, 1),
+    "log_softmax, nll_loss none": (
+        lambda adapter, x, t: adapter.sum(adapter.nll(adapter.log_softmax(x, 1), t, None, "none")),
+        3,
+        1,
+    ),
+    "exp of log_softmax": (
+        lambda adapter, x, t: adapter.sum(adapter.square(adapter.exp(adapter.log_softmax(x, 1)))),
+        3,
+        1,
+    ),
+    "negative entropy": (lambda adapter, x, t: adapter.sum(adapter.softmax(x, 1) * adapter.log_softmax(x, 1)), 5, 2),
+    "softmax": (lambda adapter, x, t: adapter.sum(adapter.square(adapter.softmax(x, 1))), 3, 1),
+    "logsumexp": (lambda adapter, x, t: adapter.sum(adapter.square(adapter.logsumexp(x, 1))), 2, 0),
+    "two losses": (
+        lambda adapter, x, t: adapter.loss(x, t) + adapter.sum(adapter.square(adapter.logsumexp(x, 1))),
+        4,
+        0,
+    ),
 }
 
 
 @spmd.on_mesh()
 def consumers(mesh: Any, vocabulary: int) -> list[tuple[int, int]]:
-    lab, counts = get_lab(), []
+    adapter, counts = get_adapter(), []
     x, target = floats(4, vocabulary), as_target(classes_for((4,), vocabulary))
     for name, (function, _, _) in CONSUMERS.items():
 
         def single(x: Any) -> Any:
-            y = function(lab, x, lab.tensor(target))  # noqa: B023
+            y = function(adapter, x, adapter.tensor(target))  # noqa: B023
             return y, y
 
-        value, (wanted,) = lab.value_and_grads(single, [x])
+        value, (wanted,) = adapter.value_and_grads(single, [x])
         forward = []
 
         def sharded(local: Any) -> Any:
             logits = DTensor.from_local(local, mesh, [S1], shape=x.shape)
             with CommDebugMode() as comm, loss_parallel():
-                y = function(lab, logits, lab.tensor(target)).full_tensor()  # noqa: B023
+                y = function(adapter, logits, adapter.tensor(target)).full_tensor()  # noqa: B023
             forward.append(count(comm))  # noqa: B023
             return y, y
 
         with CommDebugMode() as both:
-            y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1)])
-        same(lab.numpy(y), lab.numpy(value), name, tolerance=1e-4)  # MindSpore's own log_softmax is not better
+            y, (got,) = adapter.value_and_grads(sharded, [part_of(x, mesh, S1)])
+        same(adapter.numpy(y), adapter.numpy(value), name, tolerance=1e-4)  # MindSpore's own log_softmax is not better
         same(got, part_of(wanted, mesh, S1), f"{name}: gradient", tolerance=1e-4)
         counts.append((forward[0], count(both) - forward[0]))
     return counts
@@ -212,28 +224,28 @@ def test_other_consumers(pool: Any, world_size: int, vocabulary: int) -> None:
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensional(mesh: Any, samples: int, vocabulary: int, reduction: str, given: str) -> int:
     """Samples over dp, classes over tp; the target plain and whole, plain and this rank's, or a DTensor."""
-    lab = get_lab()
+    adapter = get_adapter()
     x, target = logits_of(samples, vocabulary), as_target(classes_for((samples,), vocabulary))
 
     def single(x: Any) -> Any:
-        y = lab.loss(x, lab.tensor(target), None, reduction, 0.1)
-        return lab.sum(y) * 2.0, y
+        y = adapter.loss(x, adapter.tensor(target), None, reduction, 0.1)
+        return adapter.sum(y) * 2.0, y
 
-    value, (wanted,) = lab.value_and_grads(single, [x])
-    mine = lab.tensor(part_of(target, mesh, S0, R))
+    value, (wanted,) = adapter.value_and_grads(single, [x])
+    mine = adapter.tensor(part_of(target, mesh, S0, R))
     forward = []
 
     def sharded(local: Any) -> Any:
         logits = DTensor.from_local(local, mesh, [S0, S1], shape=x.shape)
         distributed = DTensor.from_local(mine, mesh, [S0, R], shape=target.shape)
-        t = {"whole": lab.tensor(target), "mine": mine, "distributed": distributed}[given]
+        t = {"whole": adapter.tensor(target), "mine": mine, "distributed": distributed}[given]
         with CommDebugMode() as comm, loss_parallel():
-            y = lab.loss(logits, t, None, reduction, 0.1)
+            y = adapter.loss(logits, t, None, reduction, 0.1)
         forward.append(count(comm))
-        return (lab.sum(y) * 2.0).full_tensor(), y
+        return (adapter.sum(y) * 2.0).full_tensor(), y
 
-    y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S0, S1)])
-    same(lab.numpy(y), lab.numpy(value), "value")
+    y, (got,) = adapter.value_and_grads(sharded, [part_of(x, mesh, S0, S1)])
+    same(adapter.numpy(y), adapter.numpy(value), "value")
     same(got, part_of(wanted, mesh, S0, S1), "gradient")
     return forward[0]
 
@@ -250,19 +262,19 @@ def test_samples_and_classes_sharded(pool: Any, sizes: tuple[int, int]) -> None:
 @spmd.on_mesh(2, 2)
 def classes_over_both(mesh: Any, vocabulary: int) -> int:
     """Both mesh dimensions shard the classes."""
-    lab = get_lab()
+    adapter = get_adapter()
     x, target = logits_of(4, vocabulary), as_target(classes_for((4,), vocabulary))
-    value, (wanted,) = lab.value_and_grads(lambda x: (lab.loss(x, lab.tensor(target)),) * 2, [x])
+    value, (wanted,) = adapter.value_and_grads(lambda x: (adapter.loss(x, adapter.tensor(target)),) * 2, [x])
 
     def sharded(local: Any) -> Any:
         with loss_parallel():
-            y = lab.loss(DTensor.from_local(local, mesh, [S1, S1], shape=x.shape), lab.tensor(target))
+            y = adapter.loss(DTensor.from_local(local, mesh, [S1, S1], shape=x.shape), adapter.tensor(target))
         assert y.placements == (R, R)
         return y.to_local(), y
 
     with CommDebugMode() as comm:
-        y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1, S1)])
-    same(lab.numpy(y), lab.numpy(value), "value")
+        y, (got,) = adapter.value_and_grads(sharded, [part_of(x, mesh, S1, S1)])
+    same(adapter.numpy(y), adapter.numpy(value), "value")
     same(got, part_of(wanted, mesh, S1, S1), "gradient")
     return count(comm)
 
@@ -274,24 +286,24 @@ def test_classes_over_two_mesh_dimensions(pool: Any, vocabulary: int) -> None:
 
 @spmd.on_mesh()
 def gradients_of_gradients(mesh: Any, vocabulary: int) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     x, target = floats(3, vocabulary) * 0.5, as_target(classes_for((3,), vocabulary, ignored=False))
     chosen = np.eye(vocabulary, dtype=np.float32)[target]
 
     def log_p(x: Any) -> Any:  # in elementary operations: MindSpore has no second derivative of its own softmax
-        return x - lab.log(lab.sum(lab.exp(x), 1, True))
+        return x - adapter.log(adapter.sum(adapter.exp(x), 1, True))
 
     plain = {
-        "cross_entropy": lambda x: lab.sum(lab.square(lab.sum(log_p(x) * lab.tensor(chosen), 1, True))),
-        "softmax": lambda x: lab.sum(lab.square(lab.exp(log_p(x)))),
-        "log_softmax": lambda x: lab.sum(log_p(x) * lab.square(log_p(x))),
-        "logsumexp": lambda x: lab.sum(lab.square(lab.log(lab.sum(lab.exp(x), 1, True)))),
+        "cross_entropy": lambda x: adapter.sum(adapter.square(adapter.sum(log_p(x) * adapter.tensor(chosen), 1, True))),
+        "softmax": lambda x: adapter.sum(adapter.square(adapter.exp(log_p(x)))),
+        "log_softmax": lambda x: adapter.sum(log_p(x) * adapter.square(log_p(x))),
+        "logsumexp": lambda x: adapter.sum(adapter.square(adapter.log(adapter.sum(adapter.exp(x), 1, True)))),
     }
     distributed = {
-        "cross_entropy": lambda x: lab.sum(lab.square(lab.loss(x, lab.tensor(target), None, "none"))),
-        "softmax": lambda x: lab.sum(lab.square(lab.softmax(x, 1))),
-        "log_softmax": lambda x: lab.sum(lab.log_softmax(x, 1) * lab.square(lab.log_softmax(x, 1))),
-        "logsumexp": lambda x: lab.sum(lab.square(lab.logsumexp(x, 1))),
+        "cross_entropy": lambda x: adapter.sum(adapter.square(adapter.loss(x, adapter.tensor(target), None, "none"))),
+        "softmax": lambda x: adapter.sum(adapter.square(adapter.softmax(x, 1))),
+        "log_softmax": lambda x: adapter.sum(adapter.log_softmax(x, 1) * adapter.square(adapter.log_softmax(x, 1))),
+        "logsumexp": lambda x: adapter.sum(adapter.square(adapter.logsumexp(x, 1))),
     }
 
     def whole(local: Any) -> Any:
@@ -303,8 +315,10 @@ def gradients_of_gradients(mesh: Any, vocabulary: int) -> None:
             with loss_parallel():
                 return distributed[name](whole(local)).full_tensor()  # noqa: B023
 
-        (wanted,) = lab.second_order(plain[name], lambda g: lab.sum(g * g), [x])
-        (got,) = lab.second_order(sharded, lambda g: lab.sum(whole(g) * whole(g)).full_tensor(), [part_of(x, mesh, S1)])
+        (wanted,) = adapter.second_order(plain[name], lambda g: adapter.sum(g * g), [x])
+        (got,) = adapter.second_order(
+            sharded, lambda g: adapter.sum(whole(g) * whole(g)).full_tensor(), [part_of(x, mesh, S1)]
+        )
         same(got, part_of(wanted, mesh, S1), f"{name}: second-order gradient", tolerance=1e-4)
 
 
@@ -317,7 +331,7 @@ def test_gradients_of_gradients(pool: Any, world_size: int, vocabulary: int) -> 
 def extremes(mesh: Any) -> None:
     """Huge logits, and classes masked with minus infinity: on one rank all of them. The reference is NumPy's, because
     MindSpore gives no number for infinite logits."""
-    lab = get_lab()
+    adapter = get_adapter()
     x = logits_of(4, 8)
     x[0] += 1e4
     x[1] -= 1e4
@@ -330,12 +344,12 @@ def extremes(mesh: Any) -> None:
     wanted = (np.exp(log_p) - np.eye(8)[target]) / 4
 
     def sharded(local: Any) -> Any:
-        y = vocab_parallel_cross_entropy(local, lab.tensor(target), mesh)
+        y = vocab_parallel_cross_entropy(local, adapter.tensor(target), mesh)
         return y, y
 
-    y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, S1)])
-    assert np.isfinite(lab.numpy(y)) and np.isfinite(got).all()
-    same(lab.numpy(y), value, "value")
+    y, (got,) = adapter.value_and_grads(sharded, [part_of(x, mesh, S1)])
+    assert np.isfinite(adapter.numpy(y)) and np.isfinite(got).all()
+    same(adapter.numpy(y), value, "value")
     same(got, part_of(wanted, mesh, S1), "gradient")
 
 
@@ -346,29 +360,29 @@ def test_extremes(pool: Any) -> None:
 @spmd.on_mesh()
 def head(mesh: Any, vocabulary: int) -> int:
     """A column-parallel head, its sharded output, and the loss module; backward outside of the context."""
-    lab = get_lab()
+    adapter = get_adapter()
     x, target = floats(4, 6), as_target(classes_for((4,), vocabulary))
-    single, sharded = (lab.load(lab.linear_module(6, vocabulary), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.linear_module(6, vocabulary), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, ColwiseParallel(use_local_output=False))
-    module = lab.loss_module(reduction="mean", label_smoothing=0.1)
+    module = adapter.loss_module(reduction="mean", label_smoothing=0.1)
 
     def reference(x: Any) -> Any:
-        return (lab.call(module, lab.call(single, x), lab.tensor(target)),) * 2
+        return (adapter.call(module, adapter.call(single, x), adapter.tensor(target)),) * 2
 
     def distributed(x: Any) -> Any:
-        logits = lab.call(sharded, x)
+        logits = adapter.call(sharded, x)
         with loss_parallel():
-            return (lab.call(module, logits, lab.tensor(target)).full_tensor(),) * 2
+            return (adapter.call(module, logits, adapter.tensor(target)).full_tensor(),) * 2
 
-    value, grad, grads = lab.model_value_and_grads(single, reference, x)
+    value, grad, grads = adapter.model_value_and_grads(single, reference, x)
     with CommDebugMode() as comm:
-        got, got_grad, got_grads = lab.model_value_and_grads(sharded, distributed, x)
-    same(lab.numpy(got), lab.numpy(value), "value")
+        got, got_grad, got_grads = adapter.model_value_and_grads(sharded, distributed, x)
+    same(adapter.numpy(got), adapter.numpy(value), "value")
     same(got_grad, grad, "gradient of the input")
     for name in grads:
-        same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), name)
+        same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), name)
     with CommDebugMode() as reading:
-        lab.numpy(got_grads["weight"])
+        adapter.numpy(got_grads["weight"])
     assert reading.get_comm_counts() == {"all_gather": 1}
     return count(comm)
 
@@ -382,31 +396,31 @@ def test_head_and_loss(pool: Any, vocabulary: int) -> None:
 @spmd.on_mesh()
 def last_dimension(mesh: Any, vocabulary: int) -> None:
     """Batch, sequence, vocabulary, as a model gives them."""
-    lab = get_lab()
+    adapter = get_adapter()
     x, target = logits_of(2, 3, vocabulary), as_target(classes_for((2, 3), vocabulary))
     weight = np.abs(floats(vocabulary, seed=8)) + 0.5
 
     def single(x: Any) -> Any:
-        flat = lab.reshape(x, (6, vocabulary))
-        return (lab.loss(flat, lab.tensor(target.reshape(-1)), lab.tensor(weight), "mean", 0.1),) * 2
+        flat = adapter.reshape(x, (6, vocabulary))
+        return (adapter.loss(flat, adapter.tensor(target.reshape(-1)), adapter.tensor(weight), "mean", 0.1),) * 2
 
-    value, (wanted,) = lab.value_and_grads(single, [x])
+    value, (wanted,) = adapter.value_and_grads(single, [x])
 
     def sharded(local: Any) -> Any:
         return (
             vocab_parallel_cross_entropy(
                 local,
-                lab.tensor(target),
+                adapter.tensor(target),
                 mesh,
                 dim=-1,
                 vocab_size=vocabulary,
-                weight=lab.tensor(weight),
+                weight=adapter.tensor(weight),
                 label_smoothing=0.1,
             ),
         ) * 2
 
-    y, (got,) = lab.value_and_grads(sharded, [part_of(x, mesh, Shard(2))])
-    same(lab.numpy(y), lab.numpy(value), "value")
+    y, (got,) = adapter.value_and_grads(sharded, [part_of(x, mesh, Shard(2))])
+    same(adapter.numpy(y), adapter.numpy(value), "value")
     same(got, part_of(wanted, mesh, Shard(2)), "gradient")
 
 
@@ -418,33 +432,33 @@ def test_classes_in_the_last_dimension(pool: Any, world_size: int, vocabulary: i
 @spmd.on_mesh()
 def context(mesh: Any) -> None:
     """What the context changes, that it nests, and that an exception leaves it as it was."""
-    lab = get_lab()
-    x, target = logits_of(4, 8), lab.tensor(as_target(classes_for((4,), 8)))
-    logits = distribute_tensor(lab.tensor(x), mesh, [S1])
-    wanted = lab.numpy(lab.loss(lab.tensor(x), target))
+    adapter = get_adapter()
+    x, target = logits_of(4, 8), adapter.tensor(as_target(classes_for((4,), 8)))
+    logits = distribute_tensor(adapter.tensor(x), mesh, [S1])
+    wanted = adapter.numpy(adapter.loss(adapter.tensor(x), target))
 
     def refused() -> None:
         with pytest.raises(ValueError, match="plain tensor"):
-            lab.loss(logits, target)
+            adapter.loss(logits, target)
 
     refused()
     with loss_parallel():
         with loss_parallel():
-            same(lab.numpy(lab.loss(logits, target)), wanted, "nested")
-        same(lab.numpy(lab.loss(logits, target)), wanted, "after the inner one")
+            same(adapter.numpy(adapter.loss(logits, target)), wanted, "nested")
+        same(adapter.numpy(adapter.loss(logits, target)), wanted, "after the inner one")
         with pytest.raises(ValueError, match="plain tensor"):
-            _ = logits + lab.tensor(x)
+            _ = logits + adapter.tensor(x)
     assert not is_loss_parallel()
     refused()  # whatever is cached by now
     with pytest.raises(ZeroDivisionError), loss_parallel():
         raise ZeroDivisionError
     assert not is_loss_parallel()
     with implicit_replication():
-        same(lab.numpy(lab.loss(logits, target)), wanted, "implicit replication")
+        same(adapter.numpy(adapter.loss(logits, target)), wanted, "implicit replication")
     refused()
     placed = DTensor.from_local(target, mesh, [R])
     with CommDebugMode() as comm:
-        same(lab.numpy(lab.loss(logits, placed)), wanted, "outside")
+        same(adapter.numpy(adapter.loss(logits, placed)), wanted, "outside")
     assert count(comm) == 2
 
 
@@ -454,9 +468,9 @@ def test_context(pool: Any) -> None:
 
 @spmd.on_mesh()
 def mistakes(mesh: Any) -> None:
-    lab = get_lab()
-    x, good = lab.tensor(floats(4, 3)), as_target(classes_for((4,), 6, ignored=False))
-    target = lab.tensor(good)
+    adapter = get_adapter()
+    x, good = adapter.tensor(floats(4, 3)), as_target(classes_for((4,), 6, ignored=False))
+    target = adapter.tensor(good)
 
     def refuses(error: type[Exception], words: str, *args: Any, **options: Any) -> None:
         with CommDebugMode() as comm, pytest.raises(error, match=words):
@@ -467,14 +481,14 @@ def mistakes(mesh: Any) -> None:
         ValueError, r"reduction must be one of 'none', 'mean', 'sum', got 'median'", x, target, mesh, reduction="median"
     )
     refuses(ValueError, "label_smoothing must lie between 0 and 1, got 1.5", x, target, mesh, label_smoothing=1.5)
-    refuses(ValueError, r"the target has shape \(2,\)", x, lab.tensor(good[:2]), mesh)
+    refuses(ValueError, r"the target has shape \(2,\)", x, adapter.tensor(good[:2]), mesh)
     refuses(
         ValueError,
         r"weight must have one entry for each of 6 classes, got shape \(3,\)",
         x,
         target,
         mesh,
-        weight=lab.tensor(floats(3)),
+        weight=adapter.tensor(floats(3)),
     )
     refuses(ValueError, r"vocab_size=", x, target, mesh, vocab_size=7)
     refuses(ValueError, r"floating point", target, target, mesh)
@@ -483,11 +497,11 @@ def mistakes(mesh: Any) -> None:
     for wrong in (6, -1):
         bad = good.copy()
         bad[0] = wrong
-        logits, placed = DTensor.from_local(x, mesh, [S1]), lab.tensor(bad)
+        logits, placed = DTensor.from_local(x, mesh, [S1]), adapter.tensor(bad)
         losses = [
             lambda t=placed: vocab_parallel_cross_entropy(x, t, mesh),
-            lambda t=placed, logits=logits: lab.loss(logits, t),
-            lambda t=placed, logits=logits: lab.nll(lab.log_softmax(logits, 1), t),
+            lambda t=placed, logits=logits: adapter.loss(logits, t),
+            lambda t=placed, logits=logits: adapter.nll(adapter.log_softmax(logits, 1), t),
         ]
         for loss in losses:
             if mesh.device_type == "cpu":
@@ -495,12 +509,12 @@ def mistakes(mesh: Any) -> None:
                     loss()
             else:  # looking would make the host wait for the device
                 with loss_parallel():
-                    assert np.isnan(lab.numpy(loss()))
+                    assert np.isnan(adapter.numpy(loss()))
     for options in ({"reduction": "median"}, {"smoothing": 1.5}):
-        if options == {"smoothing": 1.5} and not lab.REFUSES_SMOOTHING:
+        if options == {"smoothing": 1.5} and not adapter.REFUSES_SMOOTHING:
             continue  # the framework's own function takes any number
         with pytest.raises((ValueError, RuntimeError, TypeError)), loss_parallel():
-            lab.loss(logits, target, **options)
+            adapter.loss(logits, target, **options)
 
 
 def test_mistakes(pool: Any) -> None:
@@ -509,8 +523,8 @@ def test_mistakes(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def mesh_of_two(mesh: Any) -> None:
-    lab = get_lab()
-    x, target = lab.tensor(floats(4, 3)), lab.tensor(as_target(classes_for((4,), 6)))
+    adapter = get_adapter()
+    x, target = adapter.tensor(floats(4, 3)), adapter.tensor(as_target(classes_for((4,), 6)))
     with pytest.raises(ValueError, match=r"one dimension.*mesh\['tp'\]"):
         vocab_parallel_cross_entropy(x, target, mesh)
     assert vocab_parallel_cross_entropy(x, target, mesh["tp"]).shape == ()
@@ -526,10 +540,10 @@ def differs(mesh: Any) -> None:
     from hyper_parallel.core.tensor_parallel.loss import _COMPARED
 
     _COMPARED.pop(mesh, None)
-    lab = get_lab()
-    target = lab.tensor(as_target(np.zeros(4, np.int32)))
+    adapter = get_adapter()
+    target = adapter.tensor(as_target(np.zeros(4, np.int32)))
     with pytest.raises(ValueError, match=r"vocab_size="):
-        vocab_parallel_cross_entropy(lab.tensor(floats(4, 3 - mesh.get_local_rank())), target, mesh)
+        vocab_parallel_cross_entropy(adapter.tensor(floats(4, 3 - mesh.get_local_rank())), target, mesh)
 
 
 def test_unequal_parts_without_their_sum(pool: Any) -> None:

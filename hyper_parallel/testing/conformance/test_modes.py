@@ -26,9 +26,9 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations import custom_ops, fallback
 from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import local_parts, same
 from hyper_parallel.testing.conformance.test_styles import floats
-from hyper_parallel.testing.labs import get_lab
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 WORLD_SIZES = [1, 2, 3, 4]
@@ -53,13 +53,13 @@ def warnings_logged() -> Iterator[list[str]]:
 
 def check(mesh: Any, operation: Callable[[Any], Any], whole: np.ndarray, placement: Any, result: Any) -> dict[str, int]:
     """Value, gradient and placement of a unary operation; its collectives in forward."""
-    lab = get_lab()
+    adapter = get_adapter()
     weights = floats(*whole.shape)[::-1].copy()
     counts: dict[str, int] = {}
 
     def reference(x: Any) -> Any:
         y = operation(x)
-        return lab.weighted_sum(y, lab.tensor(weights)), y
+        return adapter.weighted_sum(y, adapter.tensor(weights)), y
 
     def sharded(x: Any) -> Any:
         x = DTensor.from_local(x, mesh, [placement], shape=whole.shape)
@@ -67,12 +67,12 @@ def check(mesh: Any, operation: Callable[[Any], Any], whole: np.ndarray, placeme
             y = operation(x)
         counts.update(comm.get_comm_counts())
         assert y.placements == (result,)
-        return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh)).full_tensor(), y
+        return adapter.weighted_sum(y, DTensor.from_local(adapter.tensor(weights), mesh)).full_tensor(), y
 
-    wanted, (wanted_grad,) = lab.value_and_grads(reference, [whole])
+    wanted, (wanted_grad,) = adapter.value_and_grads(reference, [whole])
     layout = get_layout(mesh, (placement,), whole.shape)
-    got, (grad,) = lab.value_and_grads(sharded, [local_parts(whole, layout, np.random.default_rng(1))])
-    same(lab.numpy(got), lab.numpy(wanted), f"value for {placement}", 1e-4)
+    got, (grad,) = adapter.value_and_grads(sharded, [local_parts(whole, layout, np.random.default_rng(1))])
+    same(adapter.numpy(got), adapter.numpy(wanted), f"value for {placement}", 1e-4)
     same(grad, wanted_grad[layout.cotangent.local_index()], f"gradient for {placement}", 1e-4)
     return counts
 
@@ -82,26 +82,26 @@ def check(mesh: Any, operation: Callable[[Any], Any], whole: np.ndarray, placeme
 
 @spmd.on_mesh()
 def without_a_rule(mesh: Any) -> None:
-    lab, many = get_lab(), mesh.size() > 1
+    adapter, many = get_adapter(), mesh.size() > 1
     whole = floats(5, 5) * 0.3 + 2 * np.eye(5, dtype=np.float32)
     fallback._WARNED.clear()
     with warnings_logged() as messages:
-        assert check(mesh, lab.unruled, whole, R, R) == {}
+        assert check(mesh, adapter.unruled, whole, R, R) == {}
         assert messages == []  # nothing was gathered
         for placement, collective in ((S0, "all_gather"), (S1, "all_gather"), (P, "all_reduce")):
-            assert check(mesh, lab.unruled, whole, placement, R) == ({collective: 1} if many else {})
+            assert check(mesh, adapter.unruled, whole, placement, R) == ({collective: 1} if many else {})
     assert len(messages) == 1, messages
     assert "no sharding rule" in messages[0]
-    x = distribute_tensor(lab.tensor(whole), mesh, [S0])
+    x = distribute_tensor(adapter.tensor(whole), mesh, [S0])
     replicated = x.redistribute(placements=[R])
     with strict():
         assert is_strict()
         with CommDebugMode() as comm, pytest.raises(ValueError, match=r"strict\(\) is on.*register_sharding"):
-            lab.unruled(x)
+            adapter.unruled(x)
         assert comm.get_total_counts() == 0
-        same(lab.numpy(lab.unruled(replicated)), np.linalg.inv(whole), "replicated under strict()", 1e-4)
+        same(adapter.numpy(adapter.unruled(replicated)), np.linalg.inv(whole), "replicated under strict()", 1e-4)
     assert not is_strict()
-    same(lab.numpy(lab.unruled(x)), np.linalg.inv(whole), "after strict()", 1e-4)
+    same(adapter.numpy(adapter.unruled(x)), np.linalg.inv(whole), "after strict()", 1e-4)
     with pytest.raises(ZeroDivisionError), strict():
         raise ZeroDivisionError
     assert not is_strict()
@@ -115,21 +115,21 @@ def test_operation_without_a_rule(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def in_place_without_a_rule(mesh: Any) -> None:
     """A result must not be lost: written back into the parts by the backend, or an error that says what to do."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole = floats(4, 3) + 1
-    x = distribute_tensor(lab.tensor(whole), mesh, [S0])
+    x = distribute_tensor(adapter.tensor(whole), mesh, [S0])
     with pytest.raises((ValueError, TypeError)), strict():
-        lab.unruled_in_place(x)
-    same(lab.numpy(x), whole, "after the error")
-    wanted = lab.unruled_in_place(lab.tensor(whole) * 1.0) if lab.WRITES_BACK else None
-    if lab.WRITES_BACK:
-        lab.unruled_in_place(x)
+        adapter.unruled_in_place(x)
+    same(adapter.numpy(x), whole, "after the error")
+    wanted = adapter.unruled_in_place(adapter.tensor(whole) * 1.0) if adapter.WRITES_BACK else None
+    if adapter.WRITES_BACK:
+        adapter.unruled_in_place(x)
         assert x.placements == (S0,)
-        same(lab.numpy(x), lab.numpy(wanted), "written back")
+        same(adapter.numpy(x), adapter.numpy(wanted), "written back")
     else:
         with pytest.raises(ValueError, match="writes in place and has no sharding rule"):
-            lab.unruled_in_place(x)
-        same(lab.numpy(x), whole, "after the error")
+            adapter.unruled_in_place(x)
+        same(adapter.numpy(x), whole, "after the error")
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -142,29 +142,29 @@ def test_operation_that_writes_and_has_no_rule(pool: Any, world_size: int) -> No
 
 @spmd.on_mesh()
 def with_a_rule_of_ones_own(mesh: Any) -> None:
-    lab, many = get_lab(), mesh.size() > 1
+    adapter, many = get_adapter(), mesh.size() > 1
     whole = np.abs(floats(5, 7)) + 0.5
     counted: list[tuple] = []
 
-    def rule(shapes: tuple, statics: tuple) -> OpSharding:
+    def rule(shapes: tuple, static_args: tuple) -> OpSharding:
         counted.append(tuple(shapes))
         labels = tuple(range(len(shapes[0])))
         return OpSharding(operands=(labels,), results=(labels,), result_shapes=(tuple(shapes[0]),))
 
-    assert check(mesh, lab.custom, whole, S0, R) == ({"all_gather": 1} if many else {})
-    register_sharding(lab.CUSTOM, rule)
+    assert check(mesh, adapter.custom, whole, S0, R) == ({"all_gather": 1} if many else {})
+    register_sharding(adapter.CUSTOM, rule)
     try:
         with strict():
             for placement in (R, S0, S1):
-                assert check(mesh, lab.custom, whole, placement, placement) == {}
-            assert check(mesh, lab.custom, whole, P, R) == ({"all_reduce": 1} if many else {})
+                assert check(mesh, adapter.custom, whole, placement, placement) == {}
+            assert check(mesh, adapter.custom, whole, P, R) == ({"all_reduce": 1} if many else {})
         assert counted
         assert set(counted) == {((5, 7),)}
         with pytest.raises(ValueError, match="has a sharding rule already"):
-            register_sharding(lab.CUSTOM, rule)
+            register_sharding(adapter.CUSTOM, rule)
     finally:
         custom_ops._CUSTOM.clear()
-    assert check(mesh, lab.custom, whole, S0, R) == ({"all_gather": 1} if many else {})
+    assert check(mesh, adapter.custom, whole, S0, R) == ({"all_gather": 1} if many else {})
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -175,23 +175,23 @@ def test_register_sharding(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------- implicit_replication
 
 
-def mixing(lab: Any, x: Any, weight: Any, bias: Any, scale: Any) -> Any:
+def mixing(adapter: Any, x: Any, weight: Any, bias: Any, scale: Any) -> Any:
     """Two operands of each of three operations, of which all but the first are plain."""
-    return scale * lab.tanh(lab.linear(x, weight) + bias)
+    return scale * adapter.tanh(adapter.linear(x, weight) + bias)
 
 
 def run_mixed(mesh_shape: tuple[int, ...], rows: int) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab = get_lab()
+    adapter = get_adapter()
     arrays = [floats(rows, 6), floats(7, 6), floats(7), floats(7) + 2]
 
     def reference(*xs: Any) -> Any:
-        y = mixing(lab, *xs)
-        return lab.sum(lab.square(y)), y
+        y = mixing(adapter, *xs)
+        return adapter.sum(adapter.square(y)), y
 
-    wanted, wanted_grads = lab.value_and_grads(reference, arrays)
+    wanted, wanted_grads = adapter.value_and_grads(reference, arrays)
     placements_of_x = [(S0,), (S1,), (R,), (P,)] if mesh.ndim == 1 else [(S0, R), (S0, S0), (S0, S1), (P, S0)]
     for placements in placements_of_x:
         layout = get_layout(mesh, placements, arrays[0].shape)
@@ -199,12 +199,12 @@ def run_mixed(mesh_shape: tuple[int, ...], rows: int) -> None:
         def sharded(x: Any, *plain: Any, placements: Any = placements) -> Any:
             x = DTensor.from_local(x, mesh, placements, shape=arrays[0].shape)
             with implicit_replication():
-                y = mixing(lab, x, *plain)
-            return lab.sum(lab.square(y)).full_tensor(), y
+                y = mixing(adapter, x, *plain)
+            return adapter.sum(adapter.square(y)).full_tensor(), y
 
         mine = local_parts(arrays[0], layout, np.random.default_rng(1))
-        got, grads = lab.value_and_grads(sharded, [mine, *arrays[1:]])
-        same(lab.numpy(got), lab.numpy(wanted), f"value for {placements}")
+        got, grads = adapter.value_and_grads(sharded, [mine, *arrays[1:]])
+        same(adapter.numpy(got), adapter.numpy(wanted), f"value for {placements}")
         same(grads[0], wanted_grads[0][layout.cotangent.local_index()], f"gradient of x for {placements}")
         for name, grad, whole in zip(("weight", "bias", "scale"), grads[1:], wanted_grads[1:], strict=True):
             same(grad, whole, f"gradient of the plain {name} for {placements}")
@@ -218,9 +218,9 @@ def test_implicit_replication(pool: Any, mesh: tuple[int, ...], rows: int) -> No
 
 @spmd.on_mesh()
 def scopes(mesh: Any) -> None:
-    lab = get_lab()
-    x = distribute_tensor(lab.tensor(floats(4, 3)), mesh, [S0])
-    plain = lab.tensor(floats(4, 3))
+    adapter = get_adapter()
+    x = distribute_tensor(adapter.tensor(floats(4, 3)), mesh, [S0])
+    plain = adapter.tensor(floats(4, 3))
 
     def refused() -> None:
         assert not is_implicit_replication()
@@ -232,8 +232,8 @@ def scopes(mesh: Any) -> None:
         with implicit_replication():
             inner = x + plain
         outer = x + plain  # leaving the inner one does not end the outer one
-    same(lab.numpy(inner), 2 * floats(4, 3), "in the inner one")
-    same(lab.numpy(outer), 2 * floats(4, 3), "in the outer one")
+    same(adapter.numpy(inner), 2 * floats(4, 3), "in the inner one")
+    same(adapter.numpy(outer), 2 * floats(4, 3), "in the outer one")
     assert outer.placements == (S0,)
     refused()  # though a plan for this call is known now
     with pytest.raises(ZeroDivisionError), implicit_replication():
@@ -242,9 +242,9 @@ def scopes(mesh: Any) -> None:
     with implicit_replication():
         with pytest.raises(ZeroDivisionError), implicit_replication():
             raise ZeroDivisionError
-        same(lab.numpy(x + plain), 2 * floats(4, 3), "after an exception inside")
-        square = lab.tensor(np.eye(4, dtype=np.float32))
-        same(lab.numpy(lab.matmul(square, x)), floats(4, 3), "plain operand first")
+        same(adapter.numpy(x + plain), 2 * floats(4, 3), "after an exception inside")
+        square = adapter.tensor(np.eye(4, dtype=np.float32))
+        same(adapter.numpy(adapter.matmul(square, x)), floats(4, 3), "plain operand first")
     refused()
 
 

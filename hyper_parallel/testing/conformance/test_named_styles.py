@@ -25,15 +25,17 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.tensor_parallel.style_names import style_by_name, style_names
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_attention import expect
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, compare, difference, floats
-from hyper_parallel.testing.labs import get_lab
 
 
 @spmd.on_mesh()
 def named_linear(mesh: Any, style: str, takes: Any, gives: Any) -> Any:
-    return compare(lambda lab: lab.linear_module(12, 24), style, floats(2, 3, 12), mesh, takes=takes, gives=gives)
+    return compare(
+        lambda adapter: adapter.linear_module(12, 24), style, floats(2, 3, 12), mesh, takes=takes, gives=gives
+    )
 
 
 #: Name -> (placement of the input, of the output, collectives of forward, of backward) for a linear layer.
@@ -80,7 +82,7 @@ def named_block(mesh: Any) -> Any:
         "feed_forward.w[13]": "colwise",
         "feed_forward.w2": "rowwise",
     }
-    return compare(lambda lab: lab.Block(24, 36, 2), plan, floats(2, 5, 24), mesh)
+    return compare(lambda adapter: adapter.Block(24, 36, 2), plan, floats(2, 5, 24), mesh)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -92,20 +94,20 @@ def test_block_by_names(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def named_embedding(mesh: Any, vocabulary: int) -> Any:
     ids = np.random.default_rng(8).integers(0, vocabulary, (4, 3)).astype(np.int64)
-    return compare(lambda lab: lab.embedding_module(vocabulary, 6), "embedding_rowwise", ids, mesh)
+    return compare(lambda adapter: adapter.embedding_module(vocabulary, 6), "embedding_rowwise", ids, mesh)
 
 
 @spmd.on_mesh()
 def named_norm(mesh: Any) -> Any:
     plan = {"": "sequence_parallel"}
-    lab = get_lab()
-    single, sharded = (lab.load(lab.norm_module(6), np.random.default_rng(5)) for _ in range(2))
+    adapter = get_adapter()
+    single, sharded = (adapter.load(adapter.norm_module(6), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, plan)
     x = floats(2, 12, 6)
-    y = lab.call(sharded, lab.tensor(x[:, spmd_part(12, mesh)]))
+    y = adapter.call(sharded, adapter.tensor(x[:, spmd_part(12, mesh)]))
     assert isinstance(y, DTensor)
     assert y.placements == (Shard(1),)
-    same(lab.numpy(y), lab.numpy(lab.call(single, lab.tensor(x))), "output")
+    same(adapter.numpy(y), adapter.numpy(adapter.call(single, adapter.tensor(x))), "output")
 
 
 def spmd_part(size: int, mesh: Any) -> slice:
@@ -126,7 +128,12 @@ def registered_name(mesh: Any) -> Any:
     with pytest.raises(TypeError, match="register_style"):
         register_style("wrong", RowwiseParallel())
     return compare(
-        lambda lab: lab.linear_module(12, 24), "rowwise_to_rows", floats(12, 12), mesh, takes=Shard(-1), gives=Shard(0)
+        lambda adapter: adapter.linear_module(12, 24),
+        "rowwise_to_rows",
+        floats(12, 12),
+        mesh,
+        takes=Shard(-1),
+        gives=Shard(0),
     )
 
 
@@ -138,7 +145,7 @@ def test_registered_name(pool: Any) -> None:
 # ---------------------------------------------------------------- NoParallel
 @spmd.on_mesh()
 def whole(mesh: Any, style: Any, takes: Any, gives: Any) -> Any:
-    return compare(lambda lab: lab.Mlp(6, 12), style, floats(12, 6), mesh, takes=takes, gives=gives)
+    return compare(lambda adapter: adapter.Mlp(6, 12), style, floats(12, 6), mesh, takes=takes, gives=gives)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -159,8 +166,8 @@ def test_no_parallel(pool: Any, world_size: int) -> None:
 def whole_with_sharded_inside(mesh: Any) -> Any:
     """A style of a module and styles of what is inside it, in any order."""
     inside = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
-    first = compare(lambda lab: lab.Mlp(6, 12), {"": NoParallel(), **inside}, floats(4, 6), mesh)
-    assert first == compare(lambda lab: lab.Mlp(6, 12), {**inside, "": NoParallel()}, floats(4, 6), mesh)
+    first = compare(lambda adapter: adapter.Mlp(6, 12), {"": NoParallel(), **inside}, floats(4, 6), mesh)
+    assert first == compare(lambda adapter: adapter.Mlp(6, 12), {**inside, "": NoParallel()}, floats(4, 6), mesh)
     return first
 
 
@@ -173,7 +180,7 @@ def test_no_parallel_around_sharded_modules(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------- ParameterParallel
 @spmd.on_mesh()
 def stacked(mesh: Any, placements: dict[str, Any], hidden: int) -> Any:
-    return compare(lambda lab: lab.Experts(5, 4, hidden), ParameterParallel(placements), floats(5, 3, 4), mesh)
+    return compare(lambda adapter: adapter.Experts(5, 4, hidden), ParameterParallel(placements), floats(5, 3, 4), mesh)
 
 
 @pytest.mark.parametrize("hidden", [12, 7], ids=["even", "uneven"])
@@ -190,8 +197,8 @@ def test_stacked_expert_weights(pool: Any, world_size: int, hidden: int) -> None
 
 @spmd.on_mesh()
 def parameter_errors(mesh: Any) -> None:
-    lab = get_lab()
-    model = lab.Experts(5, 4, 6)
+    adapter = get_adapter()
+    model = adapter.Experts(5, 4, 6)
     with CommDebugMode() as comm:
         with pytest.raises(ValueError, match=r"'gate'.*has 'gate_up', 'down'"):
             parallelize_module(model, mesh, ParameterParallel({"gate": Shard(0)}))
@@ -214,10 +221,12 @@ def test_wrong_parameters(pool: Any) -> None:
 # ---------------------------------------------------------------- further linear layers
 @spmd.on_mesh()
 def registered_linear(mesh: Any, style: Any, takes: Any, gives: Any, uneven: bool) -> Any:
-    lab = get_lab()
-    get_platform().register_linear_module(lab.Projection, weight="kernel", bias="shift", out_dim=1)
+    adapter = get_adapter()
+    get_platform().register_linear_module(adapter.Projection, weight="kernel", bias="shift", out_dim=1)
     n_in, n_out = (7, 5) if uneven else (12, 24)
-    return compare(lambda lab: lab.Projection(n_in, n_out), style, floats(3, n_in), mesh, takes=takes, gives=gives)
+    return compare(
+        lambda adapter: adapter.Projection(n_in, n_out), style, floats(3, n_in), mesh, takes=takes, gives=gives
+    )
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
@@ -231,7 +240,9 @@ def test_registered_linear_layer(pool: Any, world_size: int, uneven: bool) -> No
 
 @spmd.on_mesh()
 def linear_by_subclass(mesh: Any) -> Any:
-    return compare(lambda lab: lab.LinearByAnotherName(7, 5), ColwiseParallel(), floats(3, 7), mesh, gives=Shard(-1))
+    return compare(
+        lambda adapter: adapter.LinearByAnotherName(7, 5), ColwiseParallel(), floats(3, 7), mesh, gives=Shard(-1)
+    )
 
 
 def test_linear_layer_by_subclass(pool: Any) -> None:
@@ -241,15 +252,15 @@ def test_linear_layer_by_subclass(pool: Any) -> None:
 
 @spmd.on_mesh()
 def registration_errors(mesh: Any) -> None:
-    lab, platform = get_lab(), get_platform()
+    adapter, platform = get_adapter(), get_platform()
     with pytest.raises(TypeError, match="takes a class"):
-        platform.register_linear_module(lab.Projection(2, 2))
+        platform.register_linear_module(adapter.Projection(2, 2))
     with pytest.raises(ValueError, match="out_dim"):
-        platform.register_linear_module(lab.Projection, weight="kernel", out_dim=2)
+        platform.register_linear_module(adapter.Projection, weight="kernel", out_dim=2)
     with pytest.raises(TypeError, match="takes a class"):
         platform.register_embedding_module("Embedding")
     with pytest.raises(ValueError, match="register_linear_module"):
-        parallelize_module(lab.Experts(2, 2, 2), mesh, "colwise")
+        parallelize_module(adapter.Experts(2, 2, 2), mesh, "colwise")
 
 
 def test_wrong_registration(pool: Any) -> None:
@@ -259,7 +270,7 @@ def test_wrong_registration(pool: Any) -> None:
 # ---------------------------------------------------------------- heads
 @spmd.on_mesh()
 def wrong_heads(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     plan = {"w[qkv]": "colwise", "wo": "rowwise"}
 
     def refused(model: Any, plan: dict, *words: str) -> None:
@@ -271,21 +282,23 @@ def wrong_heads(mesh: Any) -> None:
         assert not any(isinstance(p, DTensor) for p in dict(get_platform().named_parameters(model.wo)).values())
 
     # From the attributes of the attention module, with the attribute's name.
-    refused(lab.GroupedAttention(6, 6, 2), plan, "'wq' has 6 heads of 2", "(num_heads)", "4 ranks", "1, 2, 3, 6 ranks")
-    refused(lab.GroupedAttention(8, 2, 2), plan, "'wk' has 2 heads", "num_kv_heads", "replicate_heads=True")
+    refused(
+        adapter.GroupedAttention(6, 6, 2), plan, "'wq' has 6 heads of 2", "(num_heads)", "4 ranks", "1, 2, 3, 6 ranks"
+    )
+    refused(adapter.GroupedAttention(8, 2, 2), plan, "'wk' has 2 heads", "num_kv_heads", "replicate_heads=True")
     # By what the style says.
     explicit = {"wq": ColwiseParallel(heads=6), "wo": RowwiseParallel()}
-    refused(lab.GroupedAttention(8, 8, 3), explicit, "'wq' has 6 heads of 4 features", "use_local_output=False")
-    refused(lab.GroupedAttention(8, 8, 3), {"wq": ColwiseParallel(heads=7)}, "24 features", "not 7 heads")
-    refused(lab.GroupedAttention(8, 8, 3), {"wo": RowwiseParallel(heads=6)}, "'wo' has 6 heads")
-    refused(lab.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(heads=(8, 2, 2))}, "'wqkv' has 2 heads of 2")
-    refused(lab.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=5)}, "'wqkv'", "24 elements", "5 parts")
-    refused(lab.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=(8, 8))}, "24 elements", "16 in all")
+    refused(adapter.GroupedAttention(8, 8, 3), explicit, "'wq' has 6 heads of 4 features", "use_local_output=False")
+    refused(adapter.GroupedAttention(8, 8, 3), {"wq": ColwiseParallel(heads=7)}, "24 features", "not 7 heads")
+    refused(adapter.GroupedAttention(8, 8, 3), {"wo": RowwiseParallel(heads=6)}, "'wo' has 6 heads")
+    refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(heads=(8, 2, 2))}, "'wqkv' has 2 heads of 2")
+    refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=5)}, "'wqkv'", "24 elements", "5 parts")
+    refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=(8, 8))}, "24 elements", "16 in all")
     shared = {"wk": ColwiseParallel(heads=3, replicate_heads=True)}
-    refused(lab.GroupedAttention(12, 3, 2), shared, "'wk' has 3 heads")
+    refused(adapter.GroupedAttention(12, 3, 2), shared, "'wk' has 3 heads")
     # A norm over all heads together.
-    wide = lab.GroupedAttention(8, 8, 2, normed=True)
-    wide.q_norm = lab.RmsNorm(16)
+    wide = adapter.GroupedAttention(8, 8, 2, normed=True)
+    wide.q_norm = adapter.RmsNorm(16)
     refused(wide, plan, "'q_norm' normalises all 16 features of 'wq'", "output_layouts=Replicate()")
 
     at_least_one, parts = "takes numbers of at least 1", "takes the size of each part or the number of equal parts"
@@ -312,7 +325,7 @@ def wrong_heads(mesh: Any) -> None:
         with pytest.raises(TypeError, match=message):
             RowwiseParallel(**wrong)
     with pytest.raises(ValueError, match="is an embedding"):
-        parallelize_module(lab.embedding_module(8, 4), mesh, ColwiseParallel(packed=2))
+        parallelize_module(adapter.embedding_module(8, 4), mesh, ColwiseParallel(packed=2))
 
 
 def test_wrong_heads(pool: Any) -> None:
@@ -322,10 +335,10 @@ def test_wrong_heads(pool: Any) -> None:
 # ---------------------------------------------------------------- plans
 @spmd.on_mesh()
 def many_patterns(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
 
     def placed(plan: dict) -> list[str]:
-        model = lab.Block(24, 36, 2)
+        model = adapter.Block(24, 36, 2)
         with strict():
             parallelize_module(model, mesh, plan, src_data_rank=None)
         return [
@@ -345,9 +358,9 @@ def many_patterns(mesh: Any) -> None:
     # An asterisk stays within a segment, and a path does not match by its end.
     for pattern in ("*wq", "wq", "attention*", "a.norm1"):
         with strict(), pytest.raises(ValueError, match=r"matches no module|linear and embedding"):
-            parallelize_module(lab.Block(24, 36, 2), mesh, {pattern: "colwise"})
+            parallelize_module(adapter.Block(24, 36, 2), mesh, {pattern: "colwise"})
     # Nothing to do.
-    model = lab.Block(24, 36, 2)
+    model = adapter.Block(24, 36, 2)
     assert parallelize_module(model, mesh, {}) is model
     assert not any(isinstance(p, DTensor) for p in dict(get_platform().named_parameters(model.norm1)).values())
 
@@ -359,11 +372,11 @@ def test_patterns(pool: Any) -> None:
 @spmd.on_mesh()
 def gathered_input(mesh: Any) -> Any:
     """A difference shows in the counts: the input of a replicated module is not gathered twice."""
-    lab = get_lab()
-    model = parallelize_module(lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), mesh, NoParallel())
-    x = DTensor.from_local(lab.tensor(floats(2, 6)), mesh, [Replicate()])
+    adapter = get_adapter()
+    model = parallelize_module(adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0)), mesh, NoParallel())
+    x = DTensor.from_local(adapter.tensor(floats(2, 6)), mesh, [Replicate()])
     with CommDebugMode() as before:
-        lab.call(model, x)
+        adapter.call(model, x)
     return difference(before.get_comm_counts(), {})
 
 

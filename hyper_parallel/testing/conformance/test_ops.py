@@ -11,9 +11,9 @@ import pytest
 from hyper_parallel import DTensor, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import local_parts, same
 from hyper_parallel.testing.conformance.op_cases import CASES, Case
-from hyper_parallel.testing.labs import get_lab
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -31,16 +31,18 @@ def run_case(mesh_shape: tuple[int, ...], name: str) -> int:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return 0
-    lab, case = get_lab(), BY_NAME[name]
+    adapter, case = get_adapter(), BY_NAME[name]
     rng = np.random.default_rng(0)
     arrays = case.arrays(rng)
-    reference = reference_of(lab, case, arrays)
+    reference = reference_of(adapter, case, arrays)
     combinations = list(itertools.product(*(placements_of(a, mesh.ndim) for a in arrays)))
-    if len(combinations) > lab.COMBINATIONS:
-        combinations = [combinations[i] for i in sorted(rng.choice(len(combinations), lab.COMBINATIONS, replace=False))]
+    if len(combinations) > adapter.COMBINATIONS:
+        combinations = [
+            combinations[i] for i in sorted(rng.choice(len(combinations), adapter.COMBINATIONS, replace=False))
+        ]
     for combination in combinations:
         try:
-            check(lab, case, mesh, arrays, combination, reference)
+            check(adapter, case, mesh, arrays, combination, reference)
         except Exception as error:
             raise AssertionError(f"{name} with operands placed {combination} on {mesh_shape}") from error
     return len(combinations)
@@ -50,29 +52,29 @@ def outputs_of(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def weights_for(lab: Any, outputs: list[Any]) -> list[np.ndarray]:
+def weights_for(adapter: Any, outputs: list[Any]) -> list[np.ndarray]:
     rng = np.random.default_rng(2)
     return [rng.standard_normal(tuple(y.shape)).astype(np.float32) for y in outputs]
 
 
-def total(lab: Any, outputs: list[Any], weights: list[Any]) -> Any:
-    terms = [lab.weighted_sum(y, w) for y, w in zip(outputs, weights, strict=True)]
+def total(adapter: Any, outputs: list[Any], weights: list[Any]) -> Any:
+    terms = [adapter.weighted_sum(y, w) for y, w in zip(outputs, weights, strict=True)]
     result = terms[0]
     for term in terms[1:]:
         result = result + term
     return result
 
 
-def reference_of(lab: Any, case: Case, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
+def reference_of(adapter: Any, case: Case, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
     def loss(*xs: Any) -> Any:
-        outputs = outputs_of(case.run(lab, *xs))
-        return total(lab, outputs, [lab.tensor(w) for w in weights_for(lab, outputs)]), outputs
+        outputs = outputs_of(case.run(adapter, *xs))
+        return total(adapter, outputs, [adapter.tensor(w) for w in weights_for(adapter, outputs)]), outputs
 
-    outputs, grads = lab.value_and_grads(loss, arrays)
-    return [lab.numpy(y) for y in outputs], grads
+    outputs, grads = adapter.value_and_grads(loss, arrays)
+    return [adapter.numpy(y) for y in outputs], grads
 
 
-def check(lab: Any, case: Case, mesh: Any, arrays: list, combination: tuple, reference: Any) -> None:
+def check(adapter: Any, case: Case, mesh: Any, arrays: list, combination: tuple, reference: Any) -> None:
     layouts = [get_layout(mesh, p, a.shape) for p, a in zip(combination, arrays, strict=True)]
     parts_rng = np.random.default_rng(3)
     locals_ = [local_parts(a, layout, parts_rng) for a, layout in zip(arrays, layouts, strict=True)]
@@ -82,15 +84,15 @@ def check(lab: Any, case: Case, mesh: Any, arrays: list, combination: tuple, ref
             DTensor.from_local(x, mesh, layout.placements, shape=layout.shape)
             for x, layout in zip(xs, layouts, strict=True)
         ]
-        outputs = outputs_of(case.run(lab, *distributed))
+        outputs = outputs_of(case.run(adapter, *distributed))
         replicated = (Replicate(),) * mesh.ndim
-        weights = [DTensor.from_local(lab.tensor(w), mesh, replicated) for w in weights_for(lab, outputs)]
-        return total(lab, outputs, weights).full_tensor(), outputs
+        weights = [DTensor.from_local(adapter.tensor(w), mesh, replicated) for w in weights_for(adapter, outputs)]
+        return total(adapter, outputs, weights).full_tensor(), outputs
 
-    outputs, grads = lab.value_and_grads(loss, locals_)
+    outputs, grads = adapter.value_and_grads(loss, locals_)
     wanted_outputs, wanted_grads = reference
     for i, (y, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
-        same(lab.numpy(y), wanted, f"result {i}, placed {y.placements}")
+        same(adapter.numpy(y), wanted, f"result {i}, placed {y.placements}")
     for i, (grad, wanted, layout) in enumerate(zip(grads, wanted_grads, layouts, strict=True)):
         if wanted is not None:
             same(grad, wanted[layout.cotangent.local_index()], f"gradient of operand {i}")

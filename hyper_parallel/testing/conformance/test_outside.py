@@ -33,7 +33,7 @@ from hyper_parallel import (
     randn,
     zeros,
 )
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 
 MESSAGE = r"rank 3 is not part of .* let only the ranks of the mesh do this, as in `if mesh.get_coordinate\(\)"
 PLACEMENTS = [Shard(0), Shard(1), Replicate()]
@@ -48,29 +48,29 @@ def mesh_and_whether_inside() -> tuple[Any, bool]:
 def placed(mesh: Any, placement: Any = Shard(0), *shape: int) -> Any:  # noqa: B008 - interned and immutable
     shape = shape or (4, 4)
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    return distribute_tensor(get_lab().tensor(values), mesh, [placement])
+    return distribute_tensor(get_adapter().tensor(values), mesh, [placement])
 
 
 def mlp(mesh: Any, **plan: Any) -> Any:
     plan = plan or {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(get_lab().load(get_lab().Mlp(4, 6), np.random.default_rng(0)), mesh, plan)
+    return parallelize_module(get_adapter().load(get_adapter().Mlp(4, 6), np.random.default_rng(0)), mesh, plan)
 
 
 def x_of(*shape: int) -> Any:
-    return get_lab().tensor(np.ones(shape or (2, 4), np.float32))
+    return get_adapter().tensor(np.ones(shape or (2, 4), np.float32))
 
 
 # ------------------------------------------------------------------------------------------------ empty
 def made(mesh: Any) -> list[Any]:
     """Everything that makes a DTensor, and what needs no values."""
-    lab, at = get_lab(), {"device_mesh": mesh, "placements": [Shard(0)]}
+    adapter, at = get_adapter(), {"device_mesh": mesh, "placements": [Shard(0)]}
     found = [placed(mesh, p) for p in [*PLACEMENTS, Partial()]]
     found += [DTensor.from_local(x_of(), mesh, [p]) for p in PLACEMENTS]
     found.append(DTensor.from_local(x_of(), mesh, [Replicate()], run_check=True))
     found += [make(4, 2, **at) for make in (zeros, ones, empty, rand, randn)]
     found.append(full((4, 2), 3.0, **at))
     x = placed(mesh)
-    found += [x + 1, x * x, lab.exp(x), -x, copy.deepcopy(x), x.redistribute(placements=[Shard(0)])]
+    found += [x + 1, x * x, adapter.exp(x), -x, copy.deepcopy(x), x.redistribute(placements=[Shard(0)])]
     return found
 
 
@@ -88,12 +88,12 @@ def empties() -> None:
 def modules() -> None:
     """Modules can be parallelised and distributed everywhere: the parameters outside are empty."""
     mesh, inside = mesh_and_whether_inside()
-    lab, platform = get_lab(), get_platform()
+    adapter, platform = get_adapter(), get_platform()
     for module in (
         mlp(mesh),
-        distribute_module(lab.linear_module(4, 6), mesh),
-        parallelize_module(lab.norm_module(4), mesh, SequenceParallel()),
-        parallelize_module(lab.embedding_module(6, 4), mesh, RowwiseParallel(input_layouts=Replicate())),
+        distribute_module(adapter.linear_module(4, 6), mesh),
+        parallelize_module(adapter.norm_module(4), mesh, SequenceParallel()),
+        parallelize_module(adapter.embedding_module(6, 4), mesh, RowwiseParallel(input_layouts=Replicate())),
     ):
         copied = copy.deepcopy(module)
         for which in (module, copied):
@@ -112,39 +112,39 @@ def in_checked_ranks(mesh: Any) -> Any:
 
 
 def in_loss_parallel(mesh: Any) -> Any:
-    labels = get_lab().tensor(np.zeros(4, np.int64))
+    labels = get_adapter().tensor(np.zeros(4, np.int64))
     with loss_parallel():
-        return get_lab().cross_entropy(placed(mesh, Shard(1)), labels)
+        return get_adapter().cross_entropy(placed(mesh, Shard(1)), labels)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     **{f"full_tensor {p!r}": lambda m, p=p: placed(m, p).full_tensor() for p in [*PLACEMENTS, Partial()]},
     "redistribute": lambda m: placed(m).redistribute(placements=[Replicate()]),
     "to shards": lambda m: placed(m, Replicate()).redistribute(placements=[Shard(1)]),
-    "matmul": lambda m: get_lab().matmul(placed(m), placed(m, Replicate())),
-    "matmul of shards": lambda m: get_lab().matmul(placed(m, Shard(1)), placed(m)),
-    "sum": lambda m: get_lab().sum(placed(m)),
-    "value": lambda m: float(get_lab().sum(placed(m))),
-    "numpy": lambda m: get_lab().numpy(placed(m)),
+    "matmul": lambda m: get_adapter().matmul(placed(m), placed(m, Replicate())),
+    "matmul of shards": lambda m: get_adapter().matmul(placed(m, Shard(1)), placed(m)),
+    "sum": lambda m: get_adapter().sum(placed(m)),
+    "value": lambda m: float(get_adapter().sum(placed(m))),
+    "numpy": lambda m: get_adapter().numpy(placed(m)),
     "index": lambda m: placed(m)[1],
-    "reshape": lambda m: get_lab().reshape(placed(m, Shard(1)), (16,)),
-    "softmax": lambda m: get_lab().softmax(placed(m), 0),
-    "without a rule": lambda m: get_lab().unruled(
-        distribute_tensor(get_lab().tensor(np.eye(4, dtype=np.float32)), m, [Shard(0)])
+    "reshape": lambda m: get_adapter().reshape(placed(m, Shard(1)), (16,)),
+    "softmax": lambda m: get_adapter().softmax(placed(m), 0),
+    "without a rule": lambda m: get_adapter().unruled(
+        distribute_tensor(get_adapter().tensor(np.eye(4, dtype=np.float32)), m, [Shard(0)])
     ),
-    "forward": lambda m: get_lab().call(mlp(m), x_of()),
-    "first layer": lambda m: get_lab().call(mlp(m).up, x_of()),
-    "sequence parallel": lambda m: get_lab().call(
+    "forward": lambda m: get_adapter().call(mlp(m), x_of()),
+    "first layer": lambda m: get_adapter().call(mlp(m).up, x_of()),
+    "sequence parallel": lambda m: get_adapter().call(
         mlp(m, up=ColwiseParallel(input_layouts=Shard(0)), down=RowwiseParallel(output_layouts=Shard(0))), x_of()
     ),
-    "prepared": lambda m: get_lab().call(
+    "prepared": lambda m: get_adapter().call(
         parallelize_module(
-            get_lab().Probe(), m, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+            get_adapter().Probe(), m, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
         ),
         x_of(),
     ),
-    "norm": lambda m: get_lab().call(
-        parallelize_module(get_lab().norm_module(4), m, SequenceParallel()), x_of(2, 3, 4)
+    "norm": lambda m: get_adapter().call(
+        parallelize_module(get_adapter().norm_module(4), m, SequenceParallel()), x_of(2, 3, 4)
     ),
     "loss_parallel": in_loss_parallel,
     "check_ranks": in_checked_ranks,

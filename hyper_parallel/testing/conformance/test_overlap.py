@@ -28,9 +28,9 @@ from hyper_parallel.core.dtensor.communication.redistribute import plan_redistri
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import compare, floats
-from hyper_parallel.testing.labs import get_lab
 
 R = Replicate()
 
@@ -62,7 +62,7 @@ def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
 
 def by_steps(mesh: Any) -> Callable[..., Any]:
     """The verb, made of core's steps."""
-    lab = get_lab()
+    adapter = get_adapter()
 
     def answer(collective: str, x: Any, weight: Any, dim: int, record: Any) -> Any:
         record(collective, x)
@@ -71,8 +71,8 @@ def by_steps(mesh: Any) -> Callable[..., Any]:
             shape[dim] *= mesh.size()
             shards = get_layout(mesh, (Shard(dim),), shape)
             (step,) = plan_redistribution(shards, shards.with_placements([R]))
-            return lab.linear(step.for_parts(x), weight)
-        y = lab.linear(x, weight)
+            return adapter.linear(step.for_parts(x), weight)
+        y = adapter.linear(x, weight)
         summands = get_layout(mesh, (Partial(),), tuple(y.shape))
         target = summands.with_placements([R if collective == "all_reduce" else Shard(dim)])
         (step,) = plan_redistribution(summands, target)
@@ -95,7 +95,7 @@ def through_the_verb(mesh: Any, name: str, bias: bool, distributed_input: bool) 
     style, _, takes, gives = STYLES[name]
     with answering(mesh, by_steps(mesh)) as asked, overlap_collectives(chunks=3, least=0):
         compare(
-            lambda lab: lab.linear_module(12, 24, bias),
+            lambda adapter: adapter.linear_module(12, 24, bias),
             style,
             floats(12, 12),
             mesh,
@@ -117,18 +117,18 @@ def test_what_the_backend_answers(pool: Any, world_size: int, name: str) -> None
 
 @spmd.on_mesh()
 def distributed_output(mesh: Any, name: str) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     style, _, takes, gives = STYLES[name]
-    single, sharded = (lab.load(lab.linear_module(12, 24), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.linear_module(12, 24), np.random.default_rng(5)) for _ in range(2))
     kind = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
     parallelize_module(sharded, mesh, type(style)(**kind, use_local_output=False))
     x = floats(12, 12)
-    mine = lab.tensor(x[get_layout(mesh, (takes,), x.shape).local_index()])
+    mine = adapter.tensor(x[get_layout(mesh, (takes,), x.shape).local_index()])
     with answering(mesh, by_steps(mesh)) as asked, overlap_collectives(chunks=2, least=0):
-        y = lab.call(sharded, mine)
+        y = adapter.call(sharded, mine)
     assert len(asked) == (mesh.size() > 1)
     assert isinstance(y, DTensor) and y.placements == get_layout(mesh, (gives,), tuple(y.shape)).placements
-    same(lab.numpy(y), lab.numpy(lab.call(single, lab.tensor(x))), "output")
+    same(adapter.numpy(y), adapter.numpy(adapter.call(single, adapter.tensor(x))), "output")
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -139,39 +139,42 @@ def test_distributed_output(pool: Any, name: str) -> None:
 @spmd.on_mesh()
 def left_alone(mesh: Any) -> None:
     """What the backend is not asked for, and what it says no to, runs as ever."""
-    lab = get_lab()
+    adapter = get_adapter()
 
     def counts(style: Any, sizes: tuple[int, int], x: Any, least: int = 0) -> tuple[dict[str, int], list[tuple]]:
-        module = lab.load(lab.linear_module(*sizes), np.random.default_rng(5))
+        module = adapter.load(adapter.linear_module(*sizes), np.random.default_rng(5))
         parallelize_module(module, mesh, style)
         no = answering(mesh, lambda *args: None)
         with no as asked, overlap_collectives(chunks=2, least=least), CommDebugMode() as comm:
-            lab.call(module, x)
+            adapter.call(module, x)
         return comm.get_comm_counts(), asked
 
-    row, part = RowwiseParallel(), lab.tensor(floats(4, 6))
+    row, part = RowwiseParallel(), adapter.tensor(floats(4, 6))
     assert counts(row, (12, 8), part) == ({"all_reduce": 1}, [("all_reduce", 0, 2)])
     assert counts(row, (12, 8), part, least=33) == ({"all_reduce": 1}, [("all_reduce", 0, 1)])
     scattered = RowwiseParallel(output_layouts=Shard(0))
-    assert counts(scattered, (12, 8), lab.tensor(floats(4, 6))) == ({"reduce_scatter": 1}, [("reduce_scatter", 0, 2)])
+    assert counts(scattered, (12, 8), adapter.tensor(floats(4, 6))) == (
+        {"reduce_scatter": 1},
+        [("reduce_scatter", 0, 2)],
+    )
     # Rows that do not divide, features as the dimension that moves, parts of the weight that differ.
-    assert counts(scattered, (12, 8), lab.tensor(floats(3, 6))) == ({"reduce_scatter": 1}, [])
+    assert counts(scattered, (12, 8), adapter.tensor(floats(3, 6))) == ({"reduce_scatter": 1}, [])
     by_features = ColwiseParallel(input_layouts=Shard(-1))
-    assert counts(by_features, (12, 8), lab.tensor(floats(4, 6))) == ({"all_gather": 1}, [])
+    assert counts(by_features, (12, 8), adapter.tensor(floats(4, 6))) == ({"all_gather": 1}, [])
     gathered = ColwiseParallel(input_layouts=Shard(0))
-    assert counts(gathered, (12, 7), lab.tensor(floats(4, 12))) == ({"all_gather": 1}, [])
-    assert counts(gathered, (12, 8), lab.tensor(floats(4, 12))) == ({"all_gather": 1}, [("all_gather", 0, 2)])
+    assert counts(gathered, (12, 7), adapter.tensor(floats(4, 12))) == ({"all_gather": 1}, [])
+    assert counts(gathered, (12, 8), adapter.tensor(floats(4, 12))) == ({"all_gather": 1}, [("all_gather", 0, 2)])
     # Another placement than the one that moves.
-    whole = DTensor.from_local(lab.tensor(floats(4, 12)), mesh, [R])
+    whole = DTensor.from_local(adapter.tensor(floats(4, 12)), mesh, [R])
     assert counts(gathered, (12, 8), whole) == ({}, [])
     # Without the switch nobody asks, unless the backend has a native operation and is told to use it.
-    module = parallelize_module(lab.load(lab.linear_module(12, 8), np.random.default_rng(5)), mesh, row)
+    module = parallelize_module(adapter.load(adapter.linear_module(12, 8), np.random.default_rng(5)), mesh, row)
     with answering(mesh, lambda *args: None) as asked:
-        lab.call(module, part)
+        adapter.call(module, part)
         assert not asked
         mesh.platform.fast.fuses_linear = True
         try:
-            lab.call(module, part)
+            adapter.call(module, part)
         finally:
             mesh.platform.fast.fuses_linear = False
         assert asked == [("all_reduce", 0, 1)]
@@ -183,14 +186,14 @@ def test_left_alone(pool: Any) -> None:
 
 @spmd.on_mesh()
 def failing(mesh: Any) -> None:
-    lab = get_lab()
-    module = parallelize_module(lab.linear_module(12, 8), mesh, RowwiseParallel())
+    adapter = get_adapter()
+    module = parallelize_module(adapter.linear_module(12, 8), mesh, RowwiseParallel())
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("out of order")
 
     with answering(mesh, fail), overlap_collectives(least=0), pytest.raises(RuntimeError, match="out of order"):
-        lab.call(module, lab.tensor(floats(4, 6)))
+        adapter.call(module, adapter.tensor(floats(4, 6)))
 
 
 def test_failing(pool: Any) -> None:
@@ -200,24 +203,24 @@ def test_failing(pool: Any) -> None:
 @spmd.on_mesh()
 def parameters_elsewhere(mesh: Any) -> None:
     """A parameter that something else has taken the place of, as parametrizations do."""
-    lab = get_lab()
+    adapter = get_adapter()
     plan = {
-        "linear_module": (lambda: lab.linear_module(12, 8), [ColwiseParallel(), RowwiseParallel(input_layouts=R)]),
-        "embedding_module": (lambda: lab.embedding_module(12, 8), [ColwiseParallel()]),
+        "linear_module": (lambda: adapter.linear_module(12, 8), [ColwiseParallel(), RowwiseParallel(input_layouts=R)]),
+        "embedding_module": (lambda: adapter.embedding_module(12, 8), [ColwiseParallel()]),
     }
     for kind, (make, styles) in plan.items():
-        x = lab.tensor(floats(4, 12) if kind == "linear_module" else np.arange(4, dtype=np.int64))
+        x = adapter.tensor(floats(4, 12) if kind == "linear_module" else np.arange(4, dtype=np.int64))
         for style in styles:
-            module = parallelize_module(lab.load(make(), np.random.default_rng(5)), mesh, style)
-            wanted = lab.numpy(lab.call(module, x))
+            module = parallelize_module(adapter.load(make(), np.random.default_rng(5)), mesh, style)
+            wanted = adapter.numpy(adapter.call(module, x))
             name = mesh.platform.kind_of(module).weight
             parameter = dict(mesh.platform.named_parameters(module))[name]
             del mesh.platform.own_parameters(module)[name]
             object.__setattr__(module, name, parameter)
             for given in (x, DTensor.from_local(x, mesh, [R])):
-                same(lab.numpy(lab.call(module, given)), wanted, kind)
+                same(adapter.numpy(adapter.call(module, given)), wanted, kind)
                 with answering(mesh, lambda *args: None), overlap_collectives(least=0):
-                    same(lab.numpy(lab.call(module, given)), wanted, kind)
+                    same(adapter.numpy(adapter.call(module, given)), wanted, kind)
 
 
 def test_parameters_elsewhere(pool: Any) -> None:

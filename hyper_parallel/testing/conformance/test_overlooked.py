@@ -9,9 +9,9 @@ import pytest
 
 from hyper_parallel import ColwiseParallel, DTensor, Partial, Replicate, Shard, distribute_tensor, parallelize_module
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import floats, slices_of
-from hyper_parallel.testing.labs import get_lab
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -24,7 +24,7 @@ def part(x: np.ndarray, mesh: Any, placement: Any) -> np.ndarray:
 @spmd.on_mesh()
 def scaled(mesh: Any, placement: Any, distributed: bool) -> None:
     """A scale without dimensions, as `logit_scale` of CLIP: each rank computes a part of its gradient."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole, scale = floats(5, 4), np.array(1.5, np.float32)
     weights = floats(5, 4)[::-1].copy()
 
@@ -32,12 +32,12 @@ def scaled(mesh: Any, placement: Any, distributed: bool) -> None:
         if distributed:
             s = DTensor.from_local(s, mesh, [R])
         y = DTensor.from_local(x, mesh, [placement], shape=whole.shape) * s
-        return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh, [R])).full_tensor(), y
+        return adapter.weighted_sum(y, DTensor.from_local(adapter.tensor(weights), mesh, [R])).full_tensor(), y
 
     is_sum = placement.is_partial()
     mine = whole / mesh.size() if is_sum else part(whole, mesh, placement)
-    y, grads = lab.value_and_grads(loss, [mine, scale])
-    same(lab.numpy(y), 1.5 * whole, "product")
+    y, grads = adapter.value_and_grads(loss, [mine, scale])
+    same(adapter.numpy(y), 1.5 * whole, "product")
     same(grads[0], 1.5 * (weights if is_sum else part(weights, mesh, placement)), "gradient of the tensor")
     same(grads[1], np.sum(whole * weights), "gradient of the scale")
 
@@ -53,14 +53,14 @@ def test_gradient_of_a_scale_without_dimensions(pool: Any, world_size: int, plac
 @spmd.on_mesh()
 def normalised(mesh: Any) -> None:
     """Calls that differ in one number only, which is given by name; each twice, so that it is remembered."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole, weight, bias = floats(6, 4), floats(4) + 2.0, floats(4)
-    x = distribute_tensor(lab.tensor(whole), mesh, [S0])
-    w, b = (distribute_tensor(lab.tensor(array), mesh, [R]) for array in (weight, bias))
+    x = distribute_tensor(adapter.tensor(whole), mesh, [S0])
+    w, b = (distribute_tensor(adapter.tensor(array), mesh, [R]) for array in (weight, bias))
     centred = whole - whole.mean(-1, keepdims=True)
     for epsilon in (1e-5, 0.5, 1e-5, 3.0, 0.5):
         wanted = centred / np.sqrt(whole.var(-1, keepdims=True) + epsilon) * weight + bias
-        same(lab.numpy(lab.layer_norm(x, w, b, epsilon)), wanted, f"layer norm with epsilon {epsilon}")
+        same(adapter.numpy(adapter.layer_norm(x, w, b, epsilon)), wanted, f"layer norm with epsilon {epsilon}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -72,19 +72,19 @@ def test_epsilon_of_a_remembered_call(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def written_after_it_was_gathered(mesh: Any) -> None:
     """What was all-gathered serves two kinds of consumers; after a write the second kind must see the new values."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole, weight, factor = floats(6, 4), floats(8, 4), floats(6, 4)[::-1] + 2.0
     weights = floats(6, 8)
 
     def loss(x: Any, w: Any) -> Any:
         y = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
-        y = lab.IN_PLACE["mul_"][0](y, DTensor.from_local(lab.tensor(factor.astype(np.float32)), mesh, [R]))
+        y = adapter.IN_PLACE["mul_"][0](y, DTensor.from_local(adapter.tensor(factor.astype(np.float32)), mesh, [R]))
         # Each rank computes some columns, and a part of the gradient of y.
-        z = lab.linear(y, DTensor.from_local(w, mesh, [S0], shape=weight.shape))
-        return lab.weighted_sum(z, DTensor.from_local(lab.tensor(weights), mesh, [R])).full_tensor(), z
+        z = adapter.linear(y, DTensor.from_local(w, mesh, [S0], shape=weight.shape))
+        return adapter.weighted_sum(z, DTensor.from_local(adapter.tensor(weights), mesh, [R])).full_tensor(), z
 
-    z, grads = lab.value_and_grads(loss, [part(whole, mesh, S0), part(weight, mesh, S0)])
-    same(lab.numpy(z), (whole * factor) @ weight.T, "output", 1e-4)
+    z, grads = adapter.value_and_grads(loss, [part(whole, mesh, S0), part(weight, mesh, S0)])
+    same(adapter.numpy(z), (whole * factor) @ weight.T, "output", 1e-4)
     same(grads[0], part((weights @ weight) * factor, mesh, S0), "gradient of what was gathered", 1e-4)
     same(grads[1], part(weights.T @ (whole * factor), mesh, S0), "gradient of the weight", 1e-4)
 
@@ -98,25 +98,25 @@ def test_write_after_gathering(pool: Any, world_size: int) -> None:
 def written_between_two_layers(mesh: Any, shape: tuple[int, ...]) -> None:
     """A plain tensor that two layers by columns read, with a write in between: each reads it through a view that is
     kept on the tensor, and the first one's view does not serve the second, which knows nothing of the write."""
-    lab = get_lab()
+    adapter = get_adapter()
     whole = floats(*shape)
-    single, sharded = (lab.load(lab.linear_module(shape[-1], 6), np.random.default_rng(5)) for _ in range(2))
+    single, sharded = (adapter.load(adapter.linear_module(shape[-1], 6), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, ColwiseParallel())
     kept = []
 
     def run(module: Any) -> Any:
         def loss(x: Any) -> Any:
             h = x * 1.0
-            kept.append(lab.call(module, h))  # as long as this lives, the view may
-            h = lab.IN_PLACE["mul_"][0](h, lab.tensor(np.full(shape, 3.0, np.float32)))
-            y = lab.call(module, h)
-            return lab.sum(lab.square(y)), y
+            kept.append(adapter.call(module, h))  # as long as this lives, the view may
+            h = adapter.IN_PLACE["mul_"][0](h, adapter.tensor(np.full(shape, 3.0, np.float32)))
+            y = adapter.call(module, h)
+            return adapter.sum(adapter.square(y)), y
 
         return loss
 
-    wanted, (wanted_grad,) = lab.value_and_grads(run(single), [whole])
-    got, (grad,) = lab.value_and_grads(run(sharded), [whole])
-    same(lab.numpy(got), part(lab.numpy(wanted), mesh, Shard(len(shape) - 1)), "output")
+    wanted, (wanted_grad,) = adapter.value_and_grads(run(single), [whole])
+    got, (grad,) = adapter.value_and_grads(run(sharded), [whole])
+    same(adapter.numpy(got), part(adapter.numpy(wanted), mesh, Shard(len(shape) - 1)), "output")
     same(grad, wanted_grad, "gradient of the input")
 
 
@@ -130,7 +130,7 @@ def test_write_between_two_layers(pool: Any, world_size: int, shape: tuple[int, 
 @spmd.on_mesh()
 def tied(mesh: Any, op: str, target: Any) -> None:
     """Ranks that hold the same largest value share its gradient evenly, wherever and however many they are."""
-    lab = get_lab()
+    adapter = get_adapter()
     size, rank = mesh.size(), mesh.get_local_rank()
     parts = np.random.default_rng(1).integers(-1, 2, (size, 5, 4)).astype(np.float32)
     parts[:, 0] = 1.0  # all of them
@@ -141,10 +141,10 @@ def tied(mesh: Any, op: str, target: Any) -> None:
 
     def loss(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [Partial(op)]).redistribute(placements=[target])
-        return lab.weighted_sum(y.to_local(), lab.tensor(part(weights, mesh, target))), y
+        return adapter.weighted_sum(y.to_local(), adapter.tensor(part(weights, mesh, target))), y
 
-    y, (grad,) = lab.value_and_grads(loss, [parts[rank]])
-    same(lab.numpy(y), best, "value")
+    y, (grad,) = adapter.value_and_grads(loss, [parts[rank]])
+    same(adapter.numpy(y), best, "value")
     same(grad, weights * chosen[rank] / chosen.sum(0), "gradient")
 
 
@@ -158,7 +158,7 @@ def test_ties(pool: Any, world_size: int, op: str, target: Any) -> None:
 @spmd.on_mesh()
 def added_to_an_average(mesh: Any) -> None:
     """What is added to an average becomes n equal parts of one: its gradient is whole, that of a part is 1/n of it."""
-    lab = get_lab()
+    adapter = get_adapter()
     size, rank = mesh.size(), mesh.get_local_rank()
     parts = np.random.default_rng(1).standard_normal((size, 4, 3)).astype(np.float32)
     bias, weights = floats(4, 3), floats(4, 3)[::-1].copy()
@@ -166,10 +166,10 @@ def added_to_an_average(mesh: Any) -> None:
     def loss(x: Any, b: Any) -> Any:
         y = DTensor.from_local(x, mesh, [Partial("avg")]) + DTensor.from_local(b, mesh, [R])
         assert y.placements == (Partial("avg"),)
-        return lab.weighted_sum(y.redistribute(placements=[R]).to_local(), lab.tensor(weights)), y
+        return adapter.weighted_sum(y.redistribute(placements=[R]).to_local(), adapter.tensor(weights)), y
 
-    y, grads = lab.value_and_grads(loss, [parts[rank], bias])
-    same(lab.numpy(y), parts.mean(0) + bias, "sum")
+    y, grads = adapter.value_and_grads(loss, [parts[rank], bias])
+    same(adapter.numpy(y), parts.mean(0) + bias, "sum")
     same(grads[0], weights / size, "gradient of a part of the average")
     same(grads[1], weights, "gradient of what is added")
 
@@ -183,7 +183,7 @@ def test_what_is_added_to_an_average(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def padded(mesh: Any, padding: int, placement: Any) -> None:
     """The row of the padding gets no gradient, counted from either end, on whichever rank it lies."""
-    lab = get_lab()
+    adapter = get_adapter()
     vocabulary = 7
     weight, weights = floats(vocabulary, 4), floats(2, 9, 4)
     ids = np.array([[0, 6, 1, 5, 2, 4, 3, 6, 0], [3, 5, 5, 1, 6, 0, 2, 2, 4]], np.int64)
@@ -193,11 +193,11 @@ def padded(mesh: Any, padding: int, placement: Any) -> None:
 
     def loss(w: Any) -> Any:
         table = DTensor.from_local(w, mesh, [placement], shape=weight.shape)
-        y = lab.padded_embedding(DTensor.from_local(lab.tensor(ids), mesh, [R]), table, padding)
-        return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh, [R])).full_tensor(), y
+        y = adapter.padded_embedding(DTensor.from_local(adapter.tensor(ids), mesh, [R]), table, padding)
+        return adapter.weighted_sum(y, DTensor.from_local(adapter.tensor(weights), mesh, [R])).full_tensor(), y
 
-    y, (grad,) = lab.value_and_grads(loss, [part(weight, mesh, placement)])
-    same(lab.numpy(y), weight[ids], "rows")
+    y, (grad,) = adapter.value_and_grads(loss, [part(weight, mesh, placement)])
+    same(adapter.numpy(y), weight[ids], "rows")
     same(grad, part(wanted, mesh, placement), "gradient of the weight")
 
 
@@ -211,21 +211,21 @@ def test_padding_from_either_end(pool: Any, world_size: int, placement: Any, pad
 @spmd.on_mesh()
 def few_heads(mesh: Any, dim: int) -> Any:
     """Attention with fewer heads, or batch elements, than ranks."""
-    lab = get_lab()
+    adapter = get_adapter()
     arrays = [np.random.default_rng(i).standard_normal((2, 2, 5, 4)).astype(np.float32) for i in range(4)]
     *inputs, weights = arrays
 
     def reference(*xs: Any) -> Any:
-        y = lab.attention(*xs)
-        return lab.weighted_sum(y, lab.tensor(weights)), y
+        y = adapter.attention(*xs)
+        return adapter.weighted_sum(y, adapter.tensor(weights)), y
 
     def sharded(*xs: Any) -> Any:
-        y = lab.attention(*(DTensor.from_local(x, mesh, [Shard(dim)], shape=weights.shape) for x in xs))
-        return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh, [R])).full_tensor(), y
+        y = adapter.attention(*(DTensor.from_local(x, mesh, [Shard(dim)], shape=weights.shape) for x in xs))
+        return adapter.weighted_sum(y, DTensor.from_local(adapter.tensor(weights), mesh, [R])).full_tensor(), y
 
-    wanted, wanted_grads = lab.value_and_grads(reference, inputs)
-    got, grads = lab.value_and_grads(sharded, [part(x, mesh, Shard(dim)) for x in inputs])
-    same(lab.numpy(got), lab.numpy(wanted), "output")
+    wanted, wanted_grads = adapter.value_and_grads(reference, inputs)
+    got, grads = adapter.value_and_grads(sharded, [part(x, mesh, Shard(dim)) for x in inputs])
+    same(adapter.numpy(got), adapter.numpy(wanted), "output")
     for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
         same(grad, part(wanted_grad, mesh, Shard(dim)), "gradient")
     return got.placements

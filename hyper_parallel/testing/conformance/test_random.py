@@ -14,9 +14,9 @@ from hyper_parallel.core.dtensor.communication.collectives import all_gather_obj
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import local_parts, same
 from hyper_parallel.testing.conformance.test_styles import floats
-from hyper_parallel.testing.labs import get_lab
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
@@ -27,18 +27,18 @@ def run_dropout(mesh_shape: tuple[int, ...], rows: int) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, whole, weights = get_lab(), floats(rows, 6) + 3, floats(rows, 6)
+    adapter, whole, weights = get_adapter(), floats(rows, 6) + 3, floats(rows, 6)
 
     def twice(x: Any) -> Any:
-        return lab.dropout(lab.dropout(x, 0.5) * 2.0, 0.25)
+        return adapter.dropout(adapter.dropout(x, 0.5) * 2.0, 0.25)
 
     def reference(x: Any) -> Any:
-        lab.seed(11)
+        adapter.seed(11)
         y = twice(x)
-        return lab.weighted_sum(y, lab.tensor(weights)), y
+        return adapter.weighted_sum(y, adapter.tensor(weights)), y
 
-    wanted, (wanted_grad,) = lab.value_and_grads(reference, [whole])
-    kept = np.count_nonzero(lab.numpy(wanted))
+    wanted, (wanted_grad,) = adapter.value_and_grads(reference, [whole])
+    kept = np.count_nonzero(adapter.numpy(wanted))
     assert 0 < kept < whole.size
     for placements in itertools.product((R, S0, S1, P), repeat=len(mesh_shape)):
         layout = get_layout(mesh, placements, whole.shape)
@@ -48,13 +48,13 @@ def run_dropout(mesh_shape: tuple[int, ...], rows: int) -> None:
             manual_seed(11, mesh)
             y = twice(x)
             assert y.placements == placements
-            given = DTensor.from_local(lab.tensor(weights), mesh)
-            return lab.weighted_sum(y, given).full_tensor(), y
+            given = DTensor.from_local(adapter.tensor(weights), mesh)
+            return adapter.weighted_sum(y, given).full_tensor(), y
 
         mine = local_parts(whole, layout, np.random.default_rng(1))
         with CommDebugMode() as comm:
-            got, (grad,) = lab.value_and_grads(sharded, [mine])
-        same(lab.numpy(got), lab.numpy(wanted), f"dropout of {placements}", 1e-4)
+            got, (grad,) = adapter.value_and_grads(sharded, [mine])
+        same(adapter.numpy(got), adapter.numpy(wanted), f"dropout of {placements}", 1e-4)
         same(grad, wanted_grad[layout.cotangent.local_index()], f"gradient for {placements}")
         loss_only = sum(mesh.shape[d] > 1 for d, p in enumerate(placements) if p is not R)
         held_alike = sum(mesh.shape[d] > 1 for d, p in enumerate(placements) if p in (R, P))
@@ -74,12 +74,12 @@ def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, shape = get_lab(), (rows, 6)
+    adapter, shape = get_adapter(), (rows, 6)
     for placements in itertools.product((R, S0, S1), repeat=len(mesh_shape)):
         options = {"device_mesh": mesh, "placements": placements}
         for name in ("rand", "randn"):
-            lab.seed(5)
-            wanted = [lab.numpy(lab.draw(name, shape)) for _ in range(2)]
+            adapter.seed(5)
+            wanted = [adapter.numpy(adapter.draw(name, shape)) for _ in range(2)]
             assert np.abs(wanted[0] - wanted[1]).max() > 0.01
             manual_seed(5, mesh)
             draw = getattr(hyper_parallel, name)
@@ -89,7 +89,7 @@ def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
             assert comm.get_comm_counts() == ({"broadcast": 2 * alike} if alike else {})
             for got, numbers in zip(drawn, wanted, strict=True):
                 assert got.placements == placements
-                same(lab.numpy(got), numbers, f"{name} of {placements}", 0.0)
+                same(adapter.numpy(got), numbers, f"{name} of {placements}", 0.0)
         layout = get_layout(mesh, placements, shape)
         for made, numbers in [
             (hyper_parallel.zeros(*shape, **options), np.zeros(shape)),
@@ -100,7 +100,7 @@ def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
             assert (tuple(made.shape), made.placements) == (shape, placements)
             assert tuple(made.to_local().shape) == tuple(layout.local_shape)
             if numbers is not None:
-                same(lab.numpy(made), numbers, f"factory on {placements}", 0.0)
+                same(adapter.numpy(made), numbers, f"factory on {placements}", 0.0)
         assert tuple(hyper_parallel.zeros(0, 6, **options).full_tensor().shape) == (0, 6)
     with mesh:
         whole = hyper_parallel.ones(3)
@@ -125,23 +125,23 @@ def agree(mesh_shape: tuple[int, ...], first: str) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, whole = get_lab(), floats(5, 6) + 3
+    adapter, whole = get_adapter(), floats(5, 6) + 3
 
     def draw(x: Any, options: dict[str, Any]) -> Any:
         if first == "dropout":
-            return lab.dropout(x, 0.5)
-        return getattr(hyper_parallel, first)(5, 6, **options) if options else lab.draw(first, (5, 6))
+            return adapter.dropout(x, 0.5)
+        return getattr(hyper_parallel, first)(5, 6, **options) if options else adapter.draw(first, (5, 6))
 
-    lab.seed(100)
-    plain = lab.tensor(whole)
-    wanted = [lab.numpy(draw(plain, {})) for _ in range(2)]
+    adapter.seed(100)
+    plain = adapter.tensor(whole)
+    wanted = [adapter.numpy(draw(plain, {})) for _ in range(2)]
     placements = (S0,) * mesh.ndim
-    x = distribute_tensor(lab.tensor(whole), mesh, placements, src_data_rank=None)
+    x = distribute_tensor(adapter.tensor(whole), mesh, placements, src_data_rank=None)
     random._SYNCHRONIZED.discard(mesh)  # an earlier test may have drawn on this mesh
-    lab.seed(100 + mesh.platform.rank())
+    adapter.seed(100 + mesh.platform.rank())
     for number in range(2):
         got = draw(x, {"device_mesh": mesh, "placements": placements})
-        same(lab.numpy(got), wanted[number], f"{first} number {number}", 1e-6)
+        same(adapter.numpy(got), wanted[number], f"{first} number {number}", 1e-6)
 
 
 @pytest.mark.parametrize("first", ["dropout", "rand", "randn"])
@@ -152,14 +152,14 @@ def test_ranks_that_are_seeded_differently_agree(pool: Any, mesh: tuple[int, ...
 
 @spmd.on_mesh()
 def seeding(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     with pytest.raises(TypeError, match="takes an int"):
         manual_seed("1", mesh)
     drawn = []
     for seed in (1, 1, 2):
         with mesh:
             manual_seed(seed)
-        drawn.append(lab.numpy(hyper_parallel.rand(7, device_mesh=mesh, placements=[S0])))
+        drawn.append(adapter.numpy(hyper_parallel.rand(7, device_mesh=mesh, placements=[S0])))
     same(drawn[0], drawn[1], "the same seed", 0.0)
     assert np.abs(drawn[0] - drawn[2]).max() > 0.01
 
@@ -174,39 +174,39 @@ def apart(mesh_shape: tuple[int, ...]) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, last = get_lab(), mesh.size() - 1
+    adapter, last = get_adapter(), mesh.size() - 1
     whole = floats(8, 6) + 3
     for placements in itertools.product((R, S0, P), repeat=mesh.ndim):
         layout = get_layout(mesh, placements, whole.shape)
         mine = local_parts(whole, layout, np.random.default_rng(1))
         manual_seed(3, mesh)
-        lab.dropout(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=whole.shape), 0.5)
+        adapter.dropout(DTensor.from_local(adapter.tensor(mine), mesh, placements, shape=whole.shape), 0.5)
         for extra in (last, 0):
             if mesh.platform.rank() == extra:
-                lab.draw("rand", (3,))
-                lab.dropout(lab.tensor(np.ones(5, np.float32)), 0.5)
+                adapter.draw("rand", (3,))
+                adapter.dropout(adapter.tensor(np.ones(5, np.float32)), 0.5)
 
             def weighted(x: Any, placements: Any = placements) -> Any:
-                y = lab.dropout(DTensor.from_local(x, mesh, placements, shape=whole.shape), 0.5)
-                return lab.sum(y * y).full_tensor(), y
+                y = adapter.dropout(DTensor.from_local(x, mesh, placements, shape=whole.shape), 0.5)
+                return adapter.sum(y * y).full_tensor(), y
 
-            y, (grad,) = lab.value_and_grads(weighted, [mine])
-            value = lab.numpy(y)  # gathered: rank by rank, where it is sharded
+            y, (grad,) = adapter.value_and_grads(weighted, [mine])
+            value = adapter.numpy(y)  # gathered: rank by rank, where it is sharded
             kept = np.isclose(value, whole * 2, rtol=1e-4, atol=1e-4)
             assert np.all(kept | (np.abs(value) < 1e-4)), placements  # each element is kept on all ranks, or on none
             assert 0.15 < kept.mean() < 0.85
             index = layout.local_index()
             same(grad, (np.where(kept, 8 * whole, 0))[index], f"gradient for {placements}", 1e-4)
             drawn = hyper_parallel.rand(8, 6, device_mesh=mesh, placements=layout.cotangent.placements)
-            like = lab.rand_like(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=whole.shape))
+            like = adapter.rand_like(DTensor.from_local(adapter.tensor(mine), mesh, placements, shape=whole.shape))
             for x, what in ((y, "dropout"), (drawn, "rand"), (like, "rand_like")):
                 assert spmd_equal(mesh, x), f"{what} of {placements} differs between ranks"
 
 
 def spmd_equal(mesh: Any, x: Any) -> bool:
     """Whether ranks that hold the same part of ``x`` hold the same numbers."""
-    lab, layout = get_lab(), x.redistribute(placements=x._layout.cotangent.placements)._layout
-    local = lab.numpy(x.redistribute(placements=layout.placements).to_local())
+    adapter, layout = get_adapter(), x.redistribute(placements=x._layout.cotangent.placements)._layout
+    local = adapter.numpy(x.redistribute(placements=layout.placements).to_local())
     for mesh_dim, placement in enumerate(layout.placements):
         if placement is R:
             everyone = all_gather_object(local, mesh, mesh_dim)
@@ -225,17 +225,19 @@ def transposed(mesh_shape: tuple[int, ...]) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, whole = get_lab(), floats(8, 4, 12) + 3
+    adapter, whole = get_adapter(), floats(8, 4, 12) + 3
     for a, b in ((0, 1), (1, 2), (0, 2)):
         for placements in itertools.product((R, S0, Shard(2)), repeat=mesh.ndim):
             layout = get_layout(mesh, placements, whole.shape)
             mine = np.ascontiguousarray(whole[layout.local_index()])
-            for name, draw in {"dropout": lambda x: lab.dropout(x, 0.5), "rand_like": lab.rand_like}.items():
-                lab.seed(7)
-                wanted = lab.numpy(draw(lab.transpose(lab.tensor(whole), a, b)))
+            for name, draw in {"dropout": lambda x: adapter.dropout(x, 0.5), "rand_like": adapter.rand_like}.items():
+                adapter.seed(7)
+                wanted = adapter.numpy(draw(adapter.transpose(adapter.tensor(whole), a, b)))
                 manual_seed(7, mesh)
-                x = lab.transpose(DTensor.from_local(lab.tensor(mine), mesh, placements, shape=whole.shape), a, b)
-                same(lab.numpy(draw(x)), wanted, f"{name} of {placements} transposed {a}, {b}", 1e-6)
+                x = adapter.transpose(
+                    DTensor.from_local(adapter.tensor(mine), mesh, placements, shape=whole.shape), a, b
+                )
+                same(adapter.numpy(draw(x)), wanted, f"{name} of {placements} transposed {a}, {b}", 1e-6)
 
 
 @pytest.mark.parametrize("mesh", [(1,), (2,), (4,), (2, 2)], ids=str)

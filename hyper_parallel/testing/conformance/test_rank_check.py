@@ -27,7 +27,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.core.dtensor.communication import rank_check
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 
 
@@ -42,7 +42,7 @@ def error_of(mesh: Any, job: Callable[[], Any]) -> tuple[str, str, tuple[int, ..
 
 
 def tensor(mesh: Any, *shape: int, dtype: str = "float32") -> Any:
-    return get_lab().tensor(np.ones(shape, dtype))
+    return get_adapter().tensor(np.ones(shape, dtype))
 
 
 @on_mesh()
@@ -62,11 +62,11 @@ def different_steps(mesh: Any) -> dict[str, tuple]:
 
     def uneven_style() -> None:
         plan = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
-        parallelize_module(get_lab().Mlp(4, 8), mesh, plan)(tensor(mesh, 3 - rank, 4))
+        parallelize_module(get_adapter().Mlp(4, 8), mesh, plan)(tensor(mesh, 3 - rank, 4))
 
     def another_layer() -> None:
-        model = parallelize_module(get_lab().Mlp(4, 4), mesh, {"up": row_parallel, "down": row_parallel})
-        get_lab().call(model.down if rank == 1 else model.up, tensor(mesh, 3, 4))
+        model = parallelize_module(get_adapter().Mlp(4, 4), mesh, {"up": row_parallel, "down": row_parallel})
+        get_adapter().call(model.down if rank == 1 else model.up, tensor(mesh, 3, 4))
 
     row_parallel = RowwiseParallel(input_layouts=Replicate())
     return {
@@ -115,7 +115,7 @@ def test_each_difference_is_named(pool: Any) -> None:
 @on_mesh()
 def different_plans(mesh: Any) -> dict[str, tuple]:
     """Rank 2 has another plan, another model, another keyword."""
-    rank, made = mesh.get_local_rank(), get_lab()
+    rank, made = mesh.get_local_rank(), get_adapter()
     manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 
     def apply(plan: dict, hidden: int = 8, frozen: bool = False, **options: Any) -> None:
@@ -193,7 +193,7 @@ def test_rows_of_a_mesh_are_compared_by_themselves(pool: Any) -> None:
 @on_mesh()
 def whole_step(mesh: Any) -> list:
     """A step inside `check_ranks` gives what it gives outside, and no more collectives are counted."""
-    made, results = get_lab(), []
+    made, results = get_adapter(), []
     manual_seed(0, mesh)
     for inside in (False, True):
         model = made.Mlp(4, 8)

@@ -22,8 +22,8 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.communication import recorder
 from hyper_parallel.debug import CollectiveEvent
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
-from hyper_parallel.testing.labs import get_lab
 from hyper_parallel.testing.spmd import on_mesh
 
 
@@ -34,8 +34,8 @@ def summary(event: CollectiveEvent) -> tuple:
 @on_mesh()
 def of_a_model(mesh: Any) -> tuple[int, list[tuple]]:
     """The collectives of a step: the input gathered, the hidden layer's sum scattered, and their way back."""
-    lab = get_lab()
-    model = lab.load(lab.Mlp(4, 8), np.random.default_rng(5))
+    adapter = get_adapter()
+    model = adapter.load(adapter.Mlp(4, 8), np.random.default_rng(5))
     plan = {
         "": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True),
         "up": ColwiseParallel(),
@@ -45,12 +45,12 @@ def of_a_model(mesh: Any) -> tuple[int, list[tuple]]:
     parallelize_module(model, mesh, PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)))
 
     def loss(x: Any) -> tuple[Any, Any]:
-        y = lab.call(model, x)
-        return lab.weighted_sum(y, lab.tensor(np.ones(tuple(y.shape), np.float32))), y
+        y = adapter.call(model, x)
+        return adapter.weighted_sum(y, adapter.tensor(np.ones(tuple(y.shape), np.float32))), y
 
-    lab.value_and_grads(loss, [floats(2, 4)])
+    adapter.value_and_grads(loss, [floats(2, 4)])
     with CommDebugMode() as comm:
-        lab.value_and_grads(loss, [floats(2, 4)])
+        adapter.value_and_grads(loss, [floats(2, 4)])
     assert not recorder.LISTENERS and recorder.current_module() == ""
     assert {(event.mesh, event.mesh_dim) for event in comm.events} <= {(mesh, 0)}
     assert all("float32" in str(event.dtype).lower() for event in comm.events)
@@ -75,16 +75,16 @@ def test_module_and_direction(pool: Any, world_size: int) -> None:
 
 @on_mesh()
 def details(mesh: Any) -> None:
-    lab, size = get_lab(), mesh.size()
+    adapter, size = get_adapter(), mesh.size()
     whole = floats(2 * size - 1, 3)
     with CommDebugMode() as comm:
-        x = distribute_tensor(lab.tensor(whole), mesh, [Shard(0)])
+        x = distribute_tensor(adapter.tensor(whole), mesh, [Shard(0)])
         assert comm.events[0].details["the source"] == 0
         comm.events.clear()
         x.redistribute(placements=[Replicate()])
         x.redistribute(placements=[Shard(1)])
-        DTensor.from_local(lab.tensor(whole), mesh, [Partial("max")]).redistribute(placements=[Replicate()])
-        DTensor.from_local(lab.tensor(floats(0, 3)), mesh, [Partial()]).redistribute(placements=[Replicate()])
+        DTensor.from_local(adapter.tensor(whole), mesh, [Partial("max")]).redistribute(placements=[Replicate()])
+        DTensor.from_local(adapter.tensor(floats(0, 3)), mesh, [Partial()]).redistribute(placements=[Replicate()])
     gathered, moved, largest, ties = comm.events  # nothing is sent of what has no elements
     sizes = (2,) * (size - 1) + (1,)
     # All ranks say the same, whatever their shard.
@@ -107,7 +107,7 @@ def listeners_may_refuse(mesh: Any) -> None:
     def refuse(event: CollectiveEvent) -> None:
         raise ValueError(f"no {event.kind} here")
 
-    x = DTensor.from_local(get_lab().tensor(floats(2, 3)), mesh, [Partial()])
+    x = DTensor.from_local(get_adapter().tensor(floats(2, 3)), mesh, [Partial()])
     recorder.LISTENERS.append(refuse)
     try:
         with CommDebugMode() as comm, pytest.raises(ValueError, match="no all_reduce here"):

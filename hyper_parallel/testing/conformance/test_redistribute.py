@@ -13,8 +13,8 @@ from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.redistribute import redistribution_cost
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import local_parts, same
-from hyper_parallel.testing.labs import get_lab
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -41,7 +41,7 @@ def run_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: 
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return None
-    lab = get_lab()
+    adapter = get_adapter()
     rng = np.random.default_rng(0)
     x, weights = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     layout = get_layout(mesh, source, shape)
@@ -55,14 +55,14 @@ def run_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: 
             y = DTensor.from_local(local, mesh, source, shape=shape).redistribute(placements=target)
         counts["forward"] = comm.get_comm_counts()
         assert y.placements == goal.placements
-        return lab.weighted_sum(y.to_local(), lab.tensor(cotangent)), y
+        return adapter.weighted_sum(y.to_local(), adapter.tensor(cotangent)), y
 
     with CommDebugMode() as both:
-        y, (grad,) = lab.value_and_grads(loss, [mine])
+        y, (grad,) = adapter.value_and_grads(loss, [mine])
     counts["backward"] = {
         k: n - counts["forward"].get(k, 0) for k, n in both.get_comm_counts().items() if n > counts["forward"].get(k, 0)
     }
-    same(lab.numpy(y), x, "value")
+    same(adapter.numpy(y), x, "value")
     same(grad, weights[layout.cotangent.local_index()], "gradient of the local tensor")
     return counts
 
@@ -143,19 +143,19 @@ def test_prices(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def broadcasts(mesh: Any) -> None:
     """By the backend's own broadcast, or, where it says that it has none, by gathering."""
-    lab, platform, called = get_lab(), mesh.platform, []
+    adapter, platform, called = get_adapter(), mesh.platform, []
     supports, native = platform.supports, platform.broadcast
     mine = np.full((2, 3), mesh.get_local_rank(), np.float32)
-    for supported in {supports("broadcast", "", lab.tensor(mine)), False}:
+    for supported in {supports("broadcast", "", adapter.tensor(mine)), False}:
         called.clear()
         platform.supports = lambda verb, op, x, own=supported: supports(verb, op, x) if verb != "broadcast" else own
         platform.broadcast = lambda *args: called.append(1) or native(*args)
         try:
             with CommDebugMode() as comm:
-                got = collectives.broadcast(lab.tensor(mine), mesh, 0, mesh.size() - 1)
+                got = collectives.broadcast(adapter.tensor(mine), mesh, 0, mesh.size() - 1)
         finally:
             del platform.supports, platform.broadcast
-        same(lab.numpy(got), np.full((2, 3), mesh.size() - 1, np.float32), f"supported: {supported}", 0.0)
+        same(adapter.numpy(got), np.full((2, 3), mesh.size() - 1, np.float32), f"supported: {supported}", 0.0)
         assert len(called) == (supported and mesh.size() > 1)
         assert comm.get_comm_counts() == ({"broadcast": 1} if mesh.size() > 1 else {})
 
@@ -182,7 +182,7 @@ def reduce_with(op: str) -> None:
     mesh = spmd.device_mesh()
     if mesh is None:
         return
-    lab = get_lab()
+    adapter = get_adapter()
     rng = np.random.default_rng(1)
     parts = rng.standard_normal((mesh.size(), 4, 3)).astype(np.float32)
     weights = rng.standard_normal((4, 3)).astype(np.float32)
@@ -200,8 +200,8 @@ def reduce_with(op: str) -> None:
         def loss(local: Any, target: Any = target) -> Any:
             y = DTensor.from_local(local, mesh, [Partial(op)]).redistribute(placements=[target])
             mine = weights[get_layout(mesh, (target,), (4, 3)).local_index()]
-            return lab.weighted_sum(y.to_local(), lab.tensor(mine)), y
+            return adapter.weighted_sum(y.to_local(), adapter.tensor(mine)), y
 
-        y, (grad,) = lab.value_and_grads(loss, [parts[rank]])
-        same(lab.numpy(y), combine(parts, axis=0), f"value to {target}")
+        y, (grad,) = adapter.value_and_grads(loss, [parts[rank]])
+        same(adapter.numpy(y), combine(parts, axis=0), f"value to {target}")
         same(grad, grads[op], f"gradient to {target}")

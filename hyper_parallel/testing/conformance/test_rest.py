@@ -28,10 +28,10 @@ from hyper_parallel import (
 from hyper_parallel.core.dtensor import rest
 from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_distribute import parameters
 from hyper_parallel.testing.conformance.test_rank_check import error_of
 from hyper_parallel.testing.conformance.test_styles import compare, floats
-from hyper_parallel.testing.labs import get_lab
 
 PLAN = {"attention.w[qkv]": ColwiseParallel(), "attention.wo": RowwiseParallel()}
 OUTSIDE = ["norm1", "norm2", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
@@ -39,27 +39,27 @@ OUTSIDE = ["norm1", "norm2", "feed_forward.w1", "feed_forward.w2", "feed_forward
 
 def block(seed: int) -> Any:
     """A block of Llama with a buffer in it, whose values follow from the seed."""
-    lab = get_lab()
-    model = lab.load(lab.Block(24, 36, 2), np.random.default_rng(seed))
-    model.further = lab.load(lab.Buffered(6), np.random.default_rng(seed + 100))
-    get_platform().set_buffer(model.further, "scale", lab.tensor(np.arange(6, dtype=np.float32) + seed))
+    adapter = get_adapter()
+    model = adapter.load(adapter.Block(24, 36, 2), np.random.default_rng(seed))
+    model.further = adapter.load(adapter.Buffered(6), np.random.default_rng(seed + 100))
+    get_platform().set_buffer(model.further, "scale", adapter.tensor(np.arange(6, dtype=np.float32) + seed))
     return model
 
 
 def values(model: Any) -> dict[str, np.ndarray]:
-    lab = get_lab()
-    found = {name: lab.numpy(p) for name, p in parameters(model).items()}
+    adapter = get_adapter()
+    found = {name: adapter.numpy(p) for name, p in parameters(model).items()}
     for path, module in get_platform().named_modules(model):
-        found |= {f"{path}.{name}": lab.numpy(b) for name, b in get_platform().named_buffers(module)}
+        found |= {f"{path}.{name}": adapter.numpy(b) for name, b in get_platform().named_buffers(module)}
     return found
 
 
 @spmd.on_mesh()
 def whole_module(mesh: Any) -> None:
-    lab, rank, platform = get_lab(), mesh.get_local_rank(), mesh.platform
+    adapter, rank, platform = get_adapter(), mesh.get_local_rank(), mesh.platform
     for source in range(mesh.size()):
         model = block(rank)
-        lab.freeze(model, "norm2.weight" if "norm2.weight" in parameters(model) else "norm2.gamma")
+        adapter.freeze(model, "norm2.weight" if "norm2.weight" in parameters(model) else "norm2.gamma")
         before = {name: (p, p.requires_grad) for name, p in parameters(model).items()}
         buffer = dict(platform.named_buffers(model.further))["scale"]
         with CommDebugMode() as comm:
@@ -76,7 +76,7 @@ def whole_module(mesh: Any) -> None:
         parallelize_module(model, mesh, PLAN, src_data_rank=None)
     assert comm.get_total_counts() == 0
     np.testing.assert_array_equal(
-        lab.numpy(parameters(model)["feed_forward.w1.weight"]), values(block(rank))["feed_forward.w1.weight"]
+        adapter.numpy(parameters(model)["feed_forward.w1.weight"]), values(block(rank))["feed_forward.w1.weight"]
     )
 
 
@@ -88,24 +88,26 @@ def test_one_rank_counts_for_the_whole_module(pool: Any, world_size: int) -> Non
 @spmd.on_mesh()
 def trained_from_other_seeds(mesh: Any) -> Any:
     """Ranks that begin with other parameters compute, forward and backward, what the first one does alone."""
-    lab, rank = get_lab(), mesh.get_local_rank()
+    adapter, rank = get_adapter(), mesh.get_local_rank()
     single, sharded = block(0), parallelize_module(block(rank), mesh, PLAN)
 
     def loss_of(model: Any) -> Any:
         def loss(x: Any) -> Any:
-            y = lab.call(model, x)
-            return lab.sum(lab.square(y)), y
+            y = adapter.call(model, x)
+            return adapter.sum(adapter.square(y)), y
 
         return loss
 
     x = floats(2, 3, 24)
-    wanted, wanted_x, wanted_grads = lab.model_value_and_grads(single, loss_of(single), x)
-    got, got_x, got_grads = lab.model_value_and_grads(sharded, loss_of(sharded), x)
-    np.testing.assert_allclose(lab.numpy(got), lab.numpy(wanted), rtol=1e-4, atol=1e-4)
+    wanted, wanted_x, wanted_grads = adapter.model_value_and_grads(single, loss_of(single), x)
+    got, got_x, got_grads = adapter.model_value_and_grads(sharded, loss_of(sharded), x)
+    np.testing.assert_allclose(adapter.numpy(got), adapter.numpy(wanted), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(got_x, wanted_x, rtol=1e-3, atol=1e-3)
     for name, grad in wanted_grads.items():
         if grad is not None and not name.startswith("further"):
-            np.testing.assert_allclose(lab.numpy(got_grads[name]), lab.numpy(grad), rtol=1e-3, atol=1e-3, err_msg=name)
+            np.testing.assert_allclose(
+                adapter.numpy(got_grads[name]), adapter.numpy(grad), rtol=1e-3, atol=1e-3, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -116,7 +118,7 @@ def test_training_from_other_seeds(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def kinds_of_tensors(mesh: Any) -> None:
     """Every dtype in a broadcast of its own, views, empty and single numbers; ties; several calls."""
-    lab, rank, platform = get_lab(), mesh.get_local_rank(), mesh.platform
+    adapter, rank, platform = get_adapter(), mesh.get_local_rank(), mesh.platform
     arrays = {
         "floats": np.arange(5, dtype=np.float32),
         "doubles": np.arange(5, dtype=np.float64),
@@ -132,38 +134,38 @@ def kinds_of_tensors(mesh: Any) -> None:
             name: a ^ bool(shift % 2) if a.dtype == bool else (a + shift).astype(a.dtype) for name, a in arrays.items()
         }
 
-    module = lab.Buffered(4)
+    module = adapter.Buffered(4)
     for name, a in made(rank).items():
-        module.register_buffer(name, lab.tensor(a))
-    module.register_buffer("column", lab.tensor(np.arange(12, dtype=np.float32).reshape(3, 4) + rank)[:, 1])
-    module.register_buffer("transposed", lab.transpose(lab.tensor(floats(3, 4) + rank), 0, 1))
+        module.register_buffer(name, adapter.tensor(a))
+    module.register_buffer("column", adapter.tensor(np.arange(12, dtype=np.float32).reshape(3, 4) + rank)[:, 1])
+    module.register_buffer("transposed", adapter.transpose(adapter.tensor(floats(3, 4) + rank), 0, 1))
     module.register_buffer("again", dict(platform.named_buffers(module))["floats"])
     with CommDebugMode() as comm:
         parallelize_module(module, mesh, {}, src_data_rank=mesh.size() - 1)
     assert comm.get_comm_counts() == ({"broadcast": 5} if mesh.size() > 1 else {})
     got, last = dict(platform.named_buffers(module)), mesh.size() - 1
     for name, a in made(last).items():
-        np.testing.assert_array_equal(lab.numpy(got[name]), a, name)
-    np.testing.assert_array_equal(lab.numpy(got["column"]), np.arange(1, 12, 4, dtype=np.float32) + last)
-    np.testing.assert_array_equal(lab.numpy(got["transposed"]), (floats(3, 4) + last).T)
+        np.testing.assert_array_equal(adapter.numpy(got[name]), a, name)
+    np.testing.assert_array_equal(adapter.numpy(got["column"]), np.arange(1, 12, 4, dtype=np.float32) + last)
+    np.testing.assert_array_equal(adapter.numpy(got["transposed"]), (floats(3, 4) + last).T)
     assert got["again"] is got["floats"]
 
     # What is larger than a bucket travels alone, what fits goes together.
     whole, rest.BUCKET = rest.BUCKET, 30
     try:
-        model = lab.load(lab.Mlp(6, 6), np.random.default_rng(rank))
+        model = adapter.load(adapter.Mlp(6, 6), np.random.default_rng(rank))
         with CommDebugMode() as comm:
             parallelize_module(model, mesh, {})
     finally:
         rest.BUCKET = whole
     assert comm.get_comm_counts() == ({"broadcast": 4} if mesh.size() > 1 else {})
     # A second call on a part leaves what is distributed alone.
-    model = lab.load(lab.Mlp(6, 6), np.random.default_rng(rank))
+    model = adapter.load(adapter.Mlp(6, 6), np.random.default_rng(rank))
     parallelize_module(model.up, mesh, ColwiseParallel())
     with CommDebugMode() as comm:
         parallelize_module(model, mesh, {})
     assert comm.get_comm_counts() == ({"broadcast": 1} if mesh.size() > 1 else {})
-    tied = lab.load(lab.Tied(8, 4), np.random.default_rng(rank))
+    tied = adapter.load(adapter.Tied(8, 4), np.random.default_rng(rank))
     with CommDebugMode() as comm:
         parallelize_module(tied, mesh, {})
     assert comm.get_comm_counts() == ({"broadcast": 1} if mesh.size() > 1 else {})
@@ -192,10 +194,10 @@ def test_one_mesh_dimension(pool: Any) -> None:
 @spmd.on_mesh()
 def different_values(mesh: Any) -> dict[str, tuple]:
     """Each time the last rank holds something else."""
-    lab, rank, platform = get_lab(), mesh.get_local_rank(), mesh.platform
+    adapter, rank, platform = get_adapter(), mesh.get_local_rank(), mesh.platform
     manual_seed(3, mesh)  # an earlier test may have drawn on a part of the ranks
     odd = rank == mesh.size() - 1
-    x = lab.tensor(floats(2, 3, 24))
+    x = adapter.tensor(floats(2, 3, 24))
 
     def applied(seed: int = 0, plan: dict = PLAN) -> Any:
         return parallelize_module(block(seed), mesh, plan, src_data_rank=None)
@@ -204,32 +206,34 @@ def different_values(mesh: Any) -> dict[str, tuple]:
         model = applied()
         buffer = dict(platform.named_buffers(model.further))["scale"]
         if odd:
-            platform.write(buffer, lab.tensor(np.zeros(6, np.float32)))
+            platform.write(buffer, adapter.tensor(np.zeros(6, np.float32)))
         return model
 
     def drawn() -> None:
         manual_seed(3, mesh)
         if odd:
-            lab.draw("rand", (3,))
+            adapter.draw("rand", (3,))
         random.synchronize(mesh)
 
     def changed_inside(model: Any) -> None:
-        lab.call(model, x)
+        adapter.call(model, x)
         if odd:
             with platform.no_grad():
-                platform.write(parameters(model)["feed_forward.w1.weight"], lab.tensor(floats(36, 24)))
+                platform.write(parameters(model)["feed_forward.w1.weight"], adapter.tensor(floats(36, 24)))
 
     replicated = {"norm1": SequenceParallel(), **PLAN}
-    inputs = lab.tensor(floats(2, 3, 24) + odd)
+    inputs = adapter.tensor(floats(2, 3, 24) + odd)
     first, second, third = applied(), changed(), applied()
-    up = parallelize_module(lab.linear_module(24, 6), mesh, ColwiseParallel())
-    probe = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()).apply(lab.Probe(), mesh)
-    logits = distribute_tensor(lab.tensor(floats(4, 6)), mesh, [Shard(1)])
-    target = np.arange(4).astype(lab.TARGET_DTYPE)
+    up = parallelize_module(adapter.linear_module(24, 6), mesh, ColwiseParallel())
+    probe = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()).apply(
+        adapter.Probe(), mesh
+    )
+    logits = distribute_tensor(adapter.tensor(floats(4, 6)), mesh, [Shard(1)])
+    target = np.arange(4).astype(adapter.TARGET_DTYPE)
 
     def loss() -> None:
         with loss_parallel():
-            lab.cross_entropy(logits, lab.tensor(target[::-1] if odd else target))
+            adapter.cross_entropy(logits, adapter.tensor(target[::-1] if odd else target))
 
     def mixed() -> None:
         with implicit_replication():
@@ -241,17 +245,17 @@ def different_values(mesh: Any) -> dict[str, tuple]:
             mesh, lambda: parallelize_module(block(int(odd)), mesh, replicated, src_data_rank=None)
         ),
         "from one rank": error_of(mesh, lambda: parallelize_module(block(int(odd)), mesh, PLAN)),
-        "a buffer, when called": error_of(mesh, lambda: lab.call(second, x)),
+        "a buffer, when called": error_of(mesh, lambda: adapter.call(second, x)),
         "at the end": error_of(mesh, lambda: changed_inside(third)),
-        "an input of a style": error_of(mesh, lambda: lab.call(up, inputs)),
-        "an input that is prepared": error_of(mesh, lambda: lab.call(probe, inputs)),
+        "an input of a style": error_of(mesh, lambda: adapter.call(up, inputs)),
+        "an input that is prepared": error_of(mesh, lambda: adapter.call(probe, inputs)),
         "an input": error_of(mesh, lambda: DTensor.from_local(inputs, mesh)),
         "an operand": error_of(mesh, mixed),
         "a target": error_of(mesh, loss),
         "summands": error_of(mesh, lambda: DTensor.from_local(inputs, mesh, [Partial()])),
         "generators": error_of(mesh, drawn),
-        "generators, when called": error_of(mesh, lambda: lab.call(first, x)),
-        "all alike": error_of(mesh, lambda: [manual_seed(3, mesh), *(lab.call(first, x) for _ in range(2))]),
+        "generators, when called": error_of(mesh, lambda: adapter.call(first, x)),
+        "all alike": error_of(mesh, lambda: [manual_seed(3, mesh), *(adapter.call(first, x) for _ in range(2))]),
     }
 
 
@@ -288,7 +292,7 @@ def same_numbers_inside(mesh: Any, plan: dict) -> Any:
     """A step inside `check_ranks`, where plain inputs are compared, is the step outside."""
     manual_seed(3, mesh)
     with check_ranks(mesh):
-        return compare(lambda lab: lab.Mlp(6, 7), plan, floats(2, 5, 6), mesh)
+        return compare(lambda adapter: adapter.Mlp(6, 7), plan, floats(2, 5, 6), mesh)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

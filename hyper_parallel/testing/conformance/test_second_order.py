@@ -15,9 +15,9 @@ import pytest
 from hyper_parallel import DTensor, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import floats
-from hyper_parallel.testing.labs import get_lab
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SUM, AVG = Partial(), Partial("avg")
@@ -47,11 +47,11 @@ def run_leaf(mesh_shape: tuple[int, ...], shape: tuple[int, int]) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab = get_lab()
+    adapter = get_adapter()
     x, w, c, v = floats(*shape), floats(5, shape[1]), floats(shape[0], 5), floats(*shape)
 
     def loss(x: Any, w: Any, c: Any) -> Any:
-        return lab.weighted_sum(lab.tanh(lab.linear(x, w)), c)
+        return adapter.weighted_sum(adapter.tanh(adapter.linear(x, w)), c)
 
     for placements in itertools.product((R, S0, S1, SUM, AVG), repeat=len(mesh_shape)):
         layout = get_layout(mesh, placements, x.shape)
@@ -59,9 +59,9 @@ def run_leaf(mesh_shape: tuple[int, ...], shape: tuple[int, int]) -> None:
 
         def combined(g: Any, averaged: int = averaged) -> Any:
             g = g * (1.0 / averaged)
-            return lab.weighted_sum(g * g, lab.tensor(v))
+            return adapter.weighted_sum(g * g, adapter.tensor(v))
 
-        (wanted,) = lab.second_order(lambda x: loss(x, lab.tensor(w), lab.tensor(c)), combined, [x])
+        (wanted,) = adapter.second_order(lambda x: loss(x, adapter.tensor(w), adapter.tensor(c)), combined, [x])
         wanted = wanted / averaged
         for target in BROUGHT_TO:
 
@@ -69,14 +69,14 @@ def run_leaf(mesh_shape: tuple[int, ...], shape: tuple[int, int]) -> None:
                 x = DTensor.from_local(x, mesh, placements, shape=shape)
                 if target is not None:
                     x = x.redistribute(placements=[target] * mesh.ndim)
-                others = (DTensor.from_local(lab.tensor(a), mesh) for a in (w, c))
+                others = (DTensor.from_local(adapter.tensor(a), mesh) for a in (w, c))
                 return loss(x, *others).full_tensor()
 
             def combined_sharded(g: Any, layout: Any = layout) -> Any:
                 g = DTensor.from_local(g, mesh, layout.cotangent.placements, shape=shape)
-                return lab.weighted_sum(g * g, DTensor.from_local(lab.tensor(v), mesh)).full_tensor()
+                return adapter.weighted_sum(g * g, DTensor.from_local(adapter.tensor(v), mesh)).full_tensor()
 
-            (got,) = lab.second_order(sharded, combined_sharded, [local])
+            (got,) = adapter.second_order(sharded, combined_sharded, [local])
             same(got, wanted[layout.cotangent.local_index()], f"{placements} brought to {target}", tolerance=1e-4)
 
 
@@ -91,7 +91,7 @@ def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
-    lab, size = get_lab(), int(np.prod(mesh_shape))
+    adapter, size = get_adapter(), int(np.prod(mesh_shape))
     leaves = [floats(3, 4) * 0.5 + np.float32(0.1 * i) for i in range(size)]
     leaves[-1][0] = leaves[0][0]  # a tie, between ranks that differ in every mesh dimension
     weights = [floats(3, 4) + np.float32(i) for i in range(size)]
@@ -109,27 +109,27 @@ def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
 
     def plain(*xs: Any) -> Any:
         # Where ranks tie their values are equal, so a weighted sum with the shares is the extreme value.
-        y = xs[0] * lab.tensor(shares[0])
+        y = xs[0] * adapter.tensor(shares[0])
         for x, share in zip(xs[1:], shares[1:], strict=True):
-            y = y + x * lab.tensor(share)
-        return lab.weighted_sum(y * y * y, lab.tensor(c))
+            y = y + x * adapter.tensor(share)
+        return adapter.weighted_sum(y * y * y, adapter.tensor(c))
 
     def combine(*gs: Any) -> Any:
-        total = lab.weighted_sum(gs[0] * gs[0], lab.tensor(weights[0]))
+        total = adapter.weighted_sum(gs[0] * gs[0], adapter.tensor(weights[0]))
         for g, w in zip(gs[1:], weights[1:], strict=True):
-            total = total + lab.weighted_sum(g * g, lab.tensor(w))
+            total = total + adapter.weighted_sum(g * g, adapter.tensor(w))
         return total
 
     def sharded(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [Partial(op) for op in ops]).redistribute(placements=[R] * mesh.ndim)
-        return lab.weighted_sum(y * y * y, DTensor.from_local(lab.tensor(c), mesh)).full_tensor()
+        return adapter.weighted_sum(y * y * y, DTensor.from_local(adapter.tensor(c), mesh)).full_tensor()
 
     def combine_sharded(g: Any) -> Any:
-        mine = lab.weighted_sum(g * g, lab.tensor(weights[mesh.platform.rank()]))
+        mine = adapter.weighted_sum(g * g, adapter.tensor(weights[mesh.platform.rank()]))
         return DTensor.from_local(mine, mesh, [SUM] * mesh.ndim).full_tensor()
 
-    wanted = lab.second_order(plain, combine, leaves)
-    (got,) = lab.second_order(sharded, combine_sharded, [leaves[mesh.platform.rank()]])
+    wanted = adapter.second_order(plain, combine, leaves)
+    (got,) = adapter.second_order(sharded, combine_sharded, [leaves[mesh.platform.rank()]])
     same(got, wanted[mesh.platform.rank()], f"Partial of {ops}", tolerance=1e-4)
 
 
@@ -142,27 +142,27 @@ def test_chosen_values(pool: Any, mesh: tuple[int, ...], op: str) -> None:
 @spmd.on_mesh()
 def summands_outside(mesh: Any) -> None:
     """A partial sum that the user takes out, reduces by hand and differentiates twice."""
-    lab, size = get_lab(), mesh.size()
+    adapter, size = get_adapter(), mesh.size()
     x, w = floats(4, 6), floats(5, 6)
     layout = get_layout(mesh, (S1,), x.shape)
 
     def loss(y: Any) -> Any:
-        return lab.sum(lab.tanh(y))
+        return adapter.sum(adapter.tanh(y))
 
     def combine(g: Any) -> Any:
-        return lab.sum(g * g)
+        return adapter.sum(g * g)
 
     def sharded(x: Any) -> Any:
         x = DTensor.from_local(x, mesh, [S1], shape=(4, 6))
-        w_ = DTensor.from_local(lab.tensor(w), mesh)
-        y = lab.linear(x, w_)
+        w_ = DTensor.from_local(adapter.tensor(w), mesh)
+        y = adapter.linear(x, w_)
         assert size == 1 or y.placements == (SUM,)
         local = y.to_local()
         # By hand: through a tensor of this rank's own that is reduced again.
         return loss(DTensor.from_local(local, mesh, y.placements).full_tensor())
 
-    (wanted,) = lab.second_order(lambda x: loss(lab.linear(x, lab.tensor(w))), combine, [x])
-    (got,) = lab.second_order(
+    (wanted,) = adapter.second_order(lambda x: loss(adapter.linear(x, adapter.tensor(w))), combine, [x])
+    (got,) = adapter.second_order(
         sharded,
         lambda g: combine(DTensor.from_local(g, mesh, [S1], shape=(4, 6))).full_tensor(),
         [np.ascontiguousarray(x[layout.local_index()])],
@@ -178,15 +178,15 @@ def test_summands_outside_of_dtensors(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def average(mesh: Any) -> None:
     """The first gradient of an average that begins as plain parts, and that is the loss itself."""
-    lab, size = get_lab(), mesh.size()
+    adapter, size = get_adapter(), mesh.size()
     x = floats(3, 4) + mesh.get_local_rank()
     weights = floats(3, 4)
 
     def of_average(x: Any) -> Any:
         y = DTensor.from_local(x, mesh, [AVG])
-        return lab.weighted_sum(y, DTensor.from_local(lab.tensor(weights), mesh)).full_tensor(), y
+        return adapter.weighted_sum(y, DTensor.from_local(adapter.tensor(weights), mesh)).full_tensor(), y
 
-    _, (grad,) = lab.value_and_grads(of_average, [x])
+    _, (grad,) = adapter.value_and_grads(of_average, [x])
     same(grad, weights / size, "gradient of the parts of an average")
 
 
@@ -198,18 +198,18 @@ def test_average_of_parts(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def reduced_loss(mesh: Any, op: str) -> None:
     """A loss that is still to be reduced counts as its global value."""
-    lab, size, rank = get_lab(), mesh.size(), mesh.get_local_rank()
+    adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank()
     x = floats(3, 4) + rank
 
     def loss(x: Any) -> Any:
-        y = DTensor.from_local(lab.sum(x * x), mesh, [Partial(op)])
+        y = DTensor.from_local(adapter.sum(x * x), mesh, [Partial(op)])
         assert y.placements == (Partial(op),)
         return y, y
 
-    y, (grad,) = lab.value_and_grads(loss, [x])
+    y, (grad,) = adapter.value_and_grads(loss, [x])
     losses = [float((np.square(floats(3, 4) + i)).sum()) for i in range(size)]
     reduce = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min}[op]
-    same(lab.numpy(y), np.float32(reduce(losses)), "loss")
+    same(adapter.numpy(y), np.float32(reduce(losses)), "loss")
     share = {"sum": 1.0, "avg": 1 / size}.get(op, float(losses[rank] == reduce(losses)))
     same(grad, 2 * x * np.float32(share), f"gradient of a loss that is {Partial(op)}")
 

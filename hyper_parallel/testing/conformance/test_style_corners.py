@@ -27,9 +27,9 @@ from hyper_parallel import (
     vocab_parallel_cross_entropy,
 )
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import compare, floats
-from hyper_parallel.testing.labs import get_lab
 
 PROJECTIONS = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
 
@@ -60,17 +60,17 @@ def test_reprs() -> None:
 def attention_without_a_size(mesh: Any, heads: int, kv_heads: int) -> Any:
     """Numbers of heads, and no size of a head: it follows from the features."""
 
-    def build(lab: Any) -> Any:
-        module = lab.GroupedAttention(heads, kv_heads, 2)
+    def build(adapter: Any) -> Any:
+        module = adapter.GroupedAttention(heads, kv_heads, 2)
         module.head_size_of_view, module.head_dim = module.head_dim, None
         return module
 
-    lab = get_lab()
+    adapter = get_adapter()
     if heads % mesh.size() or kv_heads % mesh.size():
         with pytest.raises(ValueError, match=f"{min(heads, kv_heads)} heads"):
-            parallelize_module(build(lab), mesh, PROJECTIONS)
+            parallelize_module(build(adapter), mesh, PROJECTIONS)
         return None
-    parallelize_module(build(lab), mesh, PROJECTIONS)
+    parallelize_module(build(adapter), mesh, PROJECTIONS)
     return None
 
 
@@ -84,16 +84,16 @@ def test_heads_without_their_size(pool: Any) -> None:
 @spmd.on_mesh()
 def unknown_projections(mesh: Any) -> None:
     """What has no number of heads that is known is not checked: a fused projection, a latent one, given numbers."""
-    lab = get_lab()
-    module = lab.GroupedAttention(4, 4, 2)
+    adapter = get_adapter()
+    module = adapter.GroupedAttention(4, 4, 2)
     module.num_heads = module.num_kv_heads = 3  # of other features than 3 heads of 2
     parallelize_module(module, mesh, PROJECTIONS)
-    module = lab.GroupedAttention(4, 4, 2)
+    module = adapter.GroupedAttention(4, 4, 2)
     module.head_dim = None
     module.num_heads = module.num_kv_heads = 5
     parallelize_module(module, mesh, PROJECTIONS)
-    module = lab.GroupedAttention(4, 2, 2, normed=True)
-    module.q_norm = lab.RmsNorm(3)  # neither of a head nor of all
+    module = adapter.GroupedAttention(4, 2, 2, normed=True)
+    module.q_norm = adapter.RmsNorm(3)  # neither of a head nor of all
     plan = {"wq": ColwiseParallel(heads=4), "wk": ColwiseParallel(packed=2), "wv": ColwiseParallel(), "wo": "rowwise"}
     parallelize_module(module, mesh, plan)
     assert not isinstance(module.q_norm.weight, DTensor)
@@ -122,10 +122,10 @@ class InnerParallel(ModuleStyle):
 
 @spmd.on_mesh()
 def own_style(mesh: Any) -> Any:
-    lab = get_lab()
+    adapter = get_adapter()
     with pytest.raises(ValueError, match=r"InnerParallel\(1\) names the parameter 'kernel'.*'Probe'"):
-        parallelize_module(lab.Probe(), mesh, InnerParallel())
-    return compare(lambda lab: lab.Projection(6, 5), InnerParallel(), floats(3, 6), mesh)
+        parallelize_module(adapter.Probe(), mesh, InnerParallel())
+    return compare(lambda adapter: adapter.Projection(6, 5), InnerParallel(), floats(3, 6), mesh)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -143,20 +143,20 @@ def test_style_of_ones_own(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def several_inputs(mesh: Any) -> None:
     """`ParameterParallel` with an entry for each of several inputs and outputs."""
-    lab = get_lab()
+    adapter = get_adapter()
     style = ParameterParallel({"up": Shard(0)}, input_layouts=(None, Shard(0)), output_layouts=(None, Shard(0)))
-    probe = lab.Probe()
-    probe.up = lab.Projection(4, 2).kernel
+    probe = adapter.Probe()
+    probe.up = adapter.Projection(4, 2).kernel
     parallelize_module(probe, mesh, style)
-    x = lab.tensor(floats(2, 3))
-    first, second = lab.call(probe, "text", x)
+    x = adapter.tensor(floats(2, 3))
+    first, second = adapter.call(probe, "text", x)
     assert first == "text"
-    same(lab.numpy(second), lab.numpy(x), "a shard that stays one")
+    same(adapter.numpy(second), adapter.numpy(x), "a shard that stays one")
     assert isinstance(probe.seen[0][1], DTensor)
     with pytest.raises(ValueError, match=r"1 positional input\(s\), ParameterParallel has 2 input_layouts"):
-        lab.call(probe, x)
+        adapter.call(probe, x)
     with pytest.raises(ValueError, match=r"returned 3 output\(s\), ParameterParallel has 2 output_layouts"):
-        lab.call(probe, x, x, x)
+        adapter.call(probe, x, x, x)
     with pytest.raises(TypeError, match="names of parameters, got 3"):
         ParameterParallel({3: Shard(0)})
 
@@ -168,11 +168,11 @@ def test_several_inputs(pool: Any) -> None:
 
 @spmd.on_mesh()
 def rare_calls(mesh: Any) -> None:
-    lab = get_lab()
-    x = lab.tensor(floats(4, 6))
+    adapter = get_adapter()
+    x = adapter.tensor(floats(4, 6))
     # None is an input, too: it stays None.
     probe = parallelize_module(
-        lab.Probe(),
+        adapter.Probe(),
         mesh,
         PrepareModuleInput(
             input_layouts=(Replicate(), Replicate()),
@@ -181,7 +181,7 @@ def rare_calls(mesh: Any) -> None:
             desired_input_kwarg_layouts={"mask": Replicate(), "bias": None},
         ),
     )
-    lab.call(probe, x, None, mask=None, bias=x)
+    adapter.call(probe, x, None, mask=None, bias=x)
     assert probe.seen[0][1] is None
     assert probe.seen[1]["mask"] is None
     assert probe.seen[1]["bias"] is x
@@ -191,14 +191,14 @@ def rare_calls(mesh: Any) -> None:
 
     with pytest.raises(TypeError, match="the output of"):
         # A forward that gives no tensor of the library: what it computed is not known to be the same on all ranks.
-        parallelize_module(lab.Probe(), mesh, {"": SequenceParallel(sequence_dim=0)})(x, x)
+        parallelize_module(adapter.Probe(), mesh, {"": SequenceParallel(sequence_dim=0)})(x, x)
 
     for wrong, kind, message in (
         ([1], TypeError, "a style, its name, or a dict"),
         ({1: "colwise"}, TypeError, "the key 1"),
     ):
         with pytest.raises(kind, match=message):
-            parallelize_module(lab.linear_module(4, 4), mesh, wrong)
+            parallelize_module(adapter.linear_module(4, 4), mesh, wrong)
 
 
 def test_rare_calls(pool: Any) -> None:
@@ -208,14 +208,14 @@ def test_rare_calls(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def other_meshes(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     with pytest.raises(ValueError, match=r"ColwiseParallel on '\w+' needs a 1-D mesh.*mesh\['tp'\]"):
-        ColwiseParallel().apply(lab.linear_module(4, 4), mesh)
-    module = ColwiseParallel().apply(lab.linear_module(4, 4), mesh["tp"])
+        ColwiseParallel().apply(adapter.linear_module(4, 4), mesh)
+    module = ColwiseParallel().apply(adapter.linear_module(4, 4), mesh["tp"])
     assert module.weight.placements == (Shard(0),)
-    x = DTensor.from_local(lab.tensor(floats(2, 4)), mesh["dp"], [Replicate()])
+    x = DTensor.from_local(adapter.tensor(floats(2, 4)), mesh["dp"], [Replicate()])
     with pytest.raises(ValueError, match=r"the input of .* is distributed over .*dp.*, the style works on .*tp"):
-        lab.call(module, x)
+        adapter.call(module, x)
 
 
 def test_other_meshes(pool: Any) -> None:
@@ -226,29 +226,29 @@ def test_other_meshes(pool: Any) -> None:
 @spmd.on_mesh()
 def logits_that_differ(mesh: Any) -> None:
     """Ranks give other numbers of samples: found by all of them, and not by a hang."""
-    lab, samples = get_lab(), 3 + mesh.get_local_rank()
-    target = lab.tensor(np.zeros(samples, np.int64))
+    adapter, samples = get_adapter(), 3 + mesh.get_local_rank()
+    target = adapter.tensor(np.zeros(samples, np.int64))
     with pytest.raises(ValueError, match="differ between ranks in their classes only"):
-        vocab_parallel_cross_entropy(lab.tensor(floats(samples, 4)), target, mesh)
+        vocab_parallel_cross_entropy(adapter.tensor(floats(samples, 4)), target, mesh)
     with pytest.raises(ValueError, match=r"the target has shape \(2, 4\)"):
-        vocab_parallel_cross_entropy(lab.tensor(floats(3, 5)), lab.tensor(floats(2, 4)), mesh)
+        vocab_parallel_cross_entropy(adapter.tensor(floats(3, 5)), adapter.tensor(floats(2, 4)), mesh)
 
 
 @spmd.on_mesh()
 def misfits(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     with pytest.raises(ValueError, match=r"24 features, which are not 7 heads \(heads=\(3, 2, 2\)\)"):
-        parallelize_module(lab.linear_module(4, 24), mesh, ColwiseParallel(heads=(3, 2, 2)))
+        parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel(heads=(3, 2, 2)))
     # The framework's own words for what fits the style and not the weight.
-    column = parallelize_module(lab.linear_module(4, 24), mesh, ColwiseParallel())
+    column = parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel())
     with pytest.raises((RuntimeError, ValueError)):
-        lab.numpy(lab.call(column, lab.tensor(floats(3, 13))))
+        adapter.numpy(adapter.call(column, adapter.tensor(floats(3, 13))))
     rows = ColwiseParallel(input_layouts=PackedShard(0, (3, 3)))
     with pytest.raises(ValueError, match=r"the input of .* does not lie as the plan says: .*, got \(5, 4\)"):
-        lab.call(parallelize_module(lab.linear_module(4, 24), mesh, rows), lab.tensor(floats(5, 4)))
+        adapter.call(parallelize_module(adapter.linear_module(4, 24), mesh, rows), adapter.tensor(floats(5, 4)))
     for nothing in (None, "x"):
         with pytest.raises(TypeError, match=r"the input of .* must be a tensor, got"):
-            lab.call(column, nothing)
+            adapter.call(column, nothing)
 
 
 def test_misfits(pool: Any) -> None:
@@ -259,9 +259,9 @@ def test_misfits(pool: Any) -> None:
 @spmd.on_mesh()
 def model_with_buffers(mesh: Any) -> Any:
     """Inside `check_ranks`, buffers are compared too."""
-    lab = get_lab()
+    adapter = get_adapter()
     with check_ranks(mesh):
-        model = parallelize_module(lab.Buffered(4), mesh, NoParallel())
+        model = parallelize_module(adapter.Buffered(4), mesh, NoParallel())
     assert isinstance(model.scale, DTensor)
 
 
@@ -275,7 +275,7 @@ def two_styles(mesh: Any) -> Any:
     """A style for the parameters and one for the input of a module."""
     prepared = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     return compare(
-        lambda lab: lab.Mlp(6, 8),
+        lambda adapter: adapter.Mlp(6, 8),
         {"up": ColwiseParallel(), "u[p]": prepared, "down": RowwiseParallel()},
         floats(4, 6),
         mesh,
@@ -294,15 +294,15 @@ def test_two_styles_on_a_module(pool: Any) -> None:
 
 @spmd.on_mesh()
 def row_without_bias(mesh: Any) -> Any:
-    return compare(lambda lab: lab.linear_module(6, 4, False), "rowwise_rep", floats(3, 6), mesh)
+    return compare(lambda adapter: adapter.linear_module(6, 4, False), "rowwise_rep", floats(3, 6), mesh)
 
 
 @spmd.on_mesh()
 def wrong_logits(mesh: Any) -> None:
-    lab = get_lab()
-    target = lab.tensor(np.zeros((), np.int64))
+    adapter = get_adapter()
+    target = adapter.tensor(np.zeros((), np.int64))
     with pytest.raises(ValueError, match="dimension of classes"):
-        vocab_parallel_cross_entropy(lab.tensor(np.float32(1.0)), target, mesh)
+        vocab_parallel_cross_entropy(adapter.tensor(np.float32(1.0)), target, mesh)
 
 
 def test_logits_without_classes(pool: Any) -> None:

@@ -115,9 +115,9 @@ def cases(style: str, module: str, even: bool, size: int) -> Iterator[tuple[Any,
     n_in, n_out, length = (12, 24, 12) if even else (7, 5, 11)
     shape = {"linear": (12, length, n_in), "embedding": (12, length), "norm": (12, length, n_in)}[module]
     build: Callable[[Any], Any] = {
-        "linear": lambda lab: lab.linear_module(n_in, n_out),
-        "embedding": lambda lab: lab.embedding_module(n_in, n_out),
-        "norm": lambda lab: lab.norm_module(n_in),
+        "linear": lambda adapter: adapter.linear_module(n_in, n_out),
+        "embedding": lambda adapter: adapter.embedding_module(n_in, n_out),
+        "norm": lambda adapter: adapter.norm_module(n_in),
     }[module]
     ids = np.random.default_rng(8).integers(0, n_in, shape).astype(np.int64)
     array = ids if module == "embedding" else floats(*shape)

@@ -23,8 +23,8 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.labs import get_lab
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -42,7 +42,7 @@ def compare(
     """Parallelise a model and compare one forward and backward with the unsharded one.
 
     Args:
-        build: ``build(lab)`` makes the model; called twice, the weights are loaded after.
+        build: ``build(adapter)`` makes the model; called twice, the weights are loaded after.
         plan: the plan.
         array: the whole input.
         mesh: 1-D mesh.
@@ -53,16 +53,16 @@ def compare(
     Returns:
         Collectives in forward and in backward.
     """
-    lab = get_lab()
-    single, sharded = (lab.load(build(lab), np.random.default_rng(5)) for _ in range(2))
+    adapter = get_adapter()
+    single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, plan)
     takes, gives = takes or Replicate(), gives or Replicate()
     weights: list[np.ndarray] = []
 
     def reference(x: Any) -> Any:
-        y = lab.call(single, x)
+        y = adapter.call(single, x)
         weights.append(np.random.default_rng(6).standard_normal(tuple(y.shape)).astype(np.float32))
-        return lab.weighted_sum(y, lab.tensor(weights[0])), y
+        return adapter.weighted_sum(y, adapter.tensor(weights[0])), y
 
     counts: dict[str, dict[str, int]] = {}
 
@@ -70,19 +70,19 @@ def compare(
         if distributed_input:
             x = DTensor.from_local(x, mesh, [takes], shape=array.shape)
         with CommDebugMode() as comm:
-            y = lab.call(sharded, x)
+            y = adapter.call(sharded, x)
         counts["forward"] = comm.get_comm_counts()
         assert not isinstance(y, DTensor)
         whole = DTensor.from_local(y, mesh, [gives], shape=weights[0].shape)
         mine = weights[0][whole._layout.local_index()]
-        return lab.weighted_sum(y, lab.tensor(mine)), whole
+        return adapter.weighted_sum(y, adapter.tensor(mine)), whole
 
-    y, grad_x, grads = lab.model_value_and_grads(single, reference, array)
+    y, grad_x, grads = adapter.model_value_and_grads(single, reference, array)
     local = array[slices_of(takes, array.shape, mesh)]
     with CommDebugMode() as comm:
-        got_y, got_grad_x, got_grads = lab.model_value_and_grads(sharded, distributed, local)
+        got_y, got_grad_x, got_grads = adapter.model_value_and_grads(sharded, distributed, local)
     counts["backward"] = difference(comm.get_comm_counts(), counts["forward"])
-    same(lab.numpy(got_y), lab.numpy(y), "output")
+    same(adapter.numpy(got_y), adapter.numpy(y), "output")
     if grad_x is not None:
         same(got_grad_x, grad_x[slices_of(takes, array.shape, mesh)], "gradient of the input")
     assert set(got_grads) == set(grads)
@@ -90,7 +90,7 @@ def compare(
         if grads[name] is None:
             assert got_grads[name] is None, name
         else:
-            same(lab.numpy(got_grads[name]), lab.numpy(grads[name]), f"gradient of {name}")
+            same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), f"gradient of {name}")
     return counts
 
 
@@ -111,14 +111,22 @@ def floats(*shape: int) -> np.ndarray:
 @spmd.on_mesh()
 def column(mesh: Any, n_in: int, n_out: int, bias: bool) -> Any:
     return compare(
-        lambda lab: lab.linear_module(n_in, n_out, bias), ColwiseParallel(), floats(3, n_in), mesh, gives=Shard(-1)
+        lambda adapter: adapter.linear_module(n_in, n_out, bias),
+        ColwiseParallel(),
+        floats(3, n_in),
+        mesh,
+        gives=Shard(-1),
     )
 
 
 @spmd.on_mesh()
 def row(mesh: Any, n_in: int, n_out: int, bias: bool) -> Any:
     return compare(
-        lambda lab: lab.linear_module(n_in, n_out, bias), RowwiseParallel(), floats(3, n_in), mesh, takes=Shard(-1)
+        lambda adapter: adapter.linear_module(n_in, n_out, bias),
+        RowwiseParallel(),
+        floats(3, n_in),
+        mesh,
+        takes=Shard(-1),
     )
 
 
@@ -136,7 +144,7 @@ def test_linear(pool: Any, world_size: int, sizes: tuple[int, int], bias: bool) 
 @spmd.on_mesh()
 def mlp(mesh: Any, features: int, hidden: int) -> Any:
     return compare(
-        lambda lab: lab.Mlp(features, hidden),
+        lambda adapter: adapter.Mlp(features, hidden),
         {"up": ColwiseParallel(), "down": RowwiseParallel()},
         floats(2, 3, features),
         mesh,
@@ -160,7 +168,7 @@ def embedding(mesh: Any, style: str, vocabulary: int, features: int) -> Any:
         "column": (ColwiseParallel(), Shard(-1)),
         "column to whole": (ColwiseParallel(output_layouts=Replicate()), Replicate()),
     }[style]
-    return compare(lambda lab: lab.embedding_module(vocabulary, features), plan, ids, mesh, gives=gives)
+    return compare(lambda adapter: adapter.embedding_module(vocabulary, features), plan, ids, mesh, gives=gives)
 
 
 @pytest.mark.parametrize("sizes", [(12, 24), (11, 7)], ids=["even", "uneven"])
@@ -181,7 +189,7 @@ def test_embedding(pool: Any, world_size: int, sizes: tuple[int, int]) -> None:
 @spmd.on_mesh()
 def sequence_norm(mesh: Any, length: int) -> Any:
     return compare(
-        lambda lab: lab.norm_module(6),
+        lambda adapter: adapter.norm_module(6),
         {"": SequenceParallel(use_local_output=True)},
         floats(2, length, 6),
         mesh,
@@ -202,7 +210,7 @@ def attention(mesh: Any, prepared: bool) -> Any:
     plan = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
     if prepared:
         plan[""] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-    return compare(lambda lab: lab.Attention(24, 2), plan, floats(2, 5, 24), mesh)
+    return compare(lambda adapter: adapter.Attention(24, 2), plan, floats(2, 5, 24), mesh)
 
 
 @pytest.mark.parametrize("prepared", [True, False])
@@ -236,7 +244,7 @@ def block_plan(local_between: bool) -> dict[str, Any]:
 @spmd.on_mesh()
 def block(mesh: Any, local_between: bool, length: int) -> Any:
     return compare(
-        lambda lab: lab.Block(24, 36, 2),
+        lambda adapter: adapter.Block(24, 36, 2),
         block_plan(local_between),
         floats(2, length, 24),
         mesh,
@@ -261,7 +269,7 @@ def test_sequence_parallel_block(pool: Any, world_size: int, local_between: bool
 @spmd.on_mesh()
 def prepared_output(mesh: Any) -> Any:
     return compare(
-        lambda lab: lab.Mlp(12, 24),
+        lambda adapter: adapter.Mlp(12, 24),
         {
             "": PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate()),
             "up": ColwiseParallel(output_layouts=Replicate()),
@@ -289,7 +297,7 @@ def tied(mesh: Any, vocabulary: int) -> Any:
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    return compare(lambda lab: lab.Tied(vocabulary, 6), plan, ids, mesh)
+    return compare(lambda adapter: adapter.Tied(vocabulary, 6), plan, ids, mesh)
 
 
 @pytest.mark.parametrize("vocabulary", [12, 7], ids=["even", "uneven"])

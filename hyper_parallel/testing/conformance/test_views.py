@@ -10,14 +10,14 @@ import pytest
 
 from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, distribute_tensor
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 def swapped(x: Any) -> Any:
     """The first two dimensions of an array, or of a tensor, exchanged."""
-    return x.swapaxes(0, 1) if isinstance(x, np.ndarray) else get_lab().transpose(x, 0, 1)
+    return x.swapaxes(0, 1) if isinstance(x, np.ndarray) else get_adapter().transpose(x, 0, 1)
 
 
 #: name -> view of an array or of a tensor.
@@ -45,7 +45,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 def whole(x: Any) -> np.ndarray:
-    return np.array(get_lab().numpy(x.full_tensor()))
+    return np.array(get_adapter().numpy(x.full_tensor()))
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -58,7 +58,7 @@ def write_through(mesh: Any, shape: tuple[int, ...], placement: Any) -> None:
     for name, view in VIEWS.items():
         for how, write in WRITES.items():
             array = numbers(*shape)
-            x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
+            x = distribute_tensor(get_adapter().tensor(array), mesh, [placement])
             v, expected = view(x), view(array)
             write(v)
             write(expected)
@@ -80,7 +80,7 @@ def test_writes_reach_the_base(pool: Any, world_size: int, placement: Any) -> No
 def write_into_packed(mesh: Any) -> None:
     """What lies along the packed dimension is written; across it the write is refused, on every rank."""
     array = numbers(4, 8)
-    x = distribute_tensor(get_lab().tensor(array), mesh, [PackedShard(1, (4, 4))])
+    x = distribute_tensor(get_adapter().tensor(array), mesh, [PackedShard(1, (4, 4))])
     row = x[1]
     row[...] = 3.0
     array[1] = 3.0
@@ -102,7 +102,7 @@ def write_on_two_dimensions(mesh: Any) -> None:
     for placements in ([S0, S1], [S0, S0], [S1, R], [R, S0], [S1, S0]):
         for name, view in VIEWS.items():
             array = numbers(6, 4)
-            x = distribute_tensor(get_lab().tensor(array), mesh, placements)
+            x = distribute_tensor(get_adapter().tensor(array), mesh, placements)
             v, expected = view(x), view(array)
             v[...] = 7.0
             expected[...] = 7.0
@@ -121,12 +121,12 @@ def use_after_write(mesh: Any) -> None:
     array = numbers(6, 4)
     writes: dict[str, Callable[[Any], Any]] = {
         "base": lambda x: x.__setitem__(..., 2.0),
-        "another view": lambda x: get_lab().transpose(x, 0, 1).__setitem__(..., 2.0),
+        "another view": lambda x: get_adapter().transpose(x, 0, 1).__setitem__(..., 2.0),
         "another view that moved": lambda x: x[0].__setitem__(..., 2.0),
         "assignment": lambda x: x.__setitem__(0, 2.0),
     }
     for how, write in writes.items():
-        x = distribute_tensor(get_lab().tensor(array), mesh, [S0])
+        x = distribute_tensor(get_adapter().tensor(array), mesh, [S0])
         row, later = x[0], swapped(x[0:2])
         assert np.array_equal(whole(row), array[0])
         write(x)
@@ -144,8 +144,8 @@ def use_after_write(mesh: Any) -> None:
 def write_parts(mesh: Any) -> None:
     """The parts of one call do not overlap: a write to one leaves the others as they are."""
     array = numbers(6, 4)
-    x = distribute_tensor(get_lab().tensor(array), mesh, [S0])
-    parts = get_lab().chunk(x, 3, 0)
+    x = distribute_tensor(get_adapter().tensor(array), mesh, [S0])
+    parts = get_adapter().chunk(x, 3, 0)
     for i, rows in enumerate(parts):
         rows[...] = float(i)
         array[2 * i : 2 * i + 2] = i
@@ -164,7 +164,7 @@ def test_views_out_of_date(pool: Any, world_size: int) -> None:
 def use_views_of_views(mesh: Any) -> None:
     """A write makes views of views out of date too: one made of a reshaped tensor, and one made of a moved view."""
     array = numbers(4, 4, 2)
-    x = distribute_tensor(get_lab().tensor(array), mesh, [S0, S1])
+    x = distribute_tensor(get_adapter().tensor(array), mesh, [S0, S1])
     flat = x.reshape((4, 4, 2, 1))
     row, moved = flat[1], x[1]
     inner = moved[1]
@@ -185,7 +185,7 @@ def test_views_of_views_out_of_date(pool: Any) -> None:
 @spmd.on_mesh()
 def write_to_partial(mesh: Any) -> None:
     """What a maximum over ranks is a view of cannot be written."""
-    x = DTensor.from_local(get_lab().tensor(numbers(4, 4)), mesh, [Partial("max")])
+    x = DTensor.from_local(get_adapter().tensor(numbers(4, 4)), mesh, [Partial("max")])
     row = x[0]
     if mesh.size() > 1:
         with pytest.raises(ValueError, match="cannot be brought back"):
@@ -202,27 +202,27 @@ def test_views_of_partial(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
     """``contiguous`` and ``reshape`` copy what was permuted, also where a rank's part is contiguous as it is."""
-    lab = get_lab()
+    adapter = get_adapter()
     for placement in (Shard(d) for d in range(len(shape))):
         for name, copy in {
-            "contiguous": lambda x: lab.contiguous(lab.transpose(x, 0, 1)),
-            "product, contiguous": lambda x: lab.contiguous(lab.transpose(x, 0, 1) * 2),
-            "reshape": lambda x: get_lab().transpose(x, 0, 1).reshape((-1,)),
-            "columns": lambda x: get_lab().transpose(x, 0, 1)[:, 0:2].reshape((-1,)),
+            "contiguous": lambda x: adapter.contiguous(adapter.transpose(x, 0, 1)),
+            "product, contiguous": lambda x: adapter.contiguous(adapter.transpose(x, 0, 1) * 2),
+            "reshape": lambda x: get_adapter().transpose(x, 0, 1).reshape((-1,)),
+            "columns": lambda x: get_adapter().transpose(x, 0, 1)[:, 0:2].reshape((-1,)),
         }.items():
             array = numbers(*shape)
-            x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
+            x = distribute_tensor(get_adapter().tensor(array), mesh, [placement])
             y = copy(x)
             before = whole(y)
             y[...] = 7.0
             assert np.array_equal(whole(x), array), f"{name}, {placement}: the copy wrote to its source"
             y, x[...] = copy(x), 5.0
             assert np.array_equal(whole(y), before), f"{name}, {placement}: the source wrote to the copy"
-        x = distribute_tensor(get_lab().tensor(array), mesh, [placement])
+        x = distribute_tensor(get_adapter().tensor(array), mesh, [placement])
         for view in (
-            lab.contiguous,
+            adapter.contiguous,
             lambda x: x.reshape(shape),
-            lambda x: lab.contiguous(lab.transpose(lab.transpose(x, 0, 1), 0, 1)),
+            lambda x: adapter.contiguous(adapter.transpose(adapter.transpose(x, 0, 1), 0, 1)),
         ):
             view(x)[...] = 9.0
             assert np.array_equal(whole(x), np.full(shape, 9.0)), placement
@@ -241,20 +241,20 @@ def write_to_contiguous_slices(mesh: Any) -> None:
     indices = (slice(0, 2), slice(2, 4), slice(2, None), 0, 3, (slice(1, 4), None), (3, slice(1, 2)), (..., 0, 2))
     for placement in (Shard(0), Shard(1), Replicate()):
         for index in indices:
-            plain = get_lab().tensor(numbers(4, 3))
+            plain = get_adapter().tensor(numbers(4, 3))
             x = distribute_tensor(plain, mesh, [placement])
             for tensor in (plain, x):
-                get_lab().contiguous(tensor[index])[...] = 7.0
-            assert np.array_equal(whole(x), get_lab().numpy(plain)), f"{index} of {placement}"
+                get_adapter().contiguous(tensor[index])[...] = 7.0
+            assert np.array_equal(whole(x), get_adapter().numpy(plain)), f"{index} of {placement}"
             view = x[index]
-            y, before = get_lab().contiguous(view), whole(view)
+            y, before = get_adapter().contiguous(view), whole(view)
             view[...] = 5.0
-            own = get_lab().numpy(get_lab().contiguous(plain[index]))
+            own = get_adapter().numpy(get_adapter().contiguous(plain[index]))
             assert np.array_equal(before, own), f"{index} of {placement}"
             plain_view = plain[index]
-            plain_y = get_lab().contiguous(plain_view)
+            plain_y = get_adapter().contiguous(plain_view)
             plain_view[...] = 5.0
-            assert np.array_equal(whole(y), get_lab().numpy(plain_y)), f"{index} of {placement}"
+            assert np.array_equal(whole(y), get_adapter().numpy(plain_y)), f"{index} of {placement}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -275,9 +275,9 @@ def refusal(x: Any) -> ValueError | None:
 def write_where_nobody_can_tell(mesh: Any) -> None:
     """The order of elements in what `cumsum` gives is not tracked: a write is refused while both are in use."""
     array = numbers(mesh.size(), 3)
-    x = get_lab().transpose(distribute_tensor(get_lab().tensor(array), mesh, [S0]), 0, 1)
-    summed = get_lab().cumsum(x, 0)
-    y = get_lab().contiguous(summed)
+    x = get_adapter().transpose(distribute_tensor(get_adapter().tensor(array), mesh, [S0]), 0, 1)
+    summed = get_adapter().cumsum(x, 0)
+    y = get_adapter().contiguous(summed)
     if mesh.size() > 1:
         assert "cannot be told from its shards" in str(refusal(y))
         assert "cannot be told from its shards" in str(refusal(summed))
@@ -295,7 +295,7 @@ def test_memory_that_is_not_known(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def count_collectives(mesh: Any) -> None:
     """A write to rows that are replicated, or that lie on one rank each, sends nothing."""
-    x = distribute_tensor(get_lab().tensor(numbers(4, 4)), mesh, [S0])
+    x = distribute_tensor(get_adapter().tensor(numbers(4, 4)), mesh, [S0])
     with CommDebugMode() as comm:
         x[0] = 1.0
         x[1:3] = 2.0

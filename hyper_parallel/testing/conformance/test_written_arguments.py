@@ -10,33 +10,33 @@ import pytest
 from hyper_parallel import DTensor, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
 from hyper_parallel.testing.conformance.test_styles import floats
-from hyper_parallel.testing.labs import get_lab
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 @spmd.on_mesh()
 def running_statistics(mesh: Any, channels: int) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     x = floats(6, channels) + 2
-    plain = [lab.tensor(a) for a in (np.zeros(channels, np.float32), np.ones(channels, np.float32))]
+    plain = [adapter.tensor(a) for a in (np.zeros(channels, np.float32), np.ones(channels, np.float32))]
     statistics = {}
     for placement in (R, S0):
         layout = get_layout(mesh, (placement,), (channels,))
-        parts = [lab.tensor(lab.numpy(a)[layout.local_index()]) for a in plain]
+        parts = [adapter.tensor(adapter.numpy(a)[layout.local_index()]) for a in plain]
         statistics[placement] = [DTensor.from_local(a, mesh, [placement], shape=(channels,)) for a in parts]
     for number, of_x in enumerate((R, S0, S1)):  # each begins with what the one before wrote
-        wanted = lab.numpy(lab.batch_norm(lab.tensor(x), *plain))
+        wanted = adapter.numpy(adapter.batch_norm(adapter.tensor(x), *plain))
         layout = get_layout(mesh, (of_x,), x.shape)
         for placement, mine in statistics.items():
-            given = DTensor.from_local(lab.tensor(x[layout.local_index()]), mesh, [of_x], shape=x.shape)
-            same(lab.numpy(lab.batch_norm(given, *mine)), wanted, f"call {number}, x placed {of_x}", 1e-4)
+            given = DTensor.from_local(adapter.tensor(x[layout.local_index()]), mesh, [of_x], shape=x.shape)
+            same(adapter.numpy(adapter.batch_norm(given, *mine)), wanted, f"call {number}, x placed {of_x}", 1e-4)
             for a, b, begin in zip(mine, plain, (0, 1), strict=True):
                 assert a.placements == (placement,)
-                assert np.abs(lab.numpy(b) - begin).max() > 0.01
-                same(lab.numpy(a), lab.numpy(b), f"statistics placed {placement} after call {number}, {of_x}")
+                assert np.abs(adapter.numpy(b) - begin).max() > 0.01
+                same(adapter.numpy(a), adapter.numpy(b), f"statistics placed {placement} after call {number}, {of_x}")
 
 
 @pytest.mark.parametrize("channels", [4, 5, 2])
@@ -48,13 +48,13 @@ def test_running_statistics(pool: Any, world_size: int, channels: int) -> None:
 @spmd.on_mesh()
 def partial_statistics(mesh: Any) -> None:
     """A sum over ranks cannot be written: an error on all of them, and nothing is changed."""
-    lab = get_lab()
-    x = DTensor.from_local(lab.tensor(floats(6, 4)), mesh)
+    adapter = get_adapter()
+    x = DTensor.from_local(adapter.tensor(floats(6, 4)), mesh)
     values = np.ones(4, np.float32)
-    mean, variance = (DTensor.from_local(lab.tensor(values), mesh, [Partial()]) for _ in range(2))
+    mean, variance = (DTensor.from_local(adapter.tensor(values), mesh, [Partial()]) for _ in range(2))
     with pytest.raises(ValueError, match=r"writes into an operand in place, .*Partial\(sum\)"):
-        lab.batch_norm(x, mean, variance)
-    np.testing.assert_array_equal(lab.numpy(mean.to_local()), values)
+        adapter.batch_norm(x, mean, variance)
+    np.testing.assert_array_equal(adapter.numpy(mean.to_local()), values)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -27,9 +27,9 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_styles import floats
-from hyper_parallel.testing.labs import get_lab
 
 
 def message_of(job: Any) -> tuple[str, str]:
@@ -45,7 +45,7 @@ class Outer:
     """A module that runs the modules below it one after the other."""
 
     def __new__(cls, **modules: Any) -> Any:
-        outer = get_lab().Probe()
+        outer = get_adapter().Probe()
         for name, module in modules.items():
             setattr(outer, name, module)
         return outer
@@ -54,43 +54,49 @@ class Outer:
 # ---------------------------------------------------------------------- a forgotten partner
 @spmd.on_mesh()
 def forgotten(mesh: Any) -> list[tuple[str, str]]:
-    lab = get_lab()
+    adapter = get_adapter()
     found = []
 
     def made(module: Any) -> Any:
-        return lab.load(module, np.random.default_rng(0))
+        return adapter.load(module, np.random.default_rng(0))
 
     for features in (12, 7):
-        x = lab.tensor(floats(2, 3, 6))
-        mlp = parallelize_module(made(lab.Mlp(6, features)), mesh, {"up": "colwise"})
-        found.append(message_of(lambda mlp=mlp, x=x: lab.call(mlp, x)))
-        other = made(Outer(a=lab.linear_module(6, features), norm=lab.norm_module(features), b=lab.linear_module(6, 6)))
+        x = adapter.tensor(floats(2, 3, 6))
+        mlp = parallelize_module(made(adapter.Mlp(6, features)), mesh, {"up": "colwise"})
+        found.append(message_of(lambda mlp=mlp, x=x: adapter.call(mlp, x)))
+        other = made(
+            Outer(
+                a=adapter.linear_module(6, features), norm=adapter.norm_module(features), b=adapter.linear_module(6, 6)
+            )
+        )
         parallelize_module(other, mesh, {"a": ColwiseParallel()})
-        found.append(message_of(lambda m=other, x=x: lab.call(m.norm, lab.call(m.a, x))))
-        table = made(Outer(table=lab.embedding_module(5, features), after=lab.linear_module(features, 6)))
+        found.append(message_of(lambda m=other, x=x: adapter.call(m.norm, adapter.call(m.a, x))))
+        table = made(Outer(table=adapter.embedding_module(5, features), after=adapter.linear_module(features, 6)))
         parallelize_module(table, mesh, {"table": ColwiseParallel()})
-        ids = lab.tensor(np.array([[0, 1]]).astype(lab.TARGET_DTYPE))
-        found.append(message_of(lambda m=table, ids=ids: lab.call(m.after, lab.call(m.table, ids))))
-    gated = made(Outer(w1=lab.linear_module(6, 12), w3=lab.linear_module(6, 12), w2=lab.linear_module(12, 6)))
+        ids = adapter.tensor(np.array([[0, 1]]).astype(adapter.TARGET_DTYPE))
+        found.append(message_of(lambda m=table, ids=ids: adapter.call(m.after, adapter.call(m.table, ids))))
+    gated = made(
+        Outer(w1=adapter.linear_module(6, 12), w3=adapter.linear_module(6, 12), w2=adapter.linear_module(12, 6))
+    )
     parallelize_module(gated, mesh, {"w[13]": ColwiseParallel()})  # two sources, one partner
     if mesh.size() > 1:
         with pytest.raises(ValueError, match=r"'w2' takes 12 features .* as 'w1' gives it"):
-            lab.call(gated.w2, lab.call(gated.w3, lab.tensor(floats(2, 6))))
+            adapter.call(gated.w2, adapter.call(gated.w3, adapter.tensor(floats(2, 6))))
     # A whole input, a DTensor, and a partner that a second call adds, are fine.
-    mlp = parallelize_module(made(lab.Mlp(6, 12)), mesh, {"up": ColwiseParallel()})
-    lab.call(mlp.down, lab.tensor(floats(2, 12)))
+    mlp = parallelize_module(made(adapter.Mlp(6, 12)), mesh, {"up": ColwiseParallel()})
+    adapter.call(mlp.down, adapter.tensor(floats(2, 12)))
     pickle.dumps([*getattr(mlp.down, "_forward_pre_hooks", {}).values()])
-    y = DTensor.from_local(lab.call(mlp.up, lab.tensor(floats(2, 6))), mesh, [Shard(1)])
-    found.append(message_of(lambda: lab.call(mlp.down, y)))
+    y = DTensor.from_local(adapter.call(mlp.up, adapter.tensor(floats(2, 6))), mesh, [Shard(1)])
+    found.append(message_of(lambda: adapter.call(mlp.down, y)))
     parallelize_module(mlp, mesh, {"down": RowwiseParallel()})
-    lab.call(mlp, lab.tensor(floats(2, 6)))
+    adapter.call(mlp, adapter.tensor(floats(2, 6)))
     # Where a rank may have all of the features, none can know that the others do not.
-    parallelize_module(lab.Mlp(6, 1), mesh, {"up": ColwiseParallel()})
+    parallelize_module(adapter.Mlp(6, 1), mesh, {"up": ColwiseParallel()})
     # What needs no hook: a gathered output, a partner beside it, no layer of that size, a style for the model itself.
     for plan in ({"up": "colwise_rep"}, {"up": "colwise", "down": "rowwise"}):
-        mlp = made(lab.Mlp(6, 12))
-        lab.call(parallelize_module(mlp, mesh, plan), lab.tensor(floats(2, 6)))
-    parallelize_module(lab.linear_module(6, 6), mesh, ColwiseParallel())
+        mlp = made(adapter.Mlp(6, 12))
+        adapter.call(parallelize_module(mlp, mesh, plan), adapter.tensor(floats(2, 6)))
+    parallelize_module(adapter.linear_module(6, 6), mesh, ColwiseParallel())
     return found
 
 
@@ -114,57 +120,59 @@ def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------- uneven plain shards
 @spmd.on_mesh()
 def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
-    lab, rank, ranks = get_lab(), mesh.get_local_rank(), mesh.size()
+    adapter, rank, ranks = get_adapter(), mesh.get_local_rank(), mesh.size()
 
     def model(**styles: Any) -> Any:
-        return parallelize_module(lab.load(lab.Mlp(6, 12), np.random.default_rng(0)), mesh, styles)
+        return parallelize_module(adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0)), mesh, styles)
 
     def cut(length: int) -> Any:
         """This rank's part of a sequence, as one cuts it by hand."""
         parts = np.array_split(floats(2, length, 6), ranks, axis=1)
-        return lab.tensor(np.ascontiguousarray(parts[rank]))
+        return adapter.tensor(np.ascontiguousarray(parts[rank]))
 
-    norm = Outer(norm=lab.norm_module(6))
+    norm = Outer(norm=adapter.norm_module(6))
     parallelize_module(norm, mesh, {"norm": SequenceParallel(use_local_output=True)})
     column = model(up=ColwiseParallel(input_layouts=Shard(1)), down=RowwiseParallel(output_layouts=Shard(1)))
-    probe = Outer(probe=lab.Probe())
+    probe = Outer(probe=adapter.Probe())
     probe = parallelize_module(
         probe, mesh, {"probe": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())}
     )
-    gathered = Outer(probe=lab.Probe())
+    gathered = Outer(probe=adapter.Probe())
     style = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
     parallelize_module(gathered, mesh, {"probe": style})
-    router = parallelize_module(Outer(gate=lab.linear_module(6, 6)), mesh, {"gate": NoParallel(input_layout=Shard(1))})
+    router = parallelize_module(
+        Outer(gate=adapter.linear_module(6, 6)), mesh, {"gate": NoParallel(input_layout=Shard(1))}
+    )
     held = ParameterParallel({"kernel": Shard(0)}, input_layouts=Shard(1), output_layouts=Replicate())
-    held = parallelize_module(Outer(held=lab.Projection(6, 6)), mesh, {"held": held})
+    held = parallelize_module(Outer(held=adapter.Projection(6, 6)), mesh, {"held": held})
     length = 2 * ranks + 1
     found = {
-        "norm": message_of(lambda: lab.call(norm.norm, cut(length))),
-        "column": message_of(lambda: lab.call(column, cut(length))),
-        "prepared input": message_of(lambda: lab.call(probe.probe, cut(length))),
-        "prepared output": message_of(lambda: lab.call(gathered.probe, cut(length))),
-        "replicated": message_of(lambda: lab.call(router.gate, cut(length))),
-        "parameters": message_of(lambda: lab.call(held.held, cut(length))),
+        "norm": message_of(lambda: adapter.call(norm.norm, cut(length))),
+        "column": message_of(lambda: adapter.call(column, cut(length))),
+        "prepared input": message_of(lambda: adapter.call(probe.probe, cut(length))),
+        "prepared output": message_of(lambda: adapter.call(gathered.probe, cut(length))),
+        "replicated": message_of(lambda: adapter.call(router.gate, cut(length))),
+        "parameters": message_of(lambda: adapter.call(held.held, cut(length))),
     }
     # Where the first call is even and a later one is not: what was handed out tells.
     even = cut(2 * ranks)
     for _ in range(2):
-        lab.call(norm.norm, even)
-        lab.call(column, even)
-    whole = DTensor.from_local(lab.tensor(floats(2, length, 6)), mesh).redistribute(placements=[Shard(1)])
+        adapter.call(norm.norm, even)
+        adapter.call(column, even)
+    whole = DTensor.from_local(adapter.tensor(floats(2, length, 6)), mesh).redistribute(placements=[Shard(1)])
     given = model(down=RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)))
-    part = lab.call(given.down, lab.tensor(floats(2, length, 12)))
-    ids = lab.tensor(np.zeros((2, length), lab.TARGET_DTYPE))
+    part = adapter.call(given.down, adapter.tensor(floats(2, length, 12)))
+    ids = adapter.tensor(np.zeros((2, length), adapter.TARGET_DTYPE))
     for use_local_output in (True, False):
-        table = Outer(table=lab.embedding_module(8, 6))
+        table = Outer(table=adapter.embedding_module(8, 6))
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=use_local_output)
         parallelize_module(table, mesh, {"table": style})
-        assert isinstance(lab.call(table.table, ids), DTensor) != use_local_output
-    found["after a local output"] = message_of(lambda: lab.call(norm.norm, part))
-    found["and another"] = message_of(lambda: lab.call(column, part))
-    lab.call(norm.norm, whole)
-    lab.call(norm.norm, even)
-    lab.call(column, even)
+        assert isinstance(adapter.call(table.table, ids), DTensor) != use_local_output
+    found["after a local output"] = message_of(lambda: adapter.call(norm.norm, part))
+    found["and another"] = message_of(lambda: adapter.call(column, part))
+    adapter.call(norm.norm, whole)
+    adapter.call(norm.norm, even)
+    adapter.call(column, even)
     return found
 
 
@@ -189,13 +197,13 @@ def test_uneven_plain_shards_are_refused(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------- embeddings, layouts by position, lookalikes
 @spmd.on_mesh()
 def refused(mesh: Any) -> None:
-    lab = get_lab()
+    adapter = get_adapter()
     for style in (RowwiseParallel(), "rowwise", ColwiseParallel(input_layouts=Shard(-1))):
         with fails(ValueError, "'table' is an embedding", "input_layouts=Replicate()", "Shard(1)", str(mesh)):
-            parallelize_module(Outer(table=lab.embedding_module(8, 4)), mesh, {"table": style})
+            parallelize_module(Outer(table=adapter.embedding_module(8, 4)), mesh, {"table": style})
     theirs = type("Shard", (), {"__module__": "other.placements", "__repr__": lambda self: "Shard(dim=1)"})()
     whose = ("Shard of other.placements", "`from hyper_parallel import Shard`")
-    x = lab.tensor(floats(4, 6))
+    x = adapter.tensor(floats(4, 6))
     with fails(TypeError, *whose):
         distribute_tensor(x, mesh, [theirs])
     with fails(TypeError, "must be a sequence", *whose):
@@ -215,11 +223,11 @@ def refused(mesh: Any) -> None:
     style = type("ColwiseParallel", (), {"__module__": "other.styles"})
     for given in (style, style()):
         with fails(TypeError, "'up'", "no ParallelStyle", "ColwiseParallel of other.styles", "import ColwiseParallel`"):
-            parallelize_module(lab.Mlp(4, 8), mesh, {"up": given})
+            parallelize_module(adapter.Mlp(4, 8), mesh, {"up": given})
         with fails(TypeError, "parallelize_plan", "ColwiseParallel of other.styles"):
-            parallelize_module(lab.Mlp(4, 8), mesh, given)
+            parallelize_module(adapter.Mlp(4, 8), mesh, given)
     with fails(TypeError, "other.meshes.DeviceMesh", "import DeviceMesh`"):
-        parallelize_module(lab.Mlp(4, 8), type("DeviceMesh", (), {"__module__": "other.meshes"})(), {})
+        parallelize_module(adapter.Mlp(4, 8), type("DeviceMesh", (), {"__module__": "other.meshes"})(), {})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -239,19 +247,19 @@ def test_layouts_by_position() -> None:
 # ---------------------------------------------------------------------- losses of plain parts of the classes
 @spmd.on_mesh()
 def part_of_classes(mesh: Any) -> None:
-    lab = get_lab()
-    model = Outer(head=lab.linear_module(4, 11))
+    adapter = get_adapter()
+    model = Outer(head=adapter.linear_module(4, 11))
     parallelize_module(model, mesh, {"head": ColwiseParallel()})
-    targets = lab.tensor(np.array([0, 10, 3]).astype(lab.TARGET_DTYPE))
-    logits = lab.call(model.head, lab.tensor(floats(3, 4)))
+    targets = adapter.tensor(np.array([0, 10, 3]).astype(adapter.TARGET_DTYPE))
+    logits = adapter.call(model.head, adapter.tensor(floats(3, 4)))
     own = logits.shape[-1]
     with fails(ValueError, f"{own} classes", "part of the 11", "'head'", "loss_parallel()", "use_local_output=False"):
-        lab.cross_entropy(logits, targets)
-    assert np.isfinite(lab.numpy(lab.cross_entropy(lab.tensor(floats(3, 11)), targets))), "all classes"
+        adapter.cross_entropy(logits, targets)
+    assert np.isfinite(adapter.numpy(adapter.cross_entropy(adapter.tensor(floats(3, 11)), targets))), "all classes"
     del model
     gc.collect()
-    loss = lab.cross_entropy(lab.tensor(floats(3, own)), lab.tensor(np.zeros(3, lab.TARGET_DTYPE)))
-    assert np.isfinite(lab.numpy(loss)), "the head is gone"
+    loss = adapter.cross_entropy(adapter.tensor(floats(3, own)), adapter.tensor(np.zeros(3, adapter.TARGET_DTYPE)))
+    assert np.isfinite(adapter.numpy(loss)), "the head is gone"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

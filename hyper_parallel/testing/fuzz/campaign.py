@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz import compare, stacks
 from hyper_parallel.testing.fuzz.exchange import installed
 from hyper_parallel.testing.fuzz.program import Limits, Program, generate
-from hyper_parallel.testing.labs import get_lab
 from hyper_parallel.testing.pool import JobError, WorkerPool
 
 __all__ = ["BAD", "KINDS", "Outcome", "judge", "run_seeds"]
@@ -39,8 +39,8 @@ class Outcome:
 
 def limits() -> Limits:
     """What programs for the framework in use may contain."""
-    lab = get_lab()
-    return Limits(**lab.FUZZ_LIMITS)
+    adapter = get_adapter()
+    return Limits(**adapter.FUZZ_LIMITS)
 
 
 def references(programs: list[Program | int]) -> list[compare.Reference | stacks.Reference]:

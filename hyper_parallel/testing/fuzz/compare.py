@@ -12,10 +12,10 @@ import numpy as np
 from hyper_parallel import DTensor
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz.parts import gradient_part, local_part
 from hyper_parallel.testing.fuzz.program import Limits, Program, values_of
 from hyper_parallel.testing.fuzz.words import WORDS
-from hyper_parallel.testing.labs import get_lab
 
 __all__ = ["Reference", "Verdict", "on_one_device", "run"]
 
@@ -44,12 +44,12 @@ class Reference:
 
 def on_one_device(program: Program, shaken: int = 0) -> Reference:
     """Run a program with plain tensors; see `Leaf.values`."""
-    lab = get_lab()
+    adapter = get_adapter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         values = values_of(program, shaken)
         outputs = [values[i] for i in program.outputs]
-        if program.writes and not lab.WRITES_THROUGH_VIEWS:
+        if program.writes and not adapter.WRITES_THROUGH_VIEWS:
             return Reference(program, outputs, [None] * len(program.leaves))
         arrays = [leaf.values(shaken) for leaf in program.leaves]
         try:
@@ -57,7 +57,7 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
         except Exception as error:
             return Reference(program, problem=f"{type(error).__name__}: {error}"[:300])
     if any(not x.size for x in values):  # where some frameworks read memory that nobody has written
-        if not Limits(**lab.FUZZ_LIMITS).gradients_of_nothing:
+        if not Limits(**adapter.FUZZ_LIMITS).gradients_of_nothing:
             grads = [None] * len(grads)
         for i, got, wanted in zip(program.outputs, found, outputs, strict=True):
             if problem := _differs(got, wanted):
@@ -148,33 +148,33 @@ def _evaluate(
     program: Program, arrays: Sequence[np.ndarray], take: Any, whole: Any, mesh: Any
 ) -> tuple[list[np.ndarray], list[Any]]:
     """Values of the outputs, and the gradient of each leaf or None."""
-    lab = get_lab()
+    adapter = get_adapter()
     wanted = [i for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
     outputs: list[np.ndarray] = []
 
     def function(*given: Any) -> tuple[Any, Any]:
         outputs.clear()
         leaves = dict(zip(wanted, given, strict=True))
-        values = [take(i, leaves[i] if i in leaves else lab.tensor(a)) for i, a in enumerate(arrays)]
+        values = [take(i, leaves[i] if i in leaves else adapter.tensor(a)) for i, a in enumerate(arrays)]
         for step in program.steps:
-            values += _results(lab, step, [values[i] for i in step.inputs], mesh)
+            values += _results(adapter, step, [values[i] for i in step.inputs], mesh)
         loss: Any = None
         for number, i in enumerate(program.outputs):
             y = whole(values[i])
-            outputs.append(np.array(lab.numpy(y)))
+            outputs.append(np.array(adapter.numpy(y)))
             if np.issubdtype(outputs[-1].dtype, np.floating) and wanted:
                 weights = np.random.default_rng((program.seed, number)).standard_normal(outputs[-1].shape)
-                term = lab.weighted_sum(y, lab.tensor(weights.astype(outputs[-1].dtype)))
+                term = adapter.weighted_sum(y, adapter.tensor(weights.astype(outputs[-1].dtype)))
                 loss = term if loss is None else loss + term
         return loss, outputs
 
     if not wanted or not any(_is_floating(program, i) for i in program.outputs):
-        function(*(lab.tensor(arrays[i]) for i in wanted))
+        function(*(adapter.tensor(arrays[i]) for i in wanted))
         return outputs, [None] * len(arrays)
     if program.second_order:
         grads = _gradients_of_gradients(program, function, wanted, arrays, take, whole)
     else:
-        _, grads = lab.value_and_grads(function, [arrays[i] for i in wanted])
+        _, grads = adapter.value_and_grads(function, [arrays[i] for i in wanted])
     by_leaf = dict(zip(wanted, grads, strict=True))
     return outputs, [by_leaf.get(i) for i in range(len(arrays))]
 
@@ -183,16 +183,16 @@ def _gradients_of_gradients(
     program: Program, function: Any, wanted: list[int], arrays: Sequence[np.ndarray], take: Any, whole: Any
 ) -> list[np.ndarray]:
     """Gradients of the weighted squares of the gradients of the loss."""
-    lab = get_lab()
+    adapter = get_adapter()
 
     def weighted(x: Any, i: int) -> Any:
         weights = np.random.default_rng((program.seed, 3, i)).standard_normal(program.leaves[i].shape)
-        return lab.weighted_sum(whole(x), lab.tensor(weights.astype(np.float32)))
+        return adapter.weighted_sum(whole(x), adapter.tensor(weights.astype(np.float32)))
 
     def loss(*given: Any) -> Any:
         total, _ = function(*given)
         for i, x in zip(wanted, given, strict=True):  # so that it depends on each, and not only linearly
-            total = total + weighted(lab.tanh(take(i, x)), i)
+            total = total + weighted(adapter.tanh(take(i, x)), i)
         return total
 
     def combine(*grads: Any) -> Any:
@@ -202,23 +202,23 @@ def _gradients_of_gradients(
             total = weighted(g * g, i) if total is None else total + weighted(g * g, i)
         return total
 
-    return lab.second_order(loss, combine, [arrays[i] for i in wanted])
+    return adapter.second_order(loss, combine, [arrays[i] for i in wanted])
 
 
 def _is_floating(program: Program, i: int) -> bool:
     return np.issubdtype(values_of(program)[i].dtype, np.floating)
 
 
-def _results(lab: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any]:
+def _results(adapter: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any]:
     if step.word == "redistribute":
         x = tensors[0]
         if mesh is not None:
             x = x.redistribute(placements=step.args[0])
         # A new tensor in the usual order in memory, also where the placements are those that it has.
         if mesh is None or x is tensors[0]:
-            x = x & x if x.dtype == lab.BOOL else x * 1
-        return [lab.contiguous(x)]
-    result = WORDS[step.word].lab(lab, tensors, step.args)
+            x = x & x if x.dtype == adapter.BOOL else x * 1
+        return [adapter.contiguous(x)]
+    result = WORDS[step.word].adapter(adapter, tensors, step.args)
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.labs import get_lab
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.pool import WorkerPool
 
 __all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed"]
@@ -150,8 +150,8 @@ class Exchange:
 
     def scatter(self, out: Any, parts: Sequence[Any] | None, src: int, group: Any) -> Any:
         """See `Platform.scatter`."""
-        ranks, lab = self._ranks[group], get_lab()
-        mine = b"" if parts is None else pickle.dumps([lab.numpy(part) for part in parts])
+        ranks, adapter = self._ranks[group], get_adapter()
+        mine = b"" if parts is None else pickle.dumps([adapter.numpy(part) for part in parts])
         sent = pickle.loads(self._swap(f"scatter from {src}", mine, ranks)[ranks.index(src)])
         return out.copy_(self._tensor(sent[ranks.index(self._rank)]))
 
@@ -161,11 +161,11 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------------------- messages
     def _tensor(self, array: np.ndarray) -> Any:
-        return get_lab().tensor(array.copy("C"))
+        return get_adapter().tensor(array.copy("C"))
 
     def _arrays(self, what: str, local: Any, group: Any) -> list[np.ndarray]:
         """The array of each rank of the group, all of one shape and dtype."""
-        mine = get_lab().numpy(local)
+        mine = get_adapter().numpy(local)
         said = self._swap(f"{what} of {mine.dtype}{list(mine.shape)}", mine.tobytes(), self._ranks[group])
         return [np.frombuffer(x, mine.dtype).reshape(mine.shape) for x in said]
 

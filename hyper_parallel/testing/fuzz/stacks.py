@@ -18,8 +18,8 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz.program import Limits
-from hyper_parallel.testing.labs import get_lab
 
 __all__ = ["Reference", "on_one_device", "run"]
 
@@ -45,7 +45,7 @@ def on_one_device(seed: int) -> Reference:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return Reference(seed, _train(get_lab(), parts, x, seed, None))
+            return Reference(seed, _train(get_adapter(), parts, x, seed, None))
         except Exception as error:
             return Reference(seed, {}, f"{type(error).__name__}: {error}"[:300])
 
@@ -62,7 +62,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            got = _train(get_lab(), parts, x, reference.seed, mesh)
+            got = _train(get_adapter(), parts, x, reference.seed, mesh)
         except Exception as error:
             return "refused", f"{names}: {type(error).__name__}: {error}"[:300]
     for what, array in reference.wanted.items():
@@ -74,7 +74,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 def _stack(seed: int) -> tuple[int, list[Parts], np.ndarray]:
     """Number of ranks, modules and input of a seed."""
-    rng, shortest = np.random.default_rng((seed, 977)), Limits(**get_lab().FUZZ_LIMITS).shortest
+    rng, shortest = np.random.default_rng((seed, 977)), Limits(**get_adapter().FUZZ_LIMITS).shortest
     ranks = int(rng.choice((2, 3, 4)))
     batch, length, heads = int(rng.integers(1, 4)), int(rng.integers(shortest, 6)), ranks * int(rng.integers(1, 3))
     features = heads * 2
@@ -88,17 +88,17 @@ def _part(rng: np.random.Generator, features: int, hidden: int) -> Parts:
     kinds: list[Parts] = [
         (
             "mlp",
-            lambda lab: lab.Mlp(features, hidden, bias),
+            lambda adapter: adapter.Mlp(features, hidden, bias),
             {"up": ColwiseParallel(), "down": RowwiseParallel()},
         ),
         (
             "attention",
-            lambda lab: lab.Attention(features, 2),
+            lambda adapter: adapter.Attention(features, 2),
             {**dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel()), "wo": RowwiseParallel()},
         ),
         (
             "block",
-            lambda lab: lab.Block(features, hidden, 2),
+            lambda adapter: adapter.Block(features, hidden, 2),
             {
                 **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
                 "attention.wo": RowwiseParallel(),
@@ -106,33 +106,41 @@ def _part(rng: np.random.Generator, features: int, hidden: int) -> Parts:
                 "feed_forward.w2": RowwiseParallel(),
             },
         ),
-        ("gathered", lambda lab: lab.linear_module(features, features, bias), {"": ColwiseParallel(output_layouts=_R)}),
-        ("scattered", lambda lab: lab.linear_module(features, features, bias), {"": RowwiseParallel(input_layouts=_R)}),
-        ("norm", lambda lab: lab.norm_module(features), {"": SequenceParallel(use_local_output=False)}),
-        ("plain norm", lambda lab: lab.norm_module(features), {}),
-        ("plain linear", lambda lab: lab.linear_module(features, features, bias), {}),
+        (
+            "gathered",
+            lambda adapter: adapter.linear_module(features, features, bias),
+            {"": ColwiseParallel(output_layouts=_R)},
+        ),
+        (
+            "scattered",
+            lambda adapter: adapter.linear_module(features, features, bias),
+            {"": RowwiseParallel(input_layouts=_R)},
+        ),
+        ("norm", lambda adapter: adapter.norm_module(features), {"": SequenceParallel(use_local_output=False)}),
+        ("plain norm", lambda adapter: adapter.norm_module(features), {}),
+        ("plain linear", lambda adapter: adapter.linear_module(features, features, bias), {}),
     ]
     return kinds[int(rng.integers(0, len(kinds)))]
 
 
-def _train(lab: Any, parts: list[Parts], array: np.ndarray, seed: int, mesh: Any) -> dict[str, np.ndarray]:
+def _train(adapter: Any, parts: list[Parts], array: np.ndarray, seed: int, mesh: Any) -> dict[str, np.ndarray]:
     """Losses, gradients of the first step, and parameters after the last."""
     rng = np.random.default_rng((seed, 5))
     modules = []
     for _, make, plan in parts:
-        module = lab.load(make(lab), rng)
+        module = adapter.load(make(adapter), rng)
         if mesh is not None and plan:
             module = parallelize_module(module, mesh, plan.get("", plan))
         modules.append(module)
     results: dict[str, np.ndarray] = {}
-    steps = [lab.sgd(module, RATE) for module in modules]
+    steps = [adapter.sgd(module, RATE) for module in modules]
     weights = np.random.default_rng((seed, 6)).standard_normal(array.shape).astype(np.float32)
 
     def through(x: Any, start: int, end: int | None = None) -> Any:
         for module, (_, _, plan) in list(zip(modules, parts, strict=True))[start:end]:
             if mesh is not None and isinstance(plan.get(""), SequenceParallel):
                 x = DTensor.from_local(x, mesh)  # a plain tensor would be this rank's part of the sequence
-            x = lab.call(module, x)
+            x = adapter.call(module, x)
             if isinstance(x, DTensor):
                 x = x.full_tensor()
         return x
@@ -141,20 +149,20 @@ def _train(lab: Any, parts: list[Parts], array: np.ndarray, seed: int, mesh: Any
         # Each module's gradients in a pass of their own: all are taken before any is stepped.
         taken = []
         for i, module in enumerate(modules):
-            begin = np.array(lab.numpy(through(lab.tensor(array), 0, i)))
+            begin = np.array(adapter.numpy(through(adapter.tensor(array), 0, i)))
 
             def loss(x: Any, start: int = i) -> tuple[Any, Any]:
                 y = through(x, start)
-                return lab.weighted_sum(lab.tanh(y), lab.tensor(weights)), y
+                return adapter.weighted_sum(adapter.tanh(y), adapter.tensor(weights)), y
 
-            y, grad, grads = lab.model_value_and_grads(module, loss, begin)
+            y, grad, grads = adapter.model_value_and_grads(module, loss, begin)
             taken.append(grads)
             if i == 0:
-                results[f"output of step {number}"] = np.array(lab.numpy(y))
+                results[f"output of step {number}"] = np.array(adapter.numpy(y))
                 results[f"gradient of the input in step {number}"] = np.array(grad)
             for name, g in grads.items():
                 if g is not None:
-                    results[f"gradient of {i}.{name} in step {number}"] = np.array(lab.numpy(g))
+                    results[f"gradient of {i}.{name} in step {number}"] = np.array(adapter.numpy(g))
         for step, grads in zip(steps, taken, strict=True):
             if grads:
                 step(grads)

@@ -1,4 +1,4 @@
-"""The operations that random programs are made of, in the words of a lab and in NumPy's.
+"""The operations that random programs are made of, in the words of an adapter and in NumPy's.
 
 A word chooses its own arguments for the arrays that a program has at that point, so that every program is valid on a
 single device. NumPy's version gives shapes, and values where a framework cannot write through a view.
@@ -27,7 +27,8 @@ class Word:
         name: what programs call it.
         count: how many tensors it takes.
         choose: ``choose(rng, *arrays)`` gives the other arguments, or None where the word does not fit.
-        lab: ``lab(lab, tensors, args)`` runs it on the tensors of a framework; a sequence of tensors for several.
+        adapter: ``adapter(adapter, tensors, args)`` runs it on the tensors of a framework; a sequence of tensors for
+            several.
         numpy: ``numpy(arrays, args)`` is the same in NumPy.
         writes: whether it writes to its first tensor, which is its result.
         weight: how often it is drawn.
@@ -36,7 +37,7 @@ class Word:
     name: str
     count: int
     choose: Callable[..., tuple | None]
-    lab: Callable[[Any, list, tuple], Any]
+    adapter: Callable[[Any, list, tuple], Any]
     numpy: Callable[[Arrays, tuple], Any]
     writes: bool = False
     weight: float = 1.0
@@ -45,8 +46,8 @@ class Word:
 WORDS: dict[str, Word] = {}
 
 
-def _add(name: str, count: int, choose: Any, lab: Any, numpy: Any, **options: Any) -> None:
-    WORDS[name] = Word(name, count, choose, lab, numpy, **options)
+def _add(name: str, count: int, choose: Any, adapter: Any, numpy: Any, **options: Any) -> None:
+    WORDS[name] = Word(name, count, choose, adapter, numpy, **options)
 
 
 def apply(word: str, arrays: Arrays, args: tuple, row_major: bool = False) -> list[np.ndarray]:
@@ -188,39 +189,39 @@ def _log_softmax(x: np.ndarray, dim: int) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------- element by element
-for _name, _lab, _numpy in [
-    ("tanh", lambda lab, xs, a: lab.tanh(xs[0]), lambda xs, a: np.tanh(xs[0])),
-    ("sigmoid", lambda lab, xs, a: lab.sigmoid(xs[0]), lambda xs, a: 1 / (1 + np.exp(-xs[0]))),
-    ("silu", lambda lab, xs, a: lab.silu(xs[0]), lambda xs, a: xs[0] / (1 + np.exp(-xs[0]))),
-    ("square", lambda lab, xs, a: lab.square(xs[0]), lambda xs, a: xs[0] ** 2),
+for _name, _adapter, _numpy in [
+    ("tanh", lambda adapter, xs, a: adapter.tanh(xs[0]), lambda xs, a: np.tanh(xs[0])),
+    ("sigmoid", lambda adapter, xs, a: adapter.sigmoid(xs[0]), lambda xs, a: 1 / (1 + np.exp(-xs[0]))),
+    ("silu", lambda adapter, xs, a: adapter.silu(xs[0]), lambda xs, a: xs[0] / (1 + np.exp(-xs[0]))),
+    ("square", lambda adapter, xs, a: adapter.square(xs[0]), lambda xs, a: xs[0] ** 2),
 ]:
-    _add(_name, 1, _of_floats, _lab, _numpy, weight=0.5)
-_add("relu", 1, _off_zero, lambda lab, xs, a: lab.relu(xs[0]), lambda xs, a: np.maximum(xs[0], 0), weight=0.5)
-_add("neg", 1, lambda rng, x: None if x.dtype == bool else (), lambda lab, xs, a: -xs[0], lambda xs, a: -xs[0])
+    _add(_name, 1, _of_floats, _adapter, _numpy, weight=0.5)
+_add("relu", 1, _off_zero, lambda adapter, xs, a: adapter.relu(xs[0]), lambda xs, a: np.maximum(xs[0], 0), weight=0.5)
+_add("neg", 1, lambda rng, x: None if x.dtype == bool else (), lambda adapter, xs, a: -xs[0], lambda xs, a: -xs[0])
 
 
 def _scalar(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
     return (float(rng.choice([-1.5, 0.5, 2.0])),) if _floating(x) else None
 
 
-_add("scaled", 1, _scalar, lambda lab, xs, a: xs[0] * a[0], lambda xs, a: xs[0] * xs[0].dtype.type(a[0]))
-_add("shifted", 1, _scalar, lambda lab, xs, a: xs[0] + a[0], lambda xs, a: xs[0] + xs[0].dtype.type(a[0]))
-_add("add", 2, _alike, lambda lab, xs, a: xs[0] + xs[1], lambda xs, a: xs[0] + xs[1], weight=2)
-_add("sub", 2, _alike, lambda lab, xs, a: xs[0] - xs[1], lambda xs, a: xs[0] - xs[1])
-_add("mul", 2, _alike, lambda lab, xs, a: xs[0] * xs[1], lambda xs, a: xs[0] * xs[1], weight=2)
+_add("scaled", 1, _scalar, lambda adapter, xs, a: xs[0] * a[0], lambda xs, a: xs[0] * xs[0].dtype.type(a[0]))
+_add("shifted", 1, _scalar, lambda adapter, xs, a: xs[0] + a[0], lambda xs, a: xs[0] + xs[0].dtype.type(a[0]))
+_add("add", 2, _alike, lambda adapter, xs, a: xs[0] + xs[1], lambda xs, a: xs[0] + xs[1], weight=2)
+_add("sub", 2, _alike, lambda adapter, xs, a: xs[0] - xs[1], lambda xs, a: xs[0] - xs[1])
+_add("mul", 2, _alike, lambda adapter, xs, a: xs[0] * xs[1], lambda xs, a: xs[0] * xs[1], weight=2)
 _add(
     "div",
     2,
     lambda rng, x, y: _alike(rng, x, y) if _floating(x) else None,
-    lambda lab, xs, a: xs[0] / (2.0 + xs[1] * xs[1]),
+    lambda adapter, xs, a: xs[0] / (2.0 + xs[1] * xs[1]),
     lambda xs, a: xs[0] / (2 + xs[1] * xs[1]),
 )
-_add("greater", 2, _told_apart, lambda lab, xs, a: xs[0] > xs[1], lambda xs, a: xs[0] > xs[1])
+_add("greater", 2, _told_apart, lambda adapter, xs, a: xs[0] > xs[1], lambda xs, a: xs[0] > xs[1])
 _add(
     "where",
     2,
     lambda rng, x, y: _alike(rng, x, y) if _floating(x) else None,
-    lambda lab, xs, a: lab.where(xs[0] > xs[1], *xs),
+    lambda adapter, xs, a: adapter.where(xs[0] > xs[1], *xs),
     lambda xs, a: np.where(xs[0] > xs[1], *xs),
 )
 
@@ -231,12 +232,12 @@ def _product(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | 
     return () if fits and x.size * y.shape[1] <= 8 * MOST else None
 
 
-_add("matmul", 2, _product, lambda lab, xs, a: lab.matmul(*xs), lambda xs, a: np.matmul(*xs), weight=4)
+_add("matmul", 2, _product, lambda adapter, xs, a: adapter.matmul(*xs), lambda xs, a: np.matmul(*xs), weight=4)
 _add(
     "linear",
     2,
     lambda rng, x, w: _product(rng, x, w.T) if w.ndim == 2 else None,
-    lambda lab, xs, a: lab.linear(*xs),
+    lambda adapter, xs, a: adapter.linear(*xs),
     lambda xs, a: np.matmul(xs[0], xs[1].T),
     weight=4,
 )
@@ -246,24 +247,24 @@ _add(
     "sum",
     1,
     _reduced,
-    lambda lab, xs, a: lab.sum(xs[0], *a),
+    lambda adapter, xs, a: adapter.sum(xs[0], *a),
     lambda xs, a: xs[0].sum(axis=a[0], keepdims=a[1]),
 )
 _add(
     "mean",
     1,
     _mean_reduced,
-    lambda lab, xs, a: lab.mean(xs[0], *a),
+    lambda adapter, xs, a: adapter.mean(xs[0], *a),
     lambda xs, a: xs[0].mean(axis=a[0], keepdims=a[1]),
 )
-_add("amax", 1, _clear_extreme(1), lambda lab, xs, a: lab.amax(xs[0], *a), lambda xs, a: xs[0].max(axis=a[0]))
-_add("amin", 1, _clear_extreme(-1), lambda lab, xs, a: lab.amin(xs[0], *a), lambda xs, a: xs[0].min(axis=a[0]))
-_add("softmax", 1, _full_dim, lambda lab, xs, a: lab.softmax(xs[0], *a), lambda xs, a: _softmax(xs[0], *a))
+_add("amax", 1, _clear_extreme(1), lambda adapter, xs, a: adapter.amax(xs[0], *a), lambda xs, a: xs[0].max(axis=a[0]))
+_add("amin", 1, _clear_extreme(-1), lambda adapter, xs, a: adapter.amin(xs[0], *a), lambda xs, a: xs[0].min(axis=a[0]))
+_add("softmax", 1, _full_dim, lambda adapter, xs, a: adapter.softmax(xs[0], *a), lambda xs, a: _softmax(xs[0], *a))
 _add(
     "log_softmax",
     1,
     _full_dim,
-    lambda lab, xs, a: lab.log_softmax(xs[0], *a),
+    lambda adapter, xs, a: adapter.log_softmax(xs[0], *a),
     lambda xs, a: _log_softmax(xs[0], *a),
 )
 
@@ -308,28 +309,35 @@ def _split(x: np.ndarray, size: int, dim: int) -> list[np.ndarray]:
     return np.split(x, range(size, x.shape[dim], size), axis=dim)
 
 
-_add("reshape", 1, _shape, lambda lab, xs, a: lab.reshape(xs[0], *a), lambda xs, a: xs[0].reshape(*a), weight=2)
-_add("transpose", 1, _two_dims, lambda lab, xs, a: lab.transpose(xs[0], *a), lambda xs, a: xs[0].swapaxes(*a), weight=2)
-_add("permute", 1, _order, lambda lab, xs, a: lab.permute(xs[0], *a), lambda xs, a: xs[0].transpose(*a))
-_add("index", 1, _index, lambda lab, xs, a: xs[0][_decode(a[0])], lambda xs, a: _indexed(xs[0], *a), weight=4)
+_add("reshape", 1, _shape, lambda adapter, xs, a: adapter.reshape(xs[0], *a), lambda xs, a: xs[0].reshape(*a), weight=2)
+_add(
+    "transpose",
+    1,
+    _two_dims,
+    lambda adapter, xs, a: adapter.transpose(xs[0], *a),
+    lambda xs, a: xs[0].swapaxes(*a),
+    weight=2,
+)
+_add("permute", 1, _order, lambda adapter, xs, a: adapter.permute(xs[0], *a), lambda xs, a: xs[0].transpose(*a))
+_add("index", 1, _index, lambda adapter, xs, a: xs[0][_decode(a[0])], lambda xs, a: _indexed(xs[0], *a), weight=4)
 _add(
     "unsqueeze",
     1,
     lambda rng, x: (int(rng.integers(0, x.ndim + 1)),) if x.ndim < 4 else None,
-    lambda lab, xs, a: lab.unsqueeze(xs[0], *a),
+    lambda adapter, xs, a: adapter.unsqueeze(xs[0], *a),
     lambda xs, a: np.expand_dims(xs[0], *a),
 )
-_add("expand", 1, _expanded, lambda lab, xs, a: lab.expand(xs[0], *a), lambda xs, a: np.broadcast_to(xs[0], *a))
-_add("split", 1, _pieces, lambda lab, xs, a: lab.split(xs[0], *a), lambda xs, a: _split(xs[0], *a))
+_add("expand", 1, _expanded, lambda adapter, xs, a: adapter.expand(xs[0], *a), lambda xs, a: np.broadcast_to(xs[0], *a))
+_add("split", 1, _pieces, lambda adapter, xs, a: adapter.split(xs[0], *a), lambda xs, a: _split(xs[0], *a))
 _add(
     "chunk",
     1,
     _pieces,
-    lambda lab, xs, a: lab.chunk(xs[0], *a),
+    lambda adapter, xs, a: adapter.chunk(xs[0], *a),
     lambda xs, a: _split(xs[0], -(-xs[0].shape[a[1]] // a[0]), a[1]),
 )
-_add("contiguous", 1, _always, lambda lab, xs, a: lab.contiguous(xs[0]), lambda xs, a: _contiguous(xs[0], *a))
-_add("detach", 1, _of_floats, lambda lab, xs, a: lab.detach(xs[0]), lambda xs, a: xs[0], weight=0.5)
+_add("contiguous", 1, _always, lambda adapter, xs, a: adapter.contiguous(xs[0]), lambda xs, a: _contiguous(xs[0], *a))
+_add("detach", 1, _of_floats, lambda adapter, xs, a: adapter.detach(xs[0]), lambda xs, a: xs[0], weight=0.5)
 
 
 def _contiguous(x: np.ndarray, copies_offsets: bool = False) -> np.ndarray:
@@ -352,12 +360,12 @@ def _joined(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | N
     return (dim,) if alike else None
 
 
-_add("cat", 2, _joined, lambda lab, xs, a: lab.cat(xs, *a), lambda xs, a: np.concatenate(xs, *a), weight=3)
+_add("cat", 2, _joined, lambda adapter, xs, a: adapter.cat(xs, *a), lambda xs, a: np.concatenate(xs, *a), weight=3)
 _add(
     "stack",
     2,
     lambda rng, x, y: _joined(rng, x, y) if x.shape == y.shape else None,
-    lambda lab, xs, a: lab.stack(xs, *a),
+    lambda adapter, xs, a: adapter.stack(xs, *a),
     lambda xs, a: np.stack(xs, *a),
     weight=3,
 )
@@ -397,7 +405,7 @@ _add(
     "embedding",
     2,
     _looked_up,
-    lambda lab, xs, a: lab.embedding(xs[0] % xs[1].shape[0], xs[1]),
+    lambda adapter, xs, a: adapter.embedding(xs[0] % xs[1].shape[0], xs[1]),
     lambda xs, a: xs[1][xs[0] % len(xs[1])],
     weight=8,
 )
@@ -405,7 +413,7 @@ _add(
     "index_select",
     2,
     _selected,
-    lambda lab, xs, a: lab.index_select(xs[0], a[0], xs[1] % xs[0].shape[a[0]]),
+    lambda adapter, xs, a: adapter.index_select(xs[0], a[0], xs[1] % xs[0].shape[a[0]]),
     lambda xs, a: np.take(xs[0], xs[1] % xs[0].shape[a[0]], a[0]),
     weight=6,
 )
@@ -413,7 +421,7 @@ _add(
     "gather",
     2,
     _gathered,
-    lambda lab, xs, a: lab.gather(xs[0], a[0], xs[1] % xs[0].shape[a[0]]),
+    lambda adapter, xs, a: adapter.gather(xs[0], a[0], xs[1] % xs[0].shape[a[0]]),
     lambda xs, a: _gather(*xs, *a),
     weight=6,
 )
@@ -428,7 +436,7 @@ _add(
     "masked_fill",
     2,
     _marked,
-    lambda lab, xs, a: lab.masked_fill(xs[0], xs[1] > 0, *a),
+    lambda adapter, xs, a: adapter.masked_fill(xs[0], xs[1] > 0, *a),
     lambda xs, a: np.where(xs[1] > 0, xs[0].dtype.type(a[0]), xs[0]),
 )
 
@@ -458,7 +466,7 @@ _add(
     "layer_norm",
     2,
     _normed,
-    lambda lab, xs, a: lab.layer_norm(xs[0], xs[1], xs[1]),
+    lambda adapter, xs, a: adapter.layer_norm(xs[0], xs[1], xs[1]),
     lambda xs, a: _layer_norm(*xs),
     weight=4,
 )
@@ -466,7 +474,7 @@ _add(
     "rms_norm",
     2,
     _normed,
-    lambda lab, xs, a: lab.rms_norm(*xs),
+    lambda adapter, xs, a: adapter.rms_norm(*xs),
     lambda xs, a: xs[0] / np.sqrt((xs[0] ** 2).mean(-1, keepdims=True) + 1e-5) * xs[1],
     weight=4,
 )
@@ -474,7 +482,7 @@ _add(
     "cross_entropy",
     2,
     _classified,
-    lambda lab, xs, a: lab.cross_entropy(xs[0], xs[1] % xs[0].shape[1], *a),
+    lambda adapter, xs, a: adapter.cross_entropy(xs[0], xs[1] % xs[0].shape[1], *a),
     lambda xs, a: _cross_entropy(*xs, *a),
     weight=6,
 )
@@ -489,7 +497,7 @@ _add(
     "logsumexp",
     1,
     _small_and_dim,
-    lambda lab, xs, a: lab.logsumexp(xs[0], *a),
+    lambda adapter, xs, a: adapter.logsumexp(xs[0], *a),
     lambda xs, a: np.log(np.exp(xs[0]).sum(*a)),
     weight=0.5,
 )
@@ -522,7 +530,7 @@ _add(
     "diagonal",
     1,
     _diagonal,
-    lambda lab, xs, a: lab.diagonal(xs[0], *a),
+    lambda adapter, xs, a: adapter.diagonal(xs[0], *a),
     # NumPy's own result is not writeable.
     lambda xs, a: _writeable(xs[0].diagonal(*a), xs[0]),
 )
@@ -530,11 +538,11 @@ _add(
     "as_strided",
     1,
     _strided,
-    lambda lab, xs, a: lab.as_strided(xs[0], *a),
+    lambda adapter, xs, a: adapter.as_strided(xs[0], *a),
     lambda xs, a: _as_strided(xs[0], *a),
     weight=0.5,
 )
-_add("leaf", 1, _of_floats, lambda lab, xs, a: lab.leaf(xs[0]), lambda xs, a: xs[0], weight=0.3)
+_add("leaf", 1, _of_floats, lambda adapter, xs, a: adapter.leaf(xs[0]), lambda xs, a: xs[0], weight=0.3)
 
 
 def _writeable(view: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -576,18 +584,18 @@ _add(
     "set_at",
     2,
     lambda rng, x, ids: (2,) if _ids(ids) and ids.ndim and x.ndim and x.shape[0] and _floating(x) else None,
-    lambda lab, xs, a: _set_at(xs, (float(a[0]),)),
+    lambda adapter, xs, a: _set_at(xs, (float(a[0]),)),
     _set_at,
     writes=True,
     weight=3,
 )
-_add("set", 1, _assigned, lambda lab, xs, a: _set(xs, (a[0], float(a[1]))), _set, writes=True, weight=4)
-_add("double", 1, _number, lambda lab, xs, a: _double(xs, a), _double, writes=True, weight=4)
+_add("set", 1, _assigned, lambda adapter, xs, a: _set(xs, (a[0], float(a[1]))), _set, writes=True, weight=4)
+_add("double", 1, _number, lambda adapter, xs, a: _double(xs, a), _double, writes=True, weight=4)
 _add(
     "accumulate",
     2,
     lambda rng, x, y: () if x.shape == y.shape and _alike(rng, x, y) is not None else None,
-    lambda lab, xs, a: _accumulate(xs, a),
+    lambda adapter, xs, a: _accumulate(xs, a),
     _accumulate,
     writes=True,
     weight=3,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz.exchange import Exchange, ExchangePool, installed
-from hyper_parallel.testing.labs import get_lab
 
 __all__ = ["OperatorPool", "widen"]
 
@@ -42,7 +42,7 @@ class _WideExchange(Exchange):
         self._narrow = local.dtype if "bfloat16" in str(local.dtype) else None
         if self._narrow is not None:
             what = f"{what} in bfloat16"
-            local = get_platform().to_dtype(local, get_lab().tensor(np.zeros((), np.float32)).dtype)
+            local = get_platform().to_dtype(local, get_adapter().tensor(np.zeros((), np.float32)).dtype)
         if hasattr(local, "resolve_conj"):  # torch's collectives write such marks out
             local = local.resolve_conj().resolve_neg()
         return super()._arrays(what, local, group)

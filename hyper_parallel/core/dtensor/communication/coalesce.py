@@ -19,8 +19,11 @@ BLOCKS: list[coalesce_gradients] = []
 
 
 class coalesce_gradients:
-    """Inside, what backward would all-reduce for each parameter that is replicated where its inputs are sharded (norms
-    under `SequenceParallel`) is collected, and all-reduced in one collective a mesh and dtype when the block ends.
+    """Inside, gradients of replicated parameters are all-reduced together, when the block ends.
+
+    This is about parameters that are replicated while the inputs of their module are sharded: norms under
+    `SequenceParallel`. Outside, backward does one all-reduce for each of them; the block does one for each mesh and
+    dtype.
 
     The gradients of these parameters are complete after the block, and their part of this backward is missing inside.
     So whatever reads them - clipping, the optimizer, an exchange over a data-parallel mesh dimension - goes after the

@@ -53,7 +53,7 @@ class RankMismatchError(ValueError):
     """Inside `check_ranks`, the ranks were about to do different things. All ranks raise it, before they do them.
 
     Attributes:
-        ranks: global ranks that differ from most of the others, or where no value has a majority, from the first.
+        ranks: global ranks whose value is not that of the majority; without a majority, not that of the first rank.
 
     Example:
         >>> from hyper_parallel import RankMismatchError

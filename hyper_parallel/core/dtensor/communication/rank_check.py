@@ -127,7 +127,7 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may differ:
     they are compared between the ranks of one collective only.
 
-    It is made for finding a mistake: each comparison is a collective of its own, on the host.
+    Use it to find a mistake, not in production: each comparison is one more collective, on the host.
 
     Args:
         mesh: whose ranks all run the same program; None is all ranks of the world. With stages of a pipeline, give

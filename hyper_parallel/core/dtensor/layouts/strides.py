@@ -62,19 +62,19 @@ def dense_strides(shape: Sequence[int], strides: Strides) -> Strides:
     return tuple(found)
 
 
-def permuted_strides(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
-    """Strides of a view with the dimensions in the order ``statics[0]``."""
-    return tuple(strides[d] for d in statics[0])
+def permuted_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    """Strides of a view with the dimensions in the order ``static_args[0]``."""
+    return tuple(strides[d] for d in static_args[0])
 
 
-def expanded_strides(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+def expanded_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
     """Strides of a view in which dimensions of size 1 are stretched, and new ones come first."""
     new = len(result_shape) - len(shape)
     kept = (0 if old != size else step for old, size, step in zip(shape, result_shape[new:], strides, strict=True))
     return (0,) * new + tuple(kept)
 
 
-def contiguous_only(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
+def contiguous_only(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
     """Strides of a tensor that is itself the result if it is contiguous; None where it is not."""
     return strides if is_contiguous(shape, strides) else None
 
@@ -98,7 +98,7 @@ def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
     return tuple(found)
 
 
-def reshaped_strides(statics: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
+def reshaped_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
     """Strides of a view in another shape; None where it has to be a copy. Runs of dimensions that lie in memory as one
     can be cut anew; every run must fit some dimensions of the result."""
     if 0 in shape:

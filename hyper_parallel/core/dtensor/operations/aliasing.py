@@ -51,21 +51,21 @@ class Aliasing:
         self.copies, self.after, self.is_view = copies, after, is_view
 
 
-def aliasing_of(op: CanonicalOp, layouts: tuple, statics: Any, strategy: Strategy, name: str) -> Aliasing | None:
+def aliasing_of(op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Strategy, name: str) -> Aliasing | None:
     """What plans of ``op``, which does not write in place, have to do; None when it is nothing.
 
     Args:
         op: the operation.
         layouts: of the operands, None for one that is no tensor.
-        statics: the static arguments.
+        static_args: the static arguments.
         strategy: how it runs.
         name: of the native operation, for messages.
     """
     if not layouts or layouts[0] is None:
         return None
     shape, result_shapes = tuple(layouts[0].shape), [tuple(x.shape) for x in strategy.results]
-    index = op.view_index and op.view_index(statics, shape, result_shapes)
-    view = _View(op, statics, shape, result_shapes, index) if index or op.view_strides else None
+    index = op.view_index and op.view_index(static_args, shape, result_shapes)
+    view = _View(op, static_args, shape, result_shapes, index) if index or op.view_strides else None
     if view is not None and is_moved(layouts[0], strategy.operands[0]):
         return Aliasing(None, _following(view, layouts[0], name))
     if all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None):
@@ -79,14 +79,14 @@ class _View:
 
     Attributes:
         op: the operation.
-        statics: its static arguments.
+        static_args: its static arguments.
         shape: of operand 0.
         result_shapes: of the results.
         index: see `CanonicalOp.view_index`.
     """
 
     op: CanonicalOp
-    statics: Any
+    static_args: Any
     shape: tuple
     result_shapes: list
     index: tuple | None
@@ -99,7 +99,7 @@ class _View:
     def strides(self, own: Any) -> list:
         """Strides of each result, from those of operand 0; None for one that has to be a copy."""
         if self.op.view_strides is not None:
-            return [self.op.view_strides(self.statics, self.shape, own, after) for after in self.result_shapes]
+            return [self.op.view_strides(self.static_args, self.shape, own, after) for after in self.result_shapes]
         return [indexed_strides(self.shape, own, index) for index in self.index or ()]
 
 

@@ -63,7 +63,7 @@ def _key_of_named(x: Any) -> Any:
 
 
 def remembered_call(
-    key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, plan: Any, statics: Any
+    key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, plan: Any, static_args: Any
 ) -> Run | None:
     """``run(func, args, kwargs)`` for all calls of this key; None where the key does not tell how they run.
 
@@ -74,9 +74,9 @@ def remembered_call(
         kwargs: its named arguments.
         operands: what the row made of them.
         plan: how the operation runs.
-        statics: the static arguments.
+        static_args: the static arguments.
     """
-    if not (op.elementwise or op.repeatable) or any(k is _OTHER for k in key) or not _is_value(statics):
+    if not (op.elementwise or op.repeatable) or any(k is _OTHER for k in key) or not _is_value(static_args):
         return None
     take: Take
     places: list[int | str]
@@ -94,11 +94,11 @@ def remembered_call(
     if any(type(x) in DTENSOR_CLASSES for name, x in kwargs.items() if name not in places):
         return None
     if not plan.only_local:
-        return lambda func, args, kwargs: plan(func, take(args, kwargs), statics)
-    return _bind_local(plan, take, statics if plan.statics is None else plan.statics)
+        return lambda func, args, kwargs: plan(func, take(args, kwargs), static_args)
+    return _bind_local(plan, take, static_args if plan.static_args is None else plan.static_args)
 
 
-def _bind_local(plan: Any, take: Take, statics: Any) -> Run:
+def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
     """For a plan that only reads tensors, runs the native operation and wraps the result."""
     call, no_dispatch, wrap, result, wrap_several = (
         plan.call,
@@ -111,7 +111,7 @@ def _bind_local(plan: Any, take: Take, statics: Any) -> Run:
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():
-            y = call(func, args if take is _all else take(args, kwargs), statics)
+            y = call(func, args if take is _all else take(args, kwargs), static_args)
             return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
 
     def read_and_run(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -119,7 +119,7 @@ def _bind_local(plan: Any, take: Take, statics: Any) -> Run:
         with no_dispatch():
             for i, read in reads:
                 operands[i] = read(operands[i])
-            y = call(func, operands, statics)
+            y = call(func, operands, static_args)
             return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
 
     def run_and_note(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -130,7 +130,7 @@ def _bind_local(plan: Any, take: Take, statics: Any) -> Run:
                 local_operands[i] = read(operands[i])
             if copies is not None and copies(operands[0]):
                 local_operands[0] = clone(local_operands[0])
-            y = call(func, local_operands, statics)
+            y = call(func, local_operands, static_args)
             y = wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
             if after is not None:
                 after(operands, y)

@@ -20,9 +20,9 @@ def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple
 
     Args:
         function: native operation, as it arrives at dispatch: the framework's function object, or its name.
-        rule: ``rule(shapes, statics) -> OpSharding``, see `hyper_parallel.core.dtensor.operations.op_sharding`.
-        bind: ``bind(*args, **kwargs) -> (operands, statics)`` tells tensor operands from the other arguments; the
-            operation is then called as ``function(*operands, *statics)``. Default: all arguments are operands.
+        rule: ``rule(shapes, static_args) -> OpSharding``, see `hyper_parallel.core.dtensor.operations.op_sharding`.
+        bind: ``bind(*args, **kwargs) -> (operands, static_args)`` tells tensor operands from the other arguments; the
+            operation is then called as ``function(*operands, *static_args)``. Default: all arguments are operands.
 
     Raises:
         ValueError: when the operation has a rule already; when the backend serves it itself, so that a rule would never
@@ -31,7 +31,7 @@ def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple
     Example:
         >>> import torch
         >>> from hyper_parallel import OpSharding, register_sharding
-        >>> def cross(shapes, statics):  # vectors in the last dimension, which must be whole
+        >>> def cross(shapes, static_args):  # vectors in the last dimension, which must be whole
         ...     labels = (*range(len(shapes[0]) - 1), None)
         ...     return OpSharding(operands=(labels, labels), results=(labels,), result_shapes=(shapes[0],))
         >>> register_sharding(torch.linalg.cross, cross)
@@ -54,7 +54,7 @@ def register_sharding(function: Any, rule: Rule, bind: Callable[..., tuple[tuple
             raise TypeError(f"{name_of(func)} was called with keywords: give register_sharding a bind that sorts them")
         return args, ()
 
-    _CUSTOM[function] = NativeOp(name, bind_call, lambda func, operands, statics: func(*operands, *statics))
+    _CUSTOM[function] = NativeOp(name, bind_call, lambda func, operands, static_args: func(*operands, *static_args))
 
 
 def find_custom_op(func: Any) -> NativeOp | None:

@@ -53,7 +53,7 @@ class _Plan:
         reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
         plain: indices of plain tensors that are promoted for that.
         mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
-        statics: static arguments of the local call, None to use the call's own.
+        static_args: static arguments of the local call, None to use the call's own.
         operand_layouts, results: layouts after the reads.
         inplace: whether operand 0 is written.
         copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
@@ -78,7 +78,7 @@ class _Plan:
         "replacement",
         "result",
         "results",
-        "statics",
+        "static_args",
         "wrap",
     )
 
@@ -90,7 +90,7 @@ class _Plan:
         plain: tuple[int, ...],
         sharding: OpSharding,
         strategy: Strategy,
-        statics: Any,
+        static_args: Any,
         mesh: DeviceMesh,
         name: str,
     ) -> None:
@@ -114,8 +114,8 @@ class _Plan:
         self.results = strategy.results
         self.inplace = op.in_place
         localized = sharding.localize
-        self.statics = None if localized is None else localized(statics, strategy.operands, strategy.results)
-        aliasing = None if self.inplace else aliasing_of(canonical, layouts, statics, strategy, name)
+        self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
+        aliasing = None if self.inplace else aliasing_of(canonical, layouts, static_args, strategy, name)
         if aliasing is not None and aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
         self.copies = None if aliasing is None else aliasing.copies
@@ -135,9 +135,9 @@ class _Plan:
         wrapped = map(self.wrap, results[:count], self.results)
         return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
 
-    def __call__(self, func: Any, operands: tuple, statics: Any) -> Any:
-        if self.statics is not None:
-            statics = self.statics
+    def __call__(self, func: Any, operands: tuple, static_args: Any) -> Any:
+        if self.static_args is not None:
+            static_args = self.static_args
         if self.inplace:
             before_write(operands[0])
         with self.no_dispatch():
@@ -154,16 +154,16 @@ class _Plan:
             if self.copies is not None and self.copies(operands[0]):
                 local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
             if self.replacement is None:
-                result = self.call(func, local_operands, statics)
+                result = self.call(func, local_operands, static_args)
                 if self.extreme is not None:
                     x = local_operands[0]
-                    result = self.extreme(x, lambda mask: self.call(func, (mask,), statics), result)
+                    result = self.extreme(x, lambda mask: self.call(func, (mask,), static_args), result)
             else:
                 result = self.replacement(
                     self.mesh.platform,
-                    lambda operands, statics: self.call(func, operands, statics),
+                    lambda operands, static_args: self.call(func, operands, static_args),
                     local_operands,
-                    statics,
+                    static_args,
                     self.operand_layouts,
                     self.results,
                 )
@@ -233,10 +233,10 @@ class _Dispatch:
         """The same for one row, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
 
-    def result_shapes(self, name: str, shapes: tuple, statics: Any) -> tuple[tuple[int, ...], ...]:
+    def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
         """Shapes of the results of a canonical operation on tensors of these shapes."""
-        sharding = OPERATIONS[name].rule(shapes, statics)
-        assert sharding is not None, f"{name} has no rule for {shapes}, {statics}"
+        sharding = OPERATIONS[name].rule(shapes, static_args)
+        assert sharding is not None, f"{name} has no rule for {shapes}, {static_args}"
         return sharding.result_shapes
 
 
@@ -291,7 +291,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
-    operands, statics = op.bind(func, args, kwargs)
+    operands, static_args = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     if canonical.elementwise:
         layout_key: tuple = (op, layouts)
@@ -299,18 +299,18 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
         if canonical.loss and is_loss_parallel():
             operands = distribute_targets(operands)
             layouts = tuple([operand_key(x) for x in operands])
-        layout_key = (op, layouts, statics)
+        layout_key = (op, layouts, static_args)
     plan = _PLANS.get(layout_key)
     if plan is None:
-        plan = None if canonical.gathers else _make_plan(op, canonical, func, operands, layouts, statics)
+        plan = None if canonical.gathers else _make_plan(op, canonical, func, operands, layouts, static_args)
         if plan is None:
             return run_gathered(func, args, kwargs, op)
         _PLANS[layout_key] = plan
     if key is not None:
-        remembered = remembered_call(key, canonical, args, kwargs, operands, plan, statics)
+        remembered = remembered_call(key, canonical, args, kwargs, operands, plan, static_args)
         if remembered is not None:
             CALLS[op][key] = remembered
-    return plan(func, operands, statics)
+    return plan(func, operands, static_args)
 
 
 #: What `Platform.make_dtensor_class` gets.
@@ -318,7 +318,7 @@ dispatch = _Dispatch()
 
 
 def _make_plan(
-    op: NativeOp, canonical: CanonicalOp, func: Any, operands: tuple, layouts: tuple, statics: Any
+    op: NativeOp, canonical: CanonicalOp, func: Any, operands: tuple, layouts: tuple, static_args: Any
 ) -> _Plan | None:
     mesh = common_mesh(layouts, func)
     if mesh is None:
@@ -332,7 +332,7 @@ def _make_plan(
             raise mixed_error(func, layouts, i)
     known = tuple(get_layout(mesh, all_replicated(mesh), key) if isinstance(key, tuple) else key for key in layouts)
     shapes = tuple(None if layout is None else tuple(layout.shape) for layout in known)
-    sharding = canonical.rule(shapes, statics)
+    sharding = canonical.rule(shapes, static_args)
     if sharding is None:
         return None
     strategy = solve(sharding, known, mesh, pinned=0 if op.in_place else None)
@@ -341,4 +341,4 @@ def _make_plan(
             f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the other "
             "operands do not fit that placement. Redistribute it first, or use the operation that returns a new tensor"
         )
-    return _Plan(op, canonical, known, plain, sharding, strategy, statics, mesh, name_of(func))
+    return _Plan(op, canonical, known, plain, sharding, strategy, static_args, mesh, name_of(func))

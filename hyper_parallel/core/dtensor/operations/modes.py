@@ -22,12 +22,22 @@ _LOSS: ContextVar[bool] = ContextVar("hyper_parallel_loss_parallel", default=Fal
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside, an operation without a sharding rule is an error instead of running on gathered operands.
+    """Inside, what is otherwise only warned of is an error, on all ranks and before any communication.
+
+    * An operation without a sharding rule: outside it runs on gathered operands.
+    * A key of a plan that matches no module: outside the key is ignored.
+    * `ColwiseParallel` on a weight that looks like several matrices in one, without ``packed=``.
 
     Example:
-        >>> from hyper_parallel import strict
-        >>> with strict():
-        ...     pass
+        >>> import torch
+        >>> from hyper_parallel import Shard, distribute_tensor, init_device_mesh, strict
+        >>> x = distribute_tensor(torch.eye(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        >>> try:
+        ...     with strict():
+        ...         torch.linalg.svd(x)
+        ... except ValueError as error:
+        ...     print(str(error)[:31])
+        linalg_svd has no sharding rule
     """
     token = _STRICT.set(True)
     try:
@@ -46,9 +56,12 @@ def implicit_replication() -> Iterator[None]:
     """Inside, a plain tensor that meets a distributed one counts as replicated: the same value on every rank.
 
     Example:
-        >>> from hyper_parallel import implicit_replication
+        >>> import torch
+        >>> from hyper_parallel import Shard, distribute_tensor, implicit_replication, init_device_mesh
+        >>> x = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
         >>> with implicit_replication():
-        ...     pass
+        ...     (x + torch.ones(2)).placements
+        (Shard(dim=0),)
 
     Source: ``torch.distributed.tensor.experimental.implicit_replication``.
     """

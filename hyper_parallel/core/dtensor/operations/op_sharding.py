@@ -49,11 +49,11 @@ class OpSharding:
         combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
             is replicated there (the classes of a cross entropy, whose samples add up).
         extreme: for a largest or smallest element: what comparing those of several ranks needs besides.
-        localize: ``localize(statics, operand_layouts, result_layouts) -> statics`` gives the static arguments for the
-            local call, where they speak of global sizes (the shape of a reshape). None: they stay.
-        call: ``call(platform, native, operands, statics, operand_layouts, result_layouts) -> result`` replaces the
+        localize: ``localize(static_args, operand_layouts, result_layouts) -> static_args`` gives the static arguments
+            for the local call, where they speak of global sizes (the shape of a reshape). None: they stay.
+        call: ``call(platform, native, operands, static_args, operand_layouts, result_layouts) -> result`` replaces the
             local call where it is not the native operation on the locals (a masked embedding look-up). ``native(
-            operands, statics)`` runs the native operation, ``operands`` are local tensors. None: the native call.
+            operands, static_args)`` runs the native operation, ``operands`` are local tensors. None: the native call.
             ``operand_layouts`` has None for operands that are no tensors.
         native_if: ``native_if(operand_layouts)`` says whether the native operation is right for these layouts, so that
             ``call`` is not needed. None: it never is.

@@ -38,7 +38,14 @@ _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
-    """Seed the framework's generator on this rank; to be called with the same seed on every rank of the mesh.
+    """Seed the framework's default generator. Call it with the same seed on every rank of the mesh.
+
+    Distributed random numbers and dropout are then those of a single device with this seed. With different seeds, ranks
+    that hold the same part of a tensor still draw the same numbers: those of the first of them.
+
+    Args:
+        seed: an int that the framework takes.
+        device_mesh: the mesh whose ranks call it; None is the one entered with ``with mesh:``.
 
     Raises:
         TypeError: when ``seed`` is not an int.

@@ -167,12 +167,12 @@ def arguments(text: str) -> Bind:
     heads, tails = (part.split() for part in made.partition("|")[::2]) if arrow else (names[:1], names[1:])
     constants = [item for item in (*heads, *tails) if item not in names]
     places = [*names, *constants]
-    operands, statics = [places.index(item) for item in heads], [places.index(item) for item in tails]
+    operands, static_args = [places.index(item) for item in heads], [places.index(item) for item in tails]
     fixed = [literal_eval(item) for item in constants]
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
         values = unpack(args, kwargs) + fixed
-        return tuple([values[i] for i in operands]), tuple([values[i] for i in statics])
+        return tuple([values[i] for i in operands]), tuple([values[i] for i in static_args])
 
     return bind
 
@@ -191,14 +191,14 @@ def row(name: str, bind: str | Bind, call: Call | None = None, by_function: bool
     return safe_when_empty(NativeOp(name, made, call or _call_by_position, by_function))
 
 
-def _call_by_position(func: Any, operands: tuple, statics: tuple) -> Any:
-    return func(*operands, *statics)
+def _call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return func(*operands, *static_args)
 
 
 def instead(function: Callable[..., Any]) -> Call:
     """A ``call`` that runs ``function`` in place of the native one: that has no kernel on CPU, or takes its arguments
     otherwise."""
-    return lambda func, operands, statics: function(*operands, *statics)
+    return lambda func, operands, static_args: function(*operands, *static_args)
 
 
 def repeated(name: str, bind: str | Bind, by_function: bool = False) -> NativeOp:
@@ -212,8 +212,8 @@ def repeated(name: str, bind: str | Bind, by_function: bool = False) -> NativeOp
     return row(name, bind_all, _repeat, by_function=by_function)
 
 
-def _repeat(func: Any, operands: tuple, statics: tuple) -> Any:
-    return func(operands[0], *statics[-2], **dict(statics[-1]))
+def _repeat(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return func(operands[0], *static_args[-2], **dict(static_args[-1]))
 
 
 def _hashable(value: Any) -> Any:
@@ -227,8 +227,8 @@ def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- element-wise operations
-def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
-    if statics is None or (others := statics[-1]) is None:
+def _call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
+    if static_args is None or (others := static_args[-1]) is None:
         return func(*operands)
     args, kwargs, places = list(others[0]), dict(others[1]), others[2]
     for place, operand in zip(places, operands, strict=True):
@@ -239,15 +239,15 @@ def _call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _call_inplace(func: Any, operands: tuple, statics: Any) -> Any:
+def _call_inplace(func: Any, operands: tuple, static_args: Any) -> Any:
     """On CPU most primitives that should write in place return a new tensor and write nothing, and those that write
     lose what is written to a view."""
     target = operands[0]
     if not is_dense(target):
-        value = _call_inplace(func, (mint.add(target, 0), *operands[1:]), statics)
+        value = _call_inplace(func, (mint.add(target, 0), *operands[1:]), static_args)
         Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
         return target
-    result = _call_elementwise(func, operands, statics)
+    result = _call_elementwise(func, operands, static_args)
     if result._data_ptr() != target._data_ptr():
         target.copy_(result)
     return target

@@ -45,7 +45,7 @@ _FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
 
 def _like(value: float) -> Call:
-    return lambda func, operands, statics: _full(operands[0], value, *statics)
+    return lambda func, operands, static_args: _full(operands[0], value, *static_args)
 
 
 def _full(x: Any, value: float, dtype: Any) -> Any:
@@ -68,10 +68,10 @@ OPS: dict[str, NativeOp] = by_name(
         _POINTWISE_INPLACE: elementwise("pointwise_"),
         "Neg Identity Load Real Conj Positive": _LINEAR_UNARY,
         "Contiguous": elementwise("contiguous", 1),
-        "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, statics: copied(operands[0])),
+        "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, static_args: copied(operands[0])),
         # Not checked for empty operands: the result is not connected to them on any rank.
         "StopGradient": NativeOp(
-            "alias", _LINEAR_UNARY.bind, lambda func, operands, statics: ms.ops.stop_gradient(operands[0]), False
+            "alias", _LINEAR_UNARY.bind, lambda func, operands, static_args: ms.ops.stop_gradient(operands[0]), False
         ),
         "Add AddExt AddScalar Sub SubExt SubScalar AddV2": _ADD,
         "Mul Muls MulNoNan": elementwise("mul", 2),

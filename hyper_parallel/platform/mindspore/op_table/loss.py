@@ -50,13 +50,13 @@ def _on_device(func: Any, on_cpu: Any) -> Any:
     return on_cpu if device_target() == "CPU" else func
 
 
-def _cross_entropy(func: Any, xs: tuple, statics: tuple) -> Any:
-    reduction, ignore, smoothing = statics
+def _cross_entropy(func: Any, xs: tuple, static_args: tuple) -> Any:
+    reduction, ignore, smoothing = static_args
     return _on_device(func, ops.cross_entropy)(*xs, ignore, reduction, smoothing)
 
 
-def _nll_loss(func: Any, xs: tuple, statics: tuple) -> Any:
-    reduction, ignore = statics
+def _nll_loss(func: Any, xs: tuple, static_args: tuple) -> Any:
+    reduction, ignore = static_args
     return _on_device(func, ops.nll_loss)(*xs, ignore, reduction)
 
 

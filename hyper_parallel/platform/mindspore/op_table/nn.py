@@ -38,9 +38,9 @@ def _bind_layer_norm_old(x: Any, weight: Any, bias: Any, begin: int, _: int, eps
     return (x, weight, bias), (x.ndim - begin % x.ndim, 2, eps)
 
 
-def _layer_norm_old(func: Any, xs: tuple, statics: tuple) -> Any:
-    begin = xs[0].ndim - statics[0]
-    return func(*xs, begin, begin, statics[2])
+def _layer_norm_old(func: Any, xs: tuple, static_args: tuple) -> Any:
+    begin = xs[0].ndim - static_args[0]
+    return func(*xs, begin, begin, static_args[2])
 
 
 @binds("x normalized_shape weight=None bias=None eps=1e-5")
@@ -48,9 +48,9 @@ def _bind_layer_norm(x: Any, shape: tuple, weight: Any, bias: Any, eps: float) -
     return (x, weight, bias), (len(shape), 2, eps)
 
 
-def _layer_norm(func: Any, xs: tuple, statics: tuple) -> Any:
+def _layer_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
     x, weight, bias = xs
-    return func(x, tuple(x.shape[x.ndim - statics[0] :]), weight, bias, statics[2])
+    return func(x, tuple(x.shape[x.ndim - static_args[0] :]), weight, bias, static_args[2])
 
 
 @binds("x gamma eps=1e-6")
@@ -63,10 +63,10 @@ def _look_up(ids: Any, weight: Any, padding: None) -> Any:
     return ops.gather(weight, ids, 0)
 
 
-def _embedding(func: Any, xs: tuple, statics: tuple) -> Any:
+def _embedding(func: Any, xs: tuple, static_args: tuple) -> Any:
     """``Embedding`` has no kernel on CPU and no max_norm here; padding only matters to the gradient."""
     ids, weight = xs
-    padding = statics[0]
+    padding = static_args[0]
     if padding is not None and device_target() != "CPU":
         return func(ids, weight, padding, None, 2.0, False)
     rows = ops.gather(weight, ids, 0)
@@ -114,9 +114,9 @@ def _bind_flash_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, 
     return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, 1.0 - args[_HEADS + 1], *args[_HEADS + 1 :])
 
 
-def _flash_attention(func: Any, xs: tuple, statics: tuple) -> Any:
+def _flash_attention(func: Any, xs: tuple, static_args: tuple) -> Any:
     q, k, v, mask = xs
-    return func(q, k, v, None, None, None, mask, None, None, None, q.shape[1], *statics[2:])[3]
+    return func(q, k, v, None, None, None, mask, None, None, None, q.shape[1], *static_args[2:])[3]
 
 
 _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)
@@ -129,12 +129,12 @@ def _choose_flash_attention(args: tuple, kwargs: dict) -> NativeOp | None:
 
 
 # -------------------------------------------------------------------- losses
-def _nll(func: Any, xs: tuple, statics: tuple) -> Any:
-    return ops.nll_loss(*xs, ignore_index=statics[1], reduction=statics[0])
+def _nll(func: Any, xs: tuple, static_args: tuple) -> Any:
+    return ops.nll_loss(*xs, ignore_index=static_args[1], reduction=static_args[0])
 
 
-def _cross_entropy(func: Any, xs: tuple, statics: tuple) -> Any:
-    reduction, ignore, smoothing = statics[:3]
+def _cross_entropy(func: Any, xs: tuple, static_args: tuple) -> Any:
+    reduction, ignore, smoothing = static_args[:3]
     return ops.cross_entropy(*xs, ignore, reduction, smoothing)
 
 
@@ -149,7 +149,7 @@ OPS: dict[str, NativeOp] = by_name(
         "Addmm": row("addmm", "x mat1 mat2 beta=1 alpha=1 -> x mat1 mat2 | beta alpha", instead(_addmm)),
         "LayerNorm LayerNormV3": row("layer_norm", _bind_layer_norm_old, _layer_norm_old),
         "LayerNormExt": row("layer_norm", _bind_layer_norm, _layer_norm),
-        "RmsNorm": row("rms_norm", _bind_rms_norm, lambda func, xs, statics: func(*xs, statics[2])),
+        "RmsNorm": row("rms_norm", _bind_rms_norm, lambda func, xs, static_args: func(*xs, static_args[2])),
         "NLLLoss": row(
             "nll_loss",
             "x target weight=None reduction='mean' ignore_index=-100 -> x target weight | reduction ignore_index",

@@ -27,8 +27,8 @@ def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]
     return (x,), (1.0 - float(keep), True, given, stream)
 
 
-def _dropout(func: Any, xs: tuple, statics: tuple) -> Any:
-    p, training, seed, stream = statics
+def _dropout(func: Any, xs: tuple, static_args: tuple) -> Any:
+    p, training, seed, stream = static_args
     return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])[0]
 
 
@@ -37,10 +37,10 @@ def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tupl
     return args[:1], (1.0 - float(func.prim.keep_prob), True)
 
 
-def _dropout_of_channels(func: Any, xs: tuple, statics: tuple) -> Any:
+def _dropout_of_channels(func: Any, xs: tuple, static_args: tuple) -> Any:
     """Of whole channels (batch, channels, ...). Not by the kernel, whose stream no seed controls: ranks that have drawn
     from theirs before would draw different numbers."""
-    x, (p, training) = xs[0], statics
+    x, (p, training) = xs[0], static_args
     if not training:
         return x
     shape = (*x.shape[:2], *(1,) * (x.ndim - 2))

@@ -16,17 +16,19 @@ __all__ = ["OPS", "VARIANTS"]
 # -------------------------------------------------------------------- reductions
 def _total(function: Callable[..., Any]) -> Call:
     """A ``call`` that runs `mint.sum` or `mint.mean`."""
-    return lambda func, xs, statics: function(xs[0], *statics[:2], dtype=statics[2])
+    return lambda func, xs, static_args: function(xs[0], *static_args[:2], dtype=static_args[2])
 
 
 def _extreme(function: Callable[..., Any]) -> Call:
     """A ``call`` that runs `ops.amax` or `ops.amin`, which take no None for all dims."""
-    return lambda func, xs, statics: function(xs[0], () if statics[0] is None else statics[0], statics[1])
+    return lambda func, xs, static_args: function(
+        xs[0], () if static_args[0] is None else static_args[0], static_args[1]
+    )
 
 
-def _vector_norm(func: Any, xs: tuple, statics: tuple) -> Any:
+def _vector_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
     """By hand: ``LinalgVectorNorm`` has no kernel on CPU."""
-    p, dims, keepdim, dtype = statics
+    p, dims, keepdim, dtype = static_args
     x = xs[0] if dtype is None else xs[0].astype(dtype)
     if p == 2.0:
         return mint.sqrt(mint.sum(mint.square(x), dims, keepdim))
@@ -54,9 +56,9 @@ _REDUCTIONS: dict[str, NativeOp] = {
     "SumExt": row("sum", _WITH_DTYPE, _total(mint.sum)),
     # ``x.sum(axis, dtype, keepdims)``, the signature of NumPy
     "DeprecatedSum": row("sum", "x dims=None dtype=None keepdim=False -> x | dims keepdim dtype", _total(mint.sum)),
-    "ReduceSum": row("sum", _REDUCED, lambda func, xs, statics: mint.sum(xs[0], *statics)),
+    "ReduceSum": row("sum", _REDUCED, lambda func, xs, static_args: mint.sum(xs[0], *static_args)),
     "MeanExt": row("mean", _WITH_DTYPE, _total(mint.mean)),
-    "ReduceMean DeprecatedMean": row("mean", _REDUCED, lambda func, xs, statics: mint.mean(xs[0], *statics)),
+    "ReduceMean DeprecatedMean": row("mean", _REDUCED, lambda func, xs, static_args: mint.mean(xs[0], *static_args)),
     "ReduceMax": row("amax", _REDUCED, _extreme(ops.amax)),
     "ReduceMin": row("amin", _REDUCED, _extreme(ops.amin)),
     "LinalgVectorNorm": row("vector_norm", "x p=2.0 dims=None keepdim=False dtype=None", _vector_norm),

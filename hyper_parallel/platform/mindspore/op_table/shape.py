@@ -64,7 +64,9 @@ _VIEWS: dict[str, NativeOp] = {
     "Reshape View ReshapeView": row("reshape", "x *sizes", instead(ops.reshape)),
     "ViewAs ReshapeAs": row("reshape", _bind_shape_of_other, instead(ops.reshape)),
     "FlattenExt": row("reshape", _bind_flatten, instead(ops.reshape)),
-    "Flatten": row("reshape_copy", _bind_flatten_old, lambda func, xs, statics: ops.reshape(copied(xs[0]), *statics)),
+    "Flatten": row(
+        "reshape_copy", _bind_flatten_old, lambda func, xs, static_args: ops.reshape(copied(xs[0]), *static_args)
+    ),
     "BroadcastTo BroadcastToView Expand ExpandDimsTo": row("expand", "x *sizes", instead(ops.broadcast_to)),
     "ExpandAs": row("expand", _bind_shape_of_other, instead(ops.broadcast_to)),
     "Transpose TransposeView DeprecatedTranspose DeprecatedPermute Permute TExt T": row(
@@ -115,8 +117,8 @@ _PARTS: dict[str, NativeOp] = {
     "UnstackExt UnstackExtView": row("unbind", "x dim=0", instead(ops.unbind)),
     "Unstack": row("unbind", _bind_unstack_old, instead(ops.unbind), by_function=True),
     "Chunk ChunkView": row("chunk", "x chunks dim=0", instead(mint.chunk)),
-    "Concat Cat": row("cat", _bind_sequence, lambda func, xs, statics: ops.cat(xs, *statics)),
-    "Stack StackExt": row("stack", _bind_sequence, lambda func, xs, statics: ops.stack(xs, *statics)),
+    "Concat Cat": row("cat", _bind_sequence, lambda func, xs, static_args: ops.cat(xs, *static_args)),
+    "Stack StackExt": row("stack", _bind_sequence, lambda func, xs, static_args: ops.stack(xs, *static_args)),
 }
 
 
@@ -128,22 +130,22 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
     return (x, *value, *tensors), (encoded,)
 
 
-def _getitem(func: Any, operands: tuple, statics: tuple) -> Any:
-    if has_empty_slice(statics[0], operands[0].shape):
-        return nothing_taken(_INDEXING["getitem"], func, operands, statics)  # MindSpore has no gradient of it
-    index = decode_index(statics[0], operands[1:])
+def _getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+    if has_empty_slice(static_args[0], operands[0].shape):
+        return nothing_taken(_INDEXING["getitem"], func, operands, static_args)  # MindSpore has no gradient of it
+    index = decode_index(static_args[0], operands[1:])
     # A number alone is an error of MindSpore's where gradients of gradients are recorded.
     return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)
 
 
-def _setitem(func: Any, operands: tuple, statics: tuple) -> Any:
-    x, index = operands[0], decode_index(statics[0], operands[2:])
+def _setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+    x, index = operands[0], decode_index(static_args[0], operands[2:])
     # MindSpore gives x new memory for dots or None alone, which a tensor that x is a view of does not see.
     if index == (None,):
         index = (None, ...)
     elif index == (...,):
         index = (slice(None),) * x.ndim
-    if 0 in x.shape or has_empty_slice(statics[0], x.shape):
+    if 0 in x.shape or has_empty_slice(static_args[0], x.shape):
         return x  # MindSpore fails where there is nothing to write
     if len(operands) > 2 and not _is_recorded(x, operands[1]):
         # For an index of tensors as well. What a slice writes reaches the base.
@@ -198,7 +200,7 @@ _INDEXING: dict[str, NativeOp] = {
     "SelectExt SelectExtView SelectView": row("getitem", _bind_select, instead(_basic_index)),
     "Slice": row("getitem", _bind_slice, instead(_basic_index)),
     "GatherD GatherElements": row(
-        "gather", _INDEXED, lambda func, xs, statics: ops.gather_elements(xs[0], statics[0], xs[1])
+        "gather", _INDEXED, lambda func, xs, static_args: ops.gather_elements(xs[0], static_args[0], xs[1])
     ),
     "IndexSelect": row("index_select", _INDEXED, instead(ops.gather)),
 }

@@ -84,9 +84,9 @@ def _bind_loss(func: Any, args: tuple, kwargs: dict) -> Bound:
     return (*args, *map(kwargs.get, _TENSORS)), options
 
 
-def _call_loss(func: Any, operands: tuple, statics: Any) -> Any:
+def _call_loss(func: Any, operands: tuple, static_args: Any) -> Any:
     tensors = {n: x for n, x in zip(_TENSORS, operands[2:], strict=True) if x is not None}
-    return func(*operands[:2], **tensors, **statics, reduction="none")
+    return func(*operands[:2], **tensors, **static_args, reduction="none")
 
 
 #: The loss of each element.

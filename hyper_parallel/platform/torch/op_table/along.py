@@ -38,7 +38,10 @@ def table() -> Table:
         **rows("sort", "along_dims", f"{order} -> input | dim 2 descending stable", _call_sort, **sort),
         **rows("argsort", "along_dims", f"{order} -> input | dim 1 descending stable", _call_argsort, **sort),
         **rows(
-            "flip", "along_dims", "input *dims -> input | dims 1", lambda func, ops, statics: ops[0].flip(statics[0])
+            "flip",
+            "along_dims",
+            "input *dims -> input | dims 1",
+            lambda func, ops, static_args: ops[0].flip(static_args[0]),
         ),
         **rows("roll", "along_dims", _bind_roll, _call_roll),
         **rows("tril triu", "along_dims", "input diagonal=0 -> input | (-2,-1) 1 diagonal", _call_triangle),
@@ -49,7 +52,7 @@ def table() -> Table:
             "bincount __bool__ __int__ __float__ __complex__ __index__ __array__",
             "replicate",
             lambda func, args, kwargs: (args, (tuple(kwargs.items()),)),
-            lambda func, operands, statics: func(*operands, **dict(statics[0])),
+            lambda func, operands, static_args: func(*operands, **dict(static_args[0])),
         ),
     }
 
@@ -57,8 +60,8 @@ def table() -> Table:
 def _softmax(name: str) -> Table:
     kernel = getattr(torch, name)
 
-    def call(func: Any, operands: tuple, statics: tuple) -> Any:
-        return kernel(operands[0], *statics)
+    def call(func: Any, operands: tuple, static_args: tuple) -> Any:
+        return kernel(operands[0], *static_args)
 
     return dict.fromkeys(find(name), NativeOp(name, _bind_softmax, call, binds_by_function=False, varies=any_autocast))
 
@@ -72,17 +75,17 @@ def _bind_softmax(x: Any, dim: Any, dtype: Any, _stacklevel: Any) -> Bound:
     return (x,), (dim, dtype)
 
 
-def _call_cumulative(func: Any, operands: tuple, statics: tuple) -> Any:
-    (dim,), _, dtype = statics
+def _call_cumulative(func: Any, operands: tuple, static_args: tuple) -> Any:
+    (dim,), _, dtype = static_args
     return func(operands[0], dim) if dtype is None else func(operands[0], dim, dtype=dtype)
 
 
-def _call_sort(func: Any, operands: tuple, statics: tuple) -> Any:
-    return torch.sort(operands[0], dim=statics[0][0], descending=statics[2], stable=statics[3])
+def _call_sort(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return torch.sort(operands[0], dim=static_args[0][0], descending=static_args[2], stable=static_args[3])
 
 
-def _call_argsort(func: Any, operands: tuple, statics: tuple) -> Any:
-    return _call_sort(func, operands, statics)[1]
+def _call_argsort(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return _call_sort(func, operands, static_args)[1]
 
 
 @binds("input shifts dims=None")
@@ -93,9 +96,13 @@ def _bind_roll(x: Any, shifts: Any, dims: Any) -> Bound:
     return (x,), (dims, 1, shifts if isinstance(shifts, int) else tuple(shifts), True)
 
 
-def _call_roll(func: Any, operands: tuple, statics: tuple) -> Any:
-    return torch.roll(operands[0], statics[2], statics[0]) if statics[3] else torch.roll(operands[0], statics[2])
+def _call_roll(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return (
+        torch.roll(operands[0], static_args[2], static_args[0])
+        if static_args[3]
+        else torch.roll(operands[0], static_args[2])
+    )
 
 
-def _call_triangle(func: Any, operands: tuple, statics: tuple) -> Any:
-    return func(operands[0], statics[2])
+def _call_triangle(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return func(operands[0], static_args[2])

@@ -158,7 +158,7 @@ def arguments(text: str, **convert: Callable[[Any], Any]) -> Bind:
     heads, tails = ([*part.split()] for part in made.partition("|")[::2])
     constants = [item for item in tails if item not in names]
     places = [*names, *constants]
-    operands, statics = [places.index(item) for item in heads], [places.index(item) for item in tails]
+    operands, static_args = [places.index(item) for item in heads], [places.index(item) for item in tails]
     fixed = [literal_eval(item) for item in constants]
     converted = [(names.index(name), function) for name, function in convert.items()]
 
@@ -167,7 +167,7 @@ def arguments(text: str, **convert: Callable[[Any], Any]) -> Bind:
         for i, function in converted:
             values[i] = function(values[i])
         values += fixed
-        return tuple([values[i] for i in operands]), tuple([values[i] for i in statics])
+        return tuple([values[i] for i in operands]), tuple([values[i] for i in static_args])
 
     return bind
 
@@ -199,9 +199,9 @@ def find(names: str, *owners: Any) -> list[Any]:
     return found
 
 
-def call_by_position(func: Any, operands: tuple, statics: tuple) -> Any:
+def call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
     """Run a function on locals: operands, then static arguments."""
-    return func(*operands, *statics)
+    return func(*operands, *static_args)
 
 
 def rows(
@@ -226,9 +226,9 @@ def rows(
     return dict.fromkeys(find(names, *owners), NativeOp(canonical, made, call))
 
 
-def call_elementwise(func: Any, operands: tuple, statics: Any) -> Any:
+def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
     """Run an element-wise function on locals."""
-    return func(*operands) if statics is None else func(*operands, *statics[0], **statics[1])
+    return func(*operands) if static_args is None else func(*operands, *static_args[0], **static_args[1])
 
 
 def elementwise(names: str, canonical: str, operands: str, *owners: Any) -> Table:

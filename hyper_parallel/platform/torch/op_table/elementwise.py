@@ -99,17 +99,17 @@ def table() -> Table:
 _DIV = "input other rounding_mode=None -> input other | rounding_mode"
 
 
-def _call_div(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_div(func: Any, operands: tuple, static_args: tuple) -> Any:
     a, b = operands
     if not isinstance(a, T):
         # A Python number divided by a tensor, as Tensor.__rtruediv__ does it.
         return b.reciprocal() * a
-    return a.div(b) if statics[0] is None else a.div(b, rounding_mode=statics[0])
+    return a.div(b) if static_args[0] is None else a.div(b, rounding_mode=static_args[0])
 
 
-def _call_div_in_place(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_div_in_place(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, other = operands
-    return x.div_(other) if statics[0] is None else x.div_(other, rounding_mode=statics[0])
+    return x.div_(other) if static_args[0] is None else x.div_(other, rounding_mode=static_args[0])
 
 
 def _conversions() -> Table:
@@ -120,8 +120,8 @@ def _conversions() -> Table:
     return dict.fromkeys([T.to, T.type_as], CONVERSIONS["linear_unary"])
 
 
-def _call_to(func: Any, operands: tuple, statics: Any) -> Any:
-    return operands[0].to(*statics[0], **statics[1])
+def _call_to(func: Any, operands: tuple, static_args: Any) -> Any:
+    return operands[0].to(*static_args[0], **static_args[1])
 
 
 def _written() -> Table:

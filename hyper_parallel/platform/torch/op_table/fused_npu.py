@@ -31,7 +31,11 @@ def table() -> Table:
     attention = ("fused_attention", _bind_attention, _call_attention)
     operators: dict[str, tuple[Any, ...]] = {
         # One statistic: 1 / rms.
-        "npu_rms_norm": ("rms_norm", _bind_rms_norm, lambda func, operands, statics: func(*operands, statics[2])),
+        "npu_rms_norm": (
+            "rms_norm",
+            _bind_rms_norm,
+            lambda func, operands, static_args: func(*operands, static_args[2]),
+        ),
         "npu_add_rms_norm": (
             "add_rms_norm",
             arguments("x1 x2 gamma epsilon=1e-6 -> x1 x2 gamma | epsilon"),
@@ -81,8 +85,8 @@ class _AddRmsNorm(torch.autograd.Function):
             return by_sum, by_sum, by_gamma.to(gamma.dtype), None
 
 
-def _call_add_rms_norm(func: Any, operands: tuple, statics: tuple) -> Any:
-    return _AddRmsNorm.apply(*operands, *statics)
+def _call_add_rms_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return _AddRmsNorm.apply(*operands, *static_args)
 
 
 # ------------------------------------------------------------------------------------------------------ attention
@@ -94,7 +98,7 @@ _LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 
 
 def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    """``statics`` end in (name, value) of the further arguments that were given."""
+    """``static_args`` end in (name, value) of the further arguments that were given."""
     schema = getattr(func, "default", func)._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
     given = {name: value for name, value in {**given, **kwargs}.items() if value is not None}
@@ -122,9 +126,9 @@ def _hashable(x: Any) -> Any:
     return tuple(x) if isinstance(x, (list, tuple)) else x
 
 
-def _call_attention(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_attention(func: Any, operands: tuple, static_args: tuple) -> Any:
     query, key, value, *tensors = operands
-    layout, heads, keep, _, _, tokens_first, rest = statics
+    layout, heads, keep, _, _, tokens_first, rest = static_args
     options = {name: x for name, x in zip(_TENSORS, tensors, strict=True) if x is not None}
     for name, x in rest:
         options[name] = torch.tensor(x[1:]) if isinstance(x, tuple) and x[:1] == ("lengths",) else x

@@ -56,8 +56,8 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     return (args[0], *tensors), (encoded,)
 
 
-def _call_getitem(func: Any, operands: tuple, statics: tuple) -> Any:
-    return operands[0][decode_index(statics[0], operands[1:])]
+def _call_getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return operands[0][decode_index(static_args[0], operands[1:])]
 
 
 def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> Bound:
@@ -65,8 +65,8 @@ def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     return (args[0], args[2], *tensors), (encoded,)
 
 
-def _call_setitem(func: Any, operands: tuple, statics: tuple) -> Any:
-    operands[0][decode_index(statics[0], operands[2:])] = operands[1]
+def _call_setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+    operands[0][decode_index(static_args[0], operands[2:])] = operands[1]
     return operands[0]
 
 
@@ -77,8 +77,8 @@ def _bind_select(x: Any, dim: Any, index: Any) -> Bound:
     return (x,), ((*(("slice", None, None, None),) * (dim % len(global_shape(x))), index),)
 
 
-def _call_gather(func: Any, operands: tuple, statics: tuple) -> Any:
-    return func(operands[0], statics[0], operands[1])
+def _call_gather(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return func(operands[0], static_args[0], operands[1])
 
 
 def _known(classes: int) -> int:

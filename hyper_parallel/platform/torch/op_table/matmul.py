@@ -27,17 +27,17 @@ def table() -> Table:
             "einsum",
             "einsum",
             lambda func, args, kwargs: (args[1:], (args[0],)),
-            lambda func, operands, statics: torch.einsum(statics[0], *operands),
+            lambda func, operands, static_args: torch.einsum(static_args[0], *operands),
             torch,
         ),
     }
 
 
-def _call_linear(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_linear(func: Any, operands: tuple, static_args: tuple) -> Any:
     return func(*operands)
 
 
-def _call_matmul(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_matmul(func: Any, operands: tuple, static_args: tuple) -> Any:
     return torch.matmul(*operands)
 
 
@@ -48,5 +48,5 @@ def _bind_addmm(c: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Bound:
     return (c, a, b), (beta, alpha)
 
 
-def _call_addmm(func: Any, operands: tuple, statics: tuple) -> Any:
-    return torch.addmm(*operands, beta=statics[0], alpha=statics[1])
+def _call_addmm(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return torch.addmm(*operands, beta=static_args[0], alpha=static_args[1])

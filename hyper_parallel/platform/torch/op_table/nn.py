@@ -59,12 +59,12 @@ def _reject_counting(by_freq: bool, sparse: bool) -> None:
         raise TypeError(f"embedding({option}=True) is not supported with distributed tensors")
 
 
-def _call_embedding(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_embedding(func: Any, operands: tuple, static_args: tuple) -> Any:
     ids, weight = operands
     if not ids.numel():
         # Gradients of gradients of `F.embedding` raise where there are no ids, and the other ranks would wait.
         return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])
-    return F.embedding(ids, weight, statics[0])
+    return F.embedding(ids, weight, static_args[0])
 
 
 # ---------------------------------------------------------------------------------------------------- norms
@@ -74,14 +74,14 @@ def _count(normalized_shape: Any) -> int:
     return 1 if isinstance(normalized_shape, int) else len(normalized_shape)
 
 
-def _call_layer_norm(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_layer_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, weight, bias = operands
-    return torch.layer_norm(x, x.shape[-statics[0] :], weight, bias, statics[2])
+    return torch.layer_norm(x, x.shape[-static_args[0] :], weight, bias, static_args[2])
 
 
-def _call_rms_norm(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_rms_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, weight = operands
-    return torch.rms_norm(x, x.shape[-statics[0] :], weight, statics[2])
+    return torch.rms_norm(x, x.shape[-static_args[0] :], weight, static_args[2])
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -92,9 +92,9 @@ _ATTENTION = (
 )
 
 
-def _call_attention(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_attention(func: Any, operands: tuple, static_args: tuple) -> Any:
     q, k, v, mask = operands
-    is_causal, dropout_p, scale, enable_gqa = statics
+    is_causal, dropout_p, scale, enable_gqa = static_args
     return func(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -114,13 +114,13 @@ def _loss_operands(x: Any, target: Any, weight: Any, size_average: Any, reduce: 
 def _bind_cross_entropy(
     x: Any, target: Any, weight: Any, average: Any, ignore: int, reduce: Any, reduction: str, smoothing: float
 ) -> Bound:
-    statics = (reduction, ignore, float(smoothing), autocast_dtype(x))
-    return _loss_operands(x, target, weight, average, reduce), statics
+    static_args = (reduction, ignore, float(smoothing), autocast_dtype(x))
+    return _loss_operands(x, target, weight, average, reduce), static_args
 
 
-def _call_cross_entropy(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_cross_entropy(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, target, weight = operands
-    reduction, ignore_index, smoothing, _ = statics
+    reduction, ignore_index, smoothing, _ = static_args
     return F.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing)
 
 
@@ -129,9 +129,9 @@ def _bind_nll_loss(x: Any, target: Any, weight: Any, average: Any, ignore: int, 
     return _loss_operands(x, target, weight, average, reduce), (reduction, ignore, autocast_dtype(x))
 
 
-def _call_nll_loss(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_nll_loss(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, target, weight = operands
-    return F.nll_loss(x, target, weight, ignore_index=statics[1], reduction=statics[0])
+    return F.nll_loss(x, target, weight, ignore_index=static_args[1], reduction=static_args[0])
 
 
 # ---------------------------------------------------------------------------------------------------- dropout
@@ -146,5 +146,5 @@ def _bind_dropout(x: Any, p: float, training: bool, inplace: bool) -> Bound:
     return (x,), (float(p), bool(training))
 
 
-def _call_dropout(func: Any, operands: tuple, statics: tuple) -> Any:
-    return torch.dropout(operands[0], *statics)
+def _call_dropout(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return torch.dropout(operands[0], *static_args)

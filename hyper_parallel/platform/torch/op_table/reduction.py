@@ -51,7 +51,7 @@ def table() -> Table:
             "max min median nanmedian mode",
             "reduce_pair",
             "input dim keepdim=False -> input | dim keepdim",
-            lambda func, operands, statics: func(operands[0], statics[0][0], statics[1]),
+            lambda func, operands, static_args: func(operands[0], static_args[0][0], static_args[1]),
             dim=one,
             keepdim=bool,
         ),
@@ -61,13 +61,13 @@ def table() -> Table:
     }
 
 
-def _call_sum(func: Any, operands: tuple, statics: tuple) -> Any:
-    dims, keepdim, dtype = statics
+def _call_sum(func: Any, operands: tuple, static_args: tuple) -> Any:
+    dims, keepdim, dtype = static_args
     return func(operands[0], dims, keepdim, dtype=dtype)
 
 
-def _call_extremum(func: Any, operands: tuple, statics: tuple) -> Any:
-    dims, keepdim = statics
+def _call_extremum(func: Any, operands: tuple, static_args: tuple) -> Any:
+    dims, keepdim = static_args
     return func(operands[0], () if dims is None else dims, keepdim)
 
 
@@ -82,8 +82,8 @@ def _bind_reduce_whole(func: Any, args: tuple, kwargs: dict) -> Bound:
     return (x,), (to_dims(dim), bool(keepdim), extra)
 
 
-def _call_reduce_whole(func: Any, operands: tuple, statics: tuple) -> Any:
-    dims, keepdim, extra = statics
+def _call_reduce_whole(func: Any, operands: tuple, static_args: tuple) -> Any:
+    dims, keepdim, extra = static_args
     x, kernel = operands[0], getattr(torch, func.__name__)
     if func.__name__ == "count_nonzero":
         return kernel(x, dims)
@@ -110,6 +110,6 @@ def _bind_norm(order: str) -> Callable[..., Bound]:
     return bind
 
 
-def _call_vector_norm(func: Any, operands: tuple, statics: tuple) -> Any:
-    p, dims, keepdim, dtype = statics
+def _call_vector_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
+    p, dims, keepdim, dtype = static_args
     return torch.linalg.vector_norm(operands[0], p, dims, keepdim, dtype=dtype)

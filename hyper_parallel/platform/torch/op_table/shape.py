@@ -40,14 +40,14 @@ def _shape(x: Any) -> tuple[int, ...]:
 def _by_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Call with the sizes or dimensions one by one: torch reads numbers faster than a tuple of them."""
 
-    def call(func: Any, operands: tuple, statics: tuple) -> Any:
-        return kernel(operands[0], *statics[0]) if statics[0] else kernel(operands[0], ())
+    def call(func: Any, operands: tuple, static_args: tuple) -> Any:
+        return kernel(operands[0], *static_args[0]) if static_args[0] else kernel(operands[0], ())
 
     return call
 
 
 def _by_first(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda func, operands, statics: kernel(operands[0], statics[0])
+    return lambda func, operands, static_args: kernel(operands[0], static_args[0])
 
 
 # ---------------------------------------------------------------------------------------------------- reshape
@@ -112,8 +112,8 @@ def _swapped(ndim: int, a: int, b: int) -> tuple[int, ...]:
 def _permutations() -> Table:
     permute = _by_numbers(T.permute)
 
-    def adjoint(func: Any, operands: tuple, statics: tuple) -> Any:
-        return operands[0].permute(statics[0]).conj()
+    def adjoint(func: Any, operands: tuple, static_args: tuple) -> Any:
+        return operands[0].permute(static_args[0]).conj()
 
     return {
         **rows("permute", "permute", "input *dims -> input | dims", permute),
@@ -182,8 +182,8 @@ def _bind_squeeze(func: Any, args: tuple, kwargs: dict) -> Bound:
     return (x,), (to_dims(dim) if dim != () else (),)
 
 
-def _call_squeeze(func: Any, operands: tuple, statics: tuple) -> Any:
-    return T.squeeze(operands[0]) if statics[0] is None else T.squeeze(operands[0], statics[0])
+def _call_squeeze(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return T.squeeze(operands[0]) if static_args[0] is None else T.squeeze(operands[0], static_args[0])
 
 
 @binds("input *dims")
@@ -201,8 +201,8 @@ def _bind_pad(x: Any, pad: Any, mode: str, value: Any) -> Bound:
     return (x,), ((*((0, 0),) * (ndim - len(pairs)), *reversed(pairs)), mode, value, len(pad))
 
 
-def _call_pad(func: Any, operands: tuple, statics: tuple) -> Any:
-    pairs, mode, value, count = statics
+def _call_pad(func: Any, operands: tuple, static_args: tuple) -> Any:
+    pairs, mode, value, count = static_args
     flat = [n for pair in reversed(pairs) for n in pair]
     return F.pad(operands[0], flat[:count], mode, value)
 
@@ -213,7 +213,7 @@ def _call_pad(func: Any, operands: tuple, statics: tuple) -> Any:
 def _joins_and_splits() -> Table:
     return {
         **rows("cat concat concatenate", "cat", _bind_join, _call_cat, torch),
-        **rows("stack", "stack", _bind_join, lambda func, operands, statics: func(operands, statics[0]), torch),
+        **rows("stack", "stack", _bind_join, lambda func, operands, static_args: func(operands, static_args[0]), torch),
         **rows("chunk", "chunk", "input chunks dim=0 -> input | chunks dim"),
         **rows("split split_with_sizes", "split", _bind_split),
         **rows("unbind", "unbind", "input dim=0 -> input | dim"),
@@ -226,11 +226,11 @@ def _bind_join(tensors: Any, dim: int) -> Bound:
     return tuple(tensors), (dim,)
 
 
-def _call_cat(func: Any, operands: tuple, statics: tuple) -> Any:
+def _call_cat(func: Any, operands: tuple, static_args: tuple) -> Any:
     if operands[0].dim() == 1 and any(x.shape == (0,) for x in operands):
         # Torch leaves such operands out, also where gradients of gradients go to them and may communicate on the way.
         return torch.cat([x.unsqueeze(0) for x in operands], 1)[0]
-    return torch.cat(operands, statics[0])
+    return torch.cat(operands, static_args[0])
 
 
 @binds("input/tensor size/split_size/split_sizes/split_size_or_sections dim=0")

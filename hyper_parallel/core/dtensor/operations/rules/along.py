@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule(
     "along_dims",
-    statics="dims that must be whole, number of results",
+    static_args="dims that must be whole, number of results",
 )
-def along_dims(shapes: tuple, statics: tuple) -> OpSharding | None:
+def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Results of the shape of x: cumsum, sort, flip, roll, tril. Every rank needs an element: for none a backend may
     record nothing (cumprod), and this rank would leave out what the others communicate in gradients of gradients."""
-    x, (dims, results) = shapes[0], statics[:2]
+    x, (dims, results) = shapes[0], static_args[:2]
     labels = whole(named(x), axes(dims, len(x)))
     return OpSharding(
         operands=(labels,), results=(labels,) * results, result_shapes=(tuple(x),) * results, nonempty=labels
     )
 
 
-@rule("topk", statics="k, dim; two results")
-def topk(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("topk", static_args="k, dim; two results")
+def topk(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The k largest or smallest along a dimension: values and indices."""
-    x, (k, dim) = shapes[0], statics[:2]
+    x, (k, dim) = shapes[0], static_args[:2]
     if not x:
         return None
     dim = axis(dim, len(x))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import broadcast
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule(
@@ -14,14 +14,14 @@ from hyper_parallel.core.dtensor.operations.rules.labels import broadcast
     repeatable=True,
     memory="fresh",
 )
-def attention(shapes: tuple, statics: tuple) -> OpSharding | None:
+def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Scaled dot-product attention, independent for each batch element and head. With fewer key and value heads than
     query heads, each serves as many consecutive query heads, so both are cut at the same places where the number of
     shards divides them."""
     q, k, v, mask = (*shapes, None)[:4]
     if any(x is None or len(x) < 2 for x in (q, k, v)) or q[-1] != k[-1] or k[-2] != v[-2]:
         return None
-    if len(statics) > 1 and statics[1]:
+    if len(static_args) > 1 and static_args[1]:
         # The noise is drawn inside the native operation: only on gathered operands is it that of a single device.
         return None
     scores = (q[-2], k[-2])

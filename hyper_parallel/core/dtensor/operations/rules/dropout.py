@@ -7,12 +7,12 @@ from typing import Any
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.random import is_held_alike, synchronize, take_part
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
-@rule("dropout", statics="p, training, maybe a seed and a stream of numbers of its own", memory="ordered")
-def dropout(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("dropout", static_args="p, training, maybe a seed and a stream of numbers of its own", memory="ordered")
+def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Product of x and noise. Element for element it is that of a single device, the same on every rank: so the
     operation is linear in x, and the summands of a partial sum all get the same."""
     labels = named(shapes[0])
@@ -26,16 +26,16 @@ def dropout(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 def _drop(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     """Every rank draws the noise of the whole tensor from its generator, all generators being in the same state, and
     uses its part of it. That costs memory of the global size for a moment and keeps the generators in step. Ranks with
     the same part take it from the first of them, unless the noise comes from where nothing else is drawn from."""
     x, layout = operands[0], operand_layouts[0]
-    p, training, *more = statics
+    p, training, *more = static_args
     if training:
         synchronize(layout.mesh)
     alike = 0 < p < 1 and is_held_alike(layout) and not any(stream is not None for stream in more[1:])
     if not training or (not alike and tuple(layout.local_shape) == tuple(layout.shape)):
-        return native(operands, statics)
-    return x * take_part(native((ones_like_whole(x, layout),), statics), layout, alike)
+        return native(operands, static_args)
+    return x * take_part(native((ones_like_whole(x, layout),), static_args), layout, alike)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("embedding", "ids, weight (vocabulary, features)", "padding_idx or None", repeatable=True, memory="fresh")
-def embedding(shapes: tuple, statics: tuple) -> OpSharding | None:
+def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``weight[ids]``, which is ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
     ids, weight = shapes
     if len(weight) != 2:
@@ -28,13 +28,13 @@ def embedding(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 def look_up(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     """Look up the ids that this rank has and give zeros for the others, so that the results of all ranks add up."""
     ids, weight = operands
     vocabulary, size = operand_layouts[1].shape[0], operand_layouts[1].local_shape[0]
     if size == vocabulary:
-        return native(operands, statics)
+        return native(operands, static_args)
     rows = ids - operand_layouts[1].local_offset[0]
     elsewhere = (rows < 0) | (rows >= size)
     # Ids outside the whole vocabulary stay as they are: the look-up does with them what it does on a single device.
@@ -44,7 +44,7 @@ def look_up(
         weight = platform.cat([weight, platform.zeros((1, operand_layouts[1].local_shape[1]), weight)], 0)
     found = native(
         (platform.masked_fill(rows, elsewhere & known, 0), weight),
-        (_local_padding(statics[0], operand_layouts[1]), *statics[1:]),
+        (_local_padding(static_args[0], operand_layouts[1]), *static_args[1:]),
     )
     return platform.masked_fill(found, platform.unsqueeze(elsewhere, -1), 0.0)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axis, broadcast, named, whole
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
-@rule("glu", statics="dim")
-def glu(shapes: tuple, statics: tuple) -> OpSharding | None:
-    """The first half along ``statics[0]``, of which some function gates the second half."""
+@rule("glu", static_args="dim")
+def glu(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """The first half along ``static_args[0]``, of which some function gates the second half."""
     x = shapes[0]
     if not x:
         return None
-    dim = axis(statics[0], len(x))
+    dim = axis(static_args[0], len(x))
     if x[dim] % 2:
         return None
     labels = whole(named(x), (dim,))
@@ -21,7 +21,7 @@ def glu(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 @rule("rotary", "x, cosines, sines")
-def rotary(shapes: tuple, statics: tuple) -> OpSharding | None:
+def rotary(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Rotary embedding. Cosines and sines broadcast to x; the last dimension, in which pairs are turned, must be
     whole."""
     x = shapes[0]
@@ -40,7 +40,7 @@ def rotary(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 @rule("add_rms_norm", "x, x, weight")
-def add_rms_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
+def add_rms_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Norm of the sum of two tensors of one shape, its statistic, and the sum. The norm is over the dimensions of the
     weight, the third operand; the statistic keeps them with size 1."""
     x, other, weight = shapes

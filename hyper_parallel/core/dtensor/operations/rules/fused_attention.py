@@ -7,8 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.random import share_state
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, Shape
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 #: layout -> (number of dimensions, dimension of the batch or None, dimension of the heads)
 _LAYOUTS = {"BNSD": (4, 0, 1), "BSND": (4, 0, 2), "BSH": (3, 0, 2), "SBH": (3, 1, 2), "TND": (3, None, 1)}
@@ -21,10 +21,10 @@ _TOKENS = {"BNSD": 2, "BSND": 1, "BSH": 1, "SBH": 0, "TND": 0}
     "layout of q, k and v, heads, probability to keep, whether something holds an entry for each batch element, "
     "size of a statistic, whether those of tokens have the tokens first",
 )
-def fused_attention(shapes: tuple, statics: tuple) -> OpSharding | None:
+def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention and the statistics of its softmax, independent for each batch element and head.
 
-    ``statics`` are the layout of query, key and value (`_LAYOUTS`: batch B, heads N, length S, features D, N * D
+    ``static_args`` are the layout of query, key and value (`_LAYOUTS`: batch B, heads N, length S, features D, N * D
     features H, tokens of all sequences T), the number of query heads, the probability to keep a weight, whether what
     holds one entry for each batch element is given besides (then batches must be whole), and the last size of the two
     statistics. Operands are query, key, value, a bias of the scores (B or 1, N or 1, ...; or one number for each head,
@@ -33,7 +33,7 @@ def fused_attention(shapes: tuple, statics: tuple) -> OpSharding | None:
 
     Results are the output and two statistics of (B, N, S, size), for tokens of (N, T, size) or (T, N, size).
     """
-    layout, heads, keep, per_batch, statistic, tokens_first = statics[:6]
+    layout, heads, keep, per_batch, statistic, tokens_first = static_args[:6]
     found = _Attention.of(layout, heads, shapes)
     if found is None:
         return None
@@ -146,17 +146,17 @@ class _Attention:
         return (out, own, own)
 
 
-def _local_heads(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+def _local_heads(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
     """The number of heads that this rank has."""
-    layout, heads, *rest = statics
+    layout, heads, *rest = static_args
     dim = _LAYOUTS[layout][2]
     whole, own = result_layouts[0].shape[dim], result_layouts[0].local_shape[dim]
     return (layout, heads * own // whole, *rest)
 
 
 def _draw(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     """Every rank draws the same noise, from generators in the same state."""
     share_state(operand_layouts[0].mesh)
-    return native(operands, statics)
+    return native(operands, static_args)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, Labels, Shape, axis, broadcast, named, whole
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 _LINEAR = ((0,),)
 
@@ -118,19 +118,19 @@ def _localize(local_index: tuple | None) -> Any:
     """`OpSharding.localize` for an index that differs on shards, else None."""
     if local_index is None:
         return None
-    return lambda statics, operand_layouts, result_layouts: (local_index, *statics[1:])
+    return lambda static_args, operand_layouts, result_layouts: (local_index, *static_args[1:])
 
 
-def _index_of_view(statics: tuple, shape: tuple, result_shapes: list) -> tuple | None:
+def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tuple | None:
     """An index of ints, slices, None and dots gives a view."""
-    index = statics[0]
+    index = static_args[0]
     return None if any(isinstance(item, bool) or _is_tensor(item) for item in index) else (index,)
 
 
 @rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
-def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
+def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index]``: dimensions taken whole and those of the index tensors can be sharded."""
-    found = _analyse(shapes[0], statics[0], shapes[1:])
+    found = _analyse(shapes[0], static_args[0], shapes[1:])
     if found is None:
         return None
     return OpSharding(
@@ -143,11 +143,11 @@ def getitem(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 @rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
-def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
+def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along are whole;
     those that ints and slices cut may be sharded: each rank then writes what lies in its shard."""
     x, value = shapes[:2]
-    found = _analyse(x, statics[0], shapes[2:])
+    found = _analyse(x, static_args[0], shapes[2:])
     if found is None:
         return None
     value_labels = None
@@ -165,7 +165,7 @@ def setitem_(shapes: tuple, statics: tuple) -> OpSharding | None:
             label if size == full and label in found.x else None
             for size, (full, label) in zip(value[extra:], target, strict=True)
         )
-    labels, cut = found.x, _Cut.of(statics[0], x, found)
+    labels, cut = found.x, _Cut.of(static_args[0], x, found)
     if cut is not None:
         labels = tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
     return OpSharding(
@@ -234,7 +234,7 @@ class _Cut:
         platform: Any,
         native: Any,
         operands: tuple,
-        statics: tuple,
+        static_args: tuple,
         operand_layouts: tuple,
         result_layouts: tuple,
     ) -> Any:
@@ -261,7 +261,7 @@ class _Cut:
             own = picked[first:last]
             begin = own.start - start if own else 0
             index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
-        return native((x, value, *operands[2:]), (tuple(index), *statics[1:]))
+        return native((x, value, *operands[2:]), (tuple(index), *static_args[1:]))
 
     def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the value with a dimension for each of x."""
@@ -272,16 +272,16 @@ class _Cut:
         return tuple(sizes)
 
 
-def _narrowed(statics: tuple, shape: tuple, result_shapes: list) -> tuple:
-    dim, start, length = axis(statics[0], len(shape)), statics[1], statics[2]
+def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
+    dim, start, length = axis(static_args[0], len(shape)), static_args[1], static_args[2]
     start = start + shape[dim] if start < 0 else start
     return ((*(FULL_SLICE,) * dim, ("slice", start, start + length, None)),)
 
 
-@rule("narrow", statics="dim, start, length", repeatable=True, memory="shared", view_index=_narrowed)
-def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("narrow", static_args="dim, start, length", repeatable=True, memory="shared", view_index=_narrowed)
+def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Elements from start to start + length along a dimension, which can be sharded only if these are all."""
-    x, (dim, start, length) = shapes[0], statics[:3]
+    x, (dim, start, length) = shapes[0], static_args[:3]
     if not x:
         return None
     dim = axis(dim, len(x))
@@ -290,8 +290,8 @@ def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
         return None
     labels = named(x) if length == x[dim] else whole(named(x), (dim,))
 
-    def localize(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
-        return (dim, 0, result_layouts[0].local_shape[dim], *statics[3:])
+    def localize(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+        return (dim, 0, result_layouts[0].local_shape[dim], *static_args[3:])
 
     return OpSharding(
         operands=(labels,),
@@ -303,12 +303,12 @@ def narrow(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 @rule("gather", "x, index", "dim")
-def gather(shapes: tuple, statics: tuple) -> OpSharding | None:
+def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``result[i][j] = x[index[i][j]][j]`` for dim 0: x must be whole along dim, the index need not be."""
     x, index = shapes
     if index is None or len(x) != len(index):
         return None
-    dim = axis(statics[0], len(x))
+    dim = axis(static_args[0], len(x))
     # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
@@ -321,12 +321,12 @@ def gather(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 @rule("index_select", "x, index (1-D)", "dim")
-def index_select(shapes: tuple, statics: tuple) -> OpSharding | None:
+def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[:, index]`` for dim 1 and a 1-d index."""
     x, index = shapes
     if index is None or len(index) != 1 or not x:
         return None
-    dim = axis(statics[0], len(x))
+    dim = axis(static_args[0], len(x))
     labels = whole(named(x), (dim,))
     return OpSharding(
         operands=(labels, ("t",)),
@@ -336,10 +336,10 @@ def index_select(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("one_hot", statics="number of classes", memory="fresh")
-def one_hot(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("one_hot", static_args="number of classes", memory="fresh")
+def one_hot(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A new last dimension of the given number of classes, which must not depend on the data."""
-    x, classes = shapes[0], statics[0]
+    x, classes = shapes[0], static_args[0]
     if not isinstance(classes, int) or classes < 0:
         return None
     labels = named(x)

@@ -10,17 +10,17 @@ from itertools import accumulate
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("cat", "any number", "dim", repeatable=True, memory="fresh")
-def cat(shapes: tuple, statics: tuple) -> OpSharding | None:
+def cat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Concatenate."""
     first = shapes[0] if shapes else None
     if not first or any(shape is None or len(shape) != len(first) for shape in shapes):
         return None
-    dim = axis(statics[0], len(first))
+    dim = axis(static_args[0], len(first))
     if len({without(shape, (dim,)) for shape in shapes}) > 1:
         return None
     labels = whole(named(first), (dim,))
@@ -33,12 +33,12 @@ def cat(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 @rule("stack", "any number", "dim", repeatable=True, memory="fresh")
-def stack(shapes: tuple, statics: tuple) -> OpSharding | None:
+def stack(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Join along a new dimension."""
     if not shapes or shapes[0] is None or len(set(shapes)) > 1:
         return None
     first = shapes[0]
-    dim, labels = axis(statics[0], len(first) + 1), named(first)
+    dim, labels = axis(static_args[0], len(first) + 1), named(first)
     return OpSharding(
         operands=(labels,) * len(shapes),
         results=((*labels[:dim], None, *labels[dim:]),),
@@ -68,9 +68,9 @@ def _pieces(length: int, size: int) -> list[int]:
     return [min(size, length - start) for start in range(0, length, size)] or [0]
 
 
-def _index_of_pieces(statics: tuple, shape: tuple, result_shapes: list) -> tuple:
-    """The slice of each of the pieces that follow one another along dimension ``statics[1]``."""
-    dim = axis(statics[1], len(shape))
+def _index_of_pieces(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
+    """The slice of each of the pieces that follow one another along dimension ``static_args[1]``."""
+    dim = axis(static_args[1], len(shape))
     ends = accumulate(result[dim] for result in result_shapes)
     return tuple(
         (*(FULL_SLICE,) * dim, ("slice", end - result[dim], end, None))
@@ -78,25 +78,25 @@ def _index_of_pieces(statics: tuple, shape: tuple, result_shapes: list) -> tuple
     )
 
 
-@rule("split", statics="size or tuple of sizes, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
-def split(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("split", static_args="size or tuple of sizes, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
+def split(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Pieces of one size, the last one possibly smaller, or of the sizes given."""
-    x, (size, dim) = shapes[0], statics[:2]
+    x, (size, dim) = shapes[0], static_args[:2]
     if not x or size == 0:
         return None
     dim = axis(dim, len(x))
 
-    def localize(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+    def localize(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
         here = tuple(layout.local_shape[dim] for layout in result_layouts)
-        return statics if sum(here) == x[dim] else (here, *statics[1:])
+        return static_args if sum(here) == x[dim] else (here, *static_args[1:])
 
     return _parts(x, dim, _pieces(x[dim], size) if isinstance(size, int) else tuple(size), localize)
 
 
-@rule("chunk", statics="chunks, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
-def chunk(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("chunk", static_args="chunks, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
+def chunk(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """At most ``chunks`` pieces of one size, the last one possibly smaller."""
-    x, (chunks, dim) = shapes[0], statics[:2]
+    x, (chunks, dim) = shapes[0], static_args[:2]
     if not x or chunks < 1:
         return None
     dim = axis(dim, len(x))
@@ -106,21 +106,21 @@ def chunk(shapes: tuple, statics: tuple) -> OpSharding | None:
     if len(pieces) == chunks or len(set(pieces)) > 1:
         return _parts(x, dim, pieces)
     # A shard without elements would give as many pieces as are asked for, not as many as there are.
-    return _parts(x, dim, pieces, lambda statics, *layouts: (len(pieces), *statics[1:]))
+    return _parts(x, dim, pieces, lambda static_args, *layouts: (len(pieces), *static_args[1:]))
 
 
-def _index_of_slices(statics: tuple, shape: tuple, result_shapes: list) -> tuple:
-    """The number of each slice along dimension ``statics[0]``."""
-    return tuple((*(FULL_SLICE,) * axis(statics[0], len(shape)), i) for i in range(len(result_shapes)))
+def _index_of_slices(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
+    """The number of each slice along dimension ``static_args[0]``."""
+    return tuple((*(FULL_SLICE,) * axis(static_args[0], len(shape)), i) for i in range(len(result_shapes)))
 
 
-@rule("unbind", statics="dim", memory="shared", view_index=_index_of_slices)
-def unbind(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("unbind", static_args="dim", memory="shared", view_index=_index_of_slices)
+def unbind(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """One result per index of a dimension, without that dimension."""
     x = shapes[0]
     if not x:
         return None
-    dim = axis(statics[0], len(x))
+    dim = axis(static_args[0], len(x))
     labels = whole(named(x), (dim,))
     return OpSharding(
         operands=(labels,),

@@ -84,6 +84,6 @@ def broadcast(
     return tuple(common), labels, operands
 
 
-def all_elements(statics: tuple, shape: Shape, result_shapes: list[Shape]) -> tuple[tuple[Any, ...]]:
+def all_elements(static_args: tuple, shape: Shape, result_shapes: list[Shape]) -> tuple[tuple[Any, ...]]:
     """`CanonicalOp.view_index` of a view that has all elements of its operand in their order."""
     return ((...,),)

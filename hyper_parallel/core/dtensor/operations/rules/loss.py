@@ -12,8 +12,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.vocab_parallel import vocab_parallel_of
 
 __all__ = ["class_dim", "sharded_cross_entropy"]
@@ -30,9 +30,9 @@ def class_dim(logits: tuple[int, ...]) -> int:
     "reduction, ignore_index, label_smoothing, dtype of the result or None for that of the logits",
     loss=True,
 )
-def cross_entropy(shapes: tuple, statics: tuple) -> OpSharding | None:
+def cross_entropy(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Cross entropy. The target holds classes, or probabilities when it has the shape of the logits."""
-    return _loss(shapes, statics[0], _cross_entropy) if 0.0 <= statics[2] <= 1.0 else None
+    return _loss(shapes, static_args[0], _cross_entropy) if 0.0 <= static_args[2] <= 1.0 else None
 
 
 @rule(
@@ -41,10 +41,10 @@ def cross_entropy(shapes: tuple, statics: tuple) -> OpSharding | None:
     "reduction, ignore_index, dtype of the result or None",
     loss=True,
 )
-def nll_loss(shapes: tuple, statics: tuple) -> OpSharding | None:
+def nll_loss(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Negative log-likelihood. The target holds classes."""
     same_shape = shapes[0] is not None and shapes[1] is not None and len(shapes[0]) == len(shapes[1])
-    return None if same_shape else _loss(shapes, statics[0], _nll_loss)
+    return None if same_shape else _loss(shapes, static_args[0], _nll_loss)
 
 
 def _loss(shapes: tuple, reduction: str, call: Any) -> OpSharding | None:
@@ -75,23 +75,23 @@ def _loss(shapes: tuple, reduction: str, call: Any) -> OpSharding | None:
 
 
 def _cross_entropy(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     logits = operand_layouts[0]
     if Classes.of(logits, class_dim(logits.shape)) is not None:
-        return sharded_cross_entropy(platform, operands, statics, operand_layouts)
-    return _with_whole_classes(platform, native, operands, statics, operand_layouts)
+        return sharded_cross_entropy(platform, operands, static_args, operand_layouts)
+    return _with_whole_classes(platform, native, operands, static_args, operand_layouts)
 
 
 def sharded_cross_entropy(
-    platform: Any, operands: tuple, statics: tuple, operand_layouts: tuple, dim: int | None = None
+    platform: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, dim: int | None = None
 ) -> Any:
     """Cross entropy over sharded classes.
 
     Args:
         platform: the platform of the tensors.
         operands: local logits, target, and class weights or None (or left out).
-        statics: reduction, ignore_index, label_smoothing, and the dtype of the result or None (or left out).
+        static_args: reduction, ignore_index, label_smoothing, and the dtype of the result or None (or left out).
         operand_layouts: layouts of the operands: classes are sharded alike, and so are samples.
         dim: dimension of the classes; None: as the frameworks have it.
 
@@ -100,7 +100,7 @@ def sharded_cross_entropy(
         ``"none"``, a part of a sum over those that shard samples.
     """
     x, target, weight = (*operands, None)[:3]
-    reduction, ignore_index, smoothing, dtype = (*statics, None)[:4]
+    reduction, ignore_index, smoothing, dtype = (*static_args, None)[:4]
     logits = operand_layouts[0]
     classes = Classes.along(logits, class_dim(logits.shape) if dim is None else dim)
     functions = vocab_parallel_of(platform)
@@ -115,14 +115,14 @@ def sharded_cross_entropy(
 
 
 def _nll_loss(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     logits = operand_layouts[0]
     classes = Classes.of(logits, class_dim(logits.shape))
     if classes is None:
-        return _with_whole_classes(platform, native, operands, statics, operand_layouts)
+        return _with_whole_classes(platform, native, operands, static_args, operand_layouts)
     x, target, weight = (*operands, None)[:3]
-    reduction, ignore_index, dtype = (*statics, None)[:3]
+    reduction, ignore_index, dtype = (*static_args, None)[:3]
     _check_weight(platform, weight)
     functions = vocab_parallel_of(platform)
     loss, weights = functions.nll(x, target, weight, classes, ignore_index)
@@ -161,15 +161,15 @@ def _total(platform: Any, weights: Any, layout: Any, more: tuple[int, ...] = ())
     return total
 
 
-def _with_whole_classes(platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple) -> Any:
+def _with_whole_classes(platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple) -> Any:
     logits, layout = operand_layouts[:2]
-    if statics[0] != "mean" or not any(placement.is_shard() for placement in layout.placements):
-        return native(operands, statics)
-    loss = native(operands, ("sum", *statics[1:]))
+    if static_args[0] != "mean" or not any(placement.is_shard() for placement in layout.placements):
+        return native(operands, static_args)
+    loss = native(operands, ("sum", *static_args[1:]))
     if layout.ndim == logits.ndim:  # probabilities
         return loss / math.prod(without(layout.shape, (class_dim(layout.shape),)))
     _, target, weight = (*operands, None)[:3]
-    ignored = target == statics[1]
+    ignored = target == static_args[1]
     # Neither the target nor the weight of a class has a gradient: this may happen outside autograd.
     if weight is None:
         weights = platform.ones(platform.shape_of(target), loss)

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, broadcast, named
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("linear", "x, weight (out, in), bias or None", repeatable=True, memory="fresh")
-def linear(shapes: tuple, statics: Any) -> OpSharding | None:
+def linear(shapes: tuple, static_args: Any) -> OpSharding | None:
     """``x @ weight.T + bias``; a 1-d weight is a single row whose dimension is dropped."""
     x, weight, bias = (*shapes, None)[:3]
     if not x or not weight or len(weight) > 2 or x[-1] != weight[-1]:
@@ -30,13 +30,13 @@ def linear(shapes: tuple, statics: Any) -> OpSharding | None:
 
 
 @rule("matmul", "a, b", "transpose_a, transpose_b", repeatable=True, memory="fresh")
-def matmul(shapes: tuple, statics: Any) -> OpSharding | None:
+def matmul(shapes: tuple, static_args: Any) -> OpSharding | None:
     """``a @ b`` as NumPy does it: vectors are promoted, batch dimensions broadcast. The flags swap the last two
     dimensions of an operand that has two."""
     a, b = shapes
     if not a or not b:
         return None
-    transpose_a, transpose_b = (*statics, False, False)[:2]
+    transpose_a, transpose_b = (*static_args, False, False)[:2]
     a_core = ("k",) if len(a) == 1 else ("k", "m") if transpose_a else ("m", "k")
     b_core = ("k",) if len(b) == 1 else ("n", "k") if transpose_b else ("k", "n")
     sizes = dict(zip(a_core, a[-len(a_core) :], strict=True))
@@ -58,7 +58,7 @@ def matmul(shapes: tuple, statics: Any) -> OpSharding | None:
 
 
 @rule("addmm", "c, a, b", memory="fresh")
-def addmm(shapes: tuple, statics: Any) -> OpSharding | None:
+def addmm(shapes: tuple, static_args: Any) -> OpSharding | None:
     """``c + a @ b`` for matrices a and b; c broadcasts to the result."""
     c, a, b = shapes
     if c is None or len(a) != 2 or len(b) != 2 or a[1] != b[0] or len(c) > 2:
@@ -77,10 +77,10 @@ def addmm(shapes: tuple, statics: Any) -> OpSharding | None:
 
 
 @rule("einsum", "any number", "equation")
-def einsum(shapes: tuple, statics: Any) -> OpSharding | None:
+def einsum(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Sums of products. An equation such as ``"bij,bjk->bik"`` already names the dimensions. Diagonals (an index twice
     in one operand) and dimensions that broadcast are left to gathered operands."""
-    equation = statics[0].replace(" ", "")
+    equation = static_args[0].replace(" ", "")
     if not re.fullmatch(r"[A-Za-z]*(,[A-Za-z]*)*(->[A-Za-z]*)?", equation):
         return None
     inputs, arrow, output = equation.partition("->")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import named, whole
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 _STATICS = "number of normalised dims, number of statistics returned besides"
 
 
 @rule("rms_norm", "x, weight or None", _STATICS, repeatable=True)
 @rule("layer_norm", "x, weight or None, bias or None", _STATICS, repeatable=True)
-def norm(shapes: tuple, statics: tuple) -> OpSharding | None:
+def norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Normalisation over the last dimensions, which weight and bias have, if given. Statistics keep the normalised
     dimensions with size 1."""
     x, parameters = shapes[0], shapes[1:]
-    normalised, statistics = (*statics, 0)[:2]
+    normalised, statistics = (*static_args, 0)[:2]
     batch = len(x) - normalised
     if batch < 0 or any(p is not None and tuple(p) != tuple(x[batch:]) for p in parameters):
         return None

@@ -13,8 +13,8 @@ from hyper_parallel.core.dtensor.communication.extremes import Extreme
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute_local
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
 _DIMS = "dims (tuple or None), keepdim"
@@ -31,53 +31,55 @@ def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSh
     )
 
 
-@rule("sum", statics=_DIMS, repeatable=True, memory="fresh")
-def sum_(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("sum", static_args=_DIMS, repeatable=True, memory="fresh")
+def sum_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Sum."""
-    return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum")
+    return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum")
 
 
-@rule("mean", statics=_DIMS, repeatable=True, memory="fresh")
-def mean(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("mean", static_args=_DIMS, repeatable=True, memory="fresh")
+def mean(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Mean: over a sharded dimension the local sum divided by the global count."""
-    return _reduction(shapes[0], statics[0], statics[1], terms=((0,),), reduce="sum", call=_mean)
+    return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum", call=_mean)
 
 
 def _mean(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     layout = operand_layouts[0]
-    reduced = axes(statics[0], layout.ndim)
+    reduced = axes(static_args[0], layout.ndim)
     local = math.prod(layout.local_shape[d] for d in reduced)
     everywhere = math.prod(layout.shape[d] for d in reduced)
     if local == everywhere:
-        return native(operands, statics)
+        return native(operands, static_args)
     x = operands[0]
     if local == 0:
         # The mean of no elements is NaN. Their sum is 0, and x is part of its graph: backward of x may communicate.
         for dim in reduced:
             x = platform.sum_along(x, dim)
-        kept = [1 if d in reduced else n for d, n in enumerate(layout.local_shape) if statics[1] or d not in reduced]
+        kept = [
+            1 if d in reduced else n for d, n in enumerate(layout.local_shape) if static_args[1] or d not in reduced
+        ]
         return x.reshape(tuple(kept))
-    return native((x,), statics) * (local / everywhere)
+    return native((x,), static_args) * (local / everywhere)
 
 
-@rule("amax", statics=_EXTREME)
-def amax(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("amax", static_args=_EXTREME)
+def amax(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Largest element. A rank without elements has none, so it cannot take part."""
-    return _extreme(shapes[0], statics, "max")
+    return _extreme(shapes[0], static_args, "max")
 
 
-@rule("amin", statics=_EXTREME)
-def amin(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("amin", static_args=_EXTREME)
+def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Smallest element; see `amax`."""
-    return _extreme(shapes[0], statics, "min")
+    return _extreme(shapes[0], static_args, "min")
 
 
-def _extreme(x: tuple[int, ...], statics: tuple, op: str) -> OpSharding:
-    dims, keepdim = statics[:2]
+def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
+    dims, keepdim = static_args[:2]
     reduced = axes(dims, len(x))
-    extreme = Extreme(reduced, keepdim, nan_ties="whole" in statics[2:])
+    extreme = Extreme(reduced, keepdim, nan_ties="whole" in static_args[2:])
     return _reduction(x, dims, keepdim, reduce=op, nonempty=_only(x, reduced), extreme=extreme)
 
 
@@ -85,34 +87,34 @@ def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
     return tuple(label for i, label in enumerate(named(x)) if i in dims)
 
 
-@rule("reduce_whole", statics=_DIMS)
-def reduce_whole(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("reduce_whole", static_args=_DIMS)
+def reduce_whole(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A reduction whose results for parts do not combine: argmax, var, all. The dims reduced must be whole."""
-    return _reduce_whole(shapes[0], statics, results=1)
+    return _reduce_whole(shapes[0], static_args, results=1)
 
 
-@rule("reduce_pair", statics=_DIMS)
-def reduce_pair(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("reduce_pair", static_args=_DIMS)
+def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """As `reduce_whole`, with two results: values and indices, variance and mean."""
-    return _reduce_whole(shapes[0], statics, results=2)
+    return _reduce_whole(shapes[0], static_args, results=2)
 
 
-def _reduce_whole(x: tuple[int, ...], statics: tuple, results: int) -> OpSharding:
-    reduced = axes(statics[0], len(x))
+def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSharding:
+    reduced = axes(static_args[0], len(x))
     labels = whole(named(x), reduced)
     return OpSharding(
         operands=(labels,),
-        results=(without(labels, reduced, statics[1], None),) * results,
-        result_shapes=(without(x, reduced, statics[1], 1),) * results,
+        results=(without(labels, reduced, static_args[1], None),) * results,
+        result_shapes=(without(x, reduced, static_args[1], 1),) * results,
     )
 
 
-@rule("vector_norm", statics=f"p, {_DIMS}")
-def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("vector_norm", static_args=f"p, {_DIMS}")
+def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The p-norm. For p = 0 and 1 the norms of the parts add up; otherwise the result is the norm of the norms of all
     parts, which are gathered: nothing is raised to a power that the native operation would not raise, so nothing
     overflows that would not on one device."""
-    x, (p, dims, keepdim) = shapes[0], statics[:3]
+    x, (p, dims, keepdim) = shapes[0], static_args[:3]
     if p in (0, 1):
         return _reduction(x, dims, keepdim, reduce="sum")
     # The norm of no elements is 0, which for some p is no neutral element, and for others has no second derivative.
@@ -121,11 +123,11 @@ def vector_norm(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 def _norm_of_norms(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
     layout, (result,) = operand_layouts[0], result_layouts
-    norm = native(operands, statics)
-    reduced = axes(statics[1], layout.ndim)
+    norm = native(operands, static_args)
+    reduced = axes(static_args[1], layout.ndim)
     split = [mesh_dim for dim in reduced for mesh_dim in layout.shard_mesh_dims(dim)]
     if not split:
         return norm
@@ -141,7 +143,7 @@ def _norm_of_norms(
     )
     # A framework's call may have a dtype besides. It is left out: the norms have it, and those of complex numbers are
     # real.
-    return native((norms,), (statics[0], (0,), False, *(None for _ in statics[3:])))
+    return native((norms,), (static_args[0], (0,), False, *(None for _ in static_args[3:])))
 
 
 def _shifted(placement: Placement) -> Placement:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
 @rule("replicate", "any number", gathers=True)
-def replicate(shapes: tuple, statics: Any) -> OpSharding | None:
+def replicate(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Results of unknown number, type and shape (``item``, ``equal``, ``nonzero``): there is nothing to say."""
     return None

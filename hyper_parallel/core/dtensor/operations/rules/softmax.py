@@ -7,26 +7,31 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.vocab_parallel import VocabParallel, vocab_parallel_of
 
 _STATICS = "dim, dtype to convert x to first or None"
 
 
 def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
-    def softmax(shapes: tuple, statics: tuple) -> OpSharding | None:
+    def softmax(shapes: tuple, static_args: tuple) -> OpSharding | None:
         """Along one dimension, which may be sharded."""
-        x, dim = shapes[0], statics[0]
+        x, dim = shapes[0], static_args[0]
         if not x:
             return OpSharding(operands=((),), results=((),), result_shapes=((),))
         dim = axis(dim, len(x))
 
         def call(
-            platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+            platform: Any,
+            native: Any,
+            operands: tuple,
+            static_args: tuple,
+            operand_layouts: tuple,
+            result_layouts: tuple,
         ) -> Any:
             classes = Classes.along(operand_layouts[0], dim)
-            dtype = statics[1] if len(statics) > 1 else None
+            dtype = static_args[1] if len(static_args) > 1 else None
             local = operands[0] if dtype is None else platform.to_dtype(operands[0], dtype)
             return platform.to_dtype(function(vocab_parallel_of(platform), local, classes), local.dtype)
 
@@ -42,14 +47,14 @@ def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[
     return softmax
 
 
-rule("softmax", statics=_STATICS, repeatable=True)(_along(VocabParallel.softmax))
-rule("log_softmax", statics=_STATICS, repeatable=True)(_along(VocabParallel.log_softmax))
+rule("softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.softmax))
+rule("log_softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.log_softmax))
 
 
-@rule("logsumexp", statics="dims (tuple or None), keepdim")
-def logsumexp(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("logsumexp", static_args="dims (tuple or None), keepdim")
+def logsumexp(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Logarithm of the sum of exponentials, over one dimension, which may be sharded, or several whole ones."""
-    x, (dims, keepdim) = shapes[0], statics[:2]
+    x, (dims, keepdim) = shapes[0], static_args[:2]
     reduced = axes(dims, len(x))
     labels = named(x) if len(reduced) == 1 else whole(named(x), reduced)
     return OpSharding(
@@ -63,9 +68,9 @@ def logsumexp(shapes: tuple, statics: tuple) -> OpSharding | None:
 
 
 def _log_sum_exp(
-    platform: Any, native: Any, operands: tuple, statics: tuple, operand_layouts: tuple, result_layouts: tuple
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
-    (dim,) = axes(statics[0], operand_layouts[0].ndim)
+    (dim,) = axes(static_args[0], operand_layouts[0].ndim)
     classes = Classes.along(operand_layouts[0], dim)
     (x,) = operands
     y = platform.to_dtype(vocab_parallel_of(platform).log_sum_exp(x, classes), x.dtype)

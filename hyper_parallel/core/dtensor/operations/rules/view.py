@@ -7,29 +7,29 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import expanded_strides, permuted_strides, reshaped_strides
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import rule
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, all_elements, axis, named, without
+from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 _LINEAR = ((0,),)
 _SHAPE = "shape (may contain -1)"
 _RESHAPED: dict[str, Any] = {"repeatable": True, "view_index": all_elements, "view_strides": reshaped_strides}
 
 
-def _local_shape(statics: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
     """The first static argument is the shape of the result."""
-    return (tuple(result_layouts[0].local_shape), *statics[1:])
+    return (tuple(result_layouts[0].local_shape), *static_args[1:])
 
 
-@rule("reshape_copy", statics=_SHAPE, repeatable=True, memory="fresh")
-@rule("view", statics=_SHAPE, memory="shared", **_RESHAPED)
-@rule("reshape", statics=_SHAPE, memory="viewable", **_RESHAPED)
-def reshape(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("reshape_copy", static_args=_SHAPE, repeatable=True, memory="fresh")
+@rule("view", static_args=_SHAPE, memory="shared", **_RESHAPED)
+@rule("reshape", static_args=_SHAPE, memory="viewable", **_RESHAPED)
+def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The same elements in another shape. Dimensions fall into groups with the same number of elements before and
     after, ``(4, 8, 6) -> (32, 2, 3)`` into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost dimension of a
     group cuts it into contiguous pieces on both sides, if the number of shards divides both sizes; the other dimensions
     of a group must be whole."""
     x = shapes[0]
-    shape = _filled(statics[0], math.prod(x))
+    shape = _filled(static_args[0], math.prod(x))
     if shape is None or math.prod(shape) != math.prod(x):
         return None
     before: list[str | None] = [None] * len(x)
@@ -87,11 +87,11 @@ def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[i
     return pairs
 
 
-@rule("permute", statics="dims", repeatable=True, memory="shared", view_strides=permuted_strides)
-def permute(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("permute", static_args="dims", repeatable=True, memory="shared", view_strides=permuted_strides)
+def permute(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Dimensions in another order."""
     x = shapes[0]
-    order = tuple(axis(d, len(x)) for d in statics[0])
+    order = tuple(axis(d, len(x)) for d in static_args[0])
     if sorted(order) != list(range(len(x))):
         return None
     labels = named(x)
@@ -103,10 +103,10 @@ def permute(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("expand", statics="shape (-1 keeps a size)", repeatable=True, memory="shared", view_strides=expanded_strides)
-def expand(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("expand", static_args="shape (-1 keeps a size)", repeatable=True, memory="shared", view_strides=expanded_strides)
+def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Dimensions of size 1 are stretched and new ones added in front; these are whole."""
-    x, wanted = shapes[0], statics[0]
+    x, wanted = shapes[0], static_args[0]
     new = len(wanted) - len(x)
     if new < 0 or -1 in wanted[:new]:
         return None
@@ -123,11 +123,11 @@ def expand(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("squeeze", statics="dims (tuple or None)", memory="shared", **_RESHAPED)
-def squeeze(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("squeeze", static_args="dims (tuple or None)", memory="shared", **_RESHAPED)
+def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one, because a shard of a
     larger dimension may happen to have size 1."""
-    x, dims = shapes[0], statics[0]
+    x, dims = shapes[0], static_args[0]
     if isinstance(dims, int):
         dims = (dims,)
     wanted = range(len(x)) if dims is None else [axis(d, len(x)) for d in dims if x]
@@ -138,15 +138,15 @@ def squeeze(shapes: tuple, statics: tuple) -> OpSharding | None:
         results=(without(labels, dropped),),
         result_shapes=(without(x, dropped),),
         terms=_LINEAR,
-        localize=lambda statics, operand_layouts, result_layouts: (dropped, *statics[1:]),
+        localize=lambda static_args, operand_layouts, result_layouts: (dropped, *static_args[1:]),
     )
 
 
-@rule("unsqueeze", statics="dim", memory="shared", **_RESHAPED)
-def unsqueeze(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("unsqueeze", static_args="dim", memory="shared", **_RESHAPED)
+def unsqueeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Add a dimension of size 1."""
     x = shapes[0]
-    dim, labels = axis(statics[0], len(x) + 1), named(x)
+    dim, labels = axis(static_args[0], len(x) + 1), named(x)
     return OpSharding(
         operands=(labels,),
         results=((*labels[:dim], None, *labels[dim:]),),
@@ -155,11 +155,11 @@ def unsqueeze(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("repeat", statics="repeats")
-def repeat(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("repeat", static_args="repeats")
+def repeat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The whole tensor several times, as tiles. Dimensions that are not repeated can be sharded. New dimensions come in
     front."""
-    x, repeats = shapes[0], statics[0]
+    x, repeats = shapes[0], static_args[0]
     new = len(repeats) - len(x)
     if new < 0 or any(count < 0 for count in repeats):
         return None
@@ -173,10 +173,10 @@ def repeat(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("repeat_interleave", statics="repeats (an int), dim")
-def repeat_interleave(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("repeat_interleave", static_args="repeats (an int), dim")
+def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Every element along a dimension ``repeats`` times in a row, so that shards stay contiguous."""
-    x, (repeats, dim) = shapes[0], statics[:2]
+    x, (repeats, dim) = shapes[0], static_args[:2]
     if not isinstance(repeats, int) or repeats < 0 or dim is None or not x:
         return None
     dim, labels = axis(dim, len(x)), named(x)
@@ -188,12 +188,12 @@ def repeat_interleave(shapes: tuple, statics: tuple) -> OpSharding | None:
     )
 
 
-@rule("pad", statics="(before, after) for each dim, mode or nothing for `constant`")
-def pad(shapes: tuple, statics: tuple) -> OpSharding | None:
+@rule("pad", static_args="(before, after) for each dim, mode or nothing for `constant`")
+def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. What is added may be
     a constant, which is no partial sum: not linear. Where it is a copy of what is there, something must be."""
-    x, pads = shapes[0], statics[0]
-    copies = len(statics) > 1 and statics[1] != "constant"
+    x, pads = shapes[0], static_args[0]
+    copies = len(static_args) > 1 and static_args[1] != "constant"
     if len(pads) != len(x):
         return None
     labels = tuple(label if tuple(p) == (0, 0) else None for label, p in zip(named(x), pads, strict=True))

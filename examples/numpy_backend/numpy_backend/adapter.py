@@ -1,4 +1,4 @@
-"""NumPy for the conformance suite; see `hyper_parallel.testing.labs.protocol`."""
+"""NumPy for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import DTensor
-from hyper_parallel.testing.labs import forwards
+from hyper_parallel.testing.adapters import forwards
 from numpy_backend import layers, methods, modules, random
 from numpy_backend import operations as o
 from numpy_backend.array import Array, Parameter, gradients
@@ -48,7 +48,7 @@ from numpy_backend.operations import (  # noqa: F401 - the same
 )
 
 assert methods.METHODS
-_LAB = sys.modules[__name__]
+_ADAPTER = sys.modules[__name__]
 COMBINATIONS = 12
 TARGET_DTYPE = np.int64
 REFUSES_SMOOTHING = False
@@ -222,7 +222,7 @@ class GroupedAttention(modules.Module):
             self.q_norm, self.k_norm = RmsNorm(head_dim), RmsNorm(head_dim)
 
     def forward(self, x: Any) -> Any:
-        return forwards.grouped_attention(_LAB, self, x)
+        return forwards.grouped_attention(_ADAPTER, self, x)
 
 
 class FusedAttention(modules.Module):
@@ -235,7 +235,7 @@ class FusedAttention(modules.Module):
         self.wo = linear_module(features, features)
 
     def forward(self, x: Any) -> Any:
-        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_LAB, self, x)
+        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_ADAPTER, self, x)
 
 
 class FusedGated(modules.Module):
@@ -244,7 +244,7 @@ class FusedGated(modules.Module):
         self.w13, self.w2 = linear_module(features, 2 * hidden), linear_module(hidden, features)
 
     def forward(self, x: Any) -> Any:
-        return forwards.fused_gated(_LAB, self, x)
+        return forwards.fused_gated(_ADAPTER, self, x)
 
 
 class Experts(modules.Module):
@@ -254,7 +254,7 @@ class Experts(modules.Module):
         self.down = Parameter(np.zeros((count, hidden, features), np.float32))
 
     def forward(self, x: Any) -> Any:
-        return forwards.experts(_LAB, self, x)
+        return forwards.experts(_ADAPTER, self, x)
 
 
 class Projection(modules.Module):

@@ -1,7 +1,8 @@
-"""What the conformance suite wants of a framework: the names of a lab.
+"""What the conformance suite wants of a framework: the names of an adapter.
 
-A lab is a module. `hyper_parallel.testing.labs.torch_lab` and `mindspore_lab` are the two to learn from; what models
-compute is in `hyper_parallel.testing.labs.forwards` and needs no repeating. A backend of torch shares torch's lab.
+An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are the two to
+learn from; what models compute is in `forwards` there and needs no repeating. A backend of torch shares torch's
+adapter.
 
 "Tensor" below is a tensor of the framework, plain or distributed: every operation gets both. Operations come in the
 framework's own words: the suite checks that a user's code runs unchanged, so call what users call.
@@ -14,14 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Lab", "missing_names"]
+__all__ = ["Adapter", "missing_names"]
 
 Tensor = Any
 Module = Any
 
 
-class Lab(Protocol):
-    """The attributes of a module that is a lab. Floating point tensors are float32 unless a check says otherwise."""
+class Adapter(Protocol):
+    """The attributes of a module that is an adapter. Floating point tensors are float32 unless a check says
+    otherwise."""
 
     # ---------------------------------------------------------------- what differs between frameworks
     #: How many combinations of placements are tried for one operation, drawn at random when there are more.
@@ -324,7 +326,7 @@ class Lab(Protocol):
         """An element-wise operation without a sharding rule, which a check registers under `CUSTOM`."""
 
 
-def missing_names(lab: Any) -> list[str]:
-    """The names of `Lab` that ``lab`` does not have, sorted."""
-    names = {name for name in (*vars(Lab), *Lab.__annotations__) if not name.startswith("_")}
-    return sorted(name for name in names if not hasattr(lab, name))
+def missing_names(adapter: Any) -> list[str]:
+    """The names of `Adapter` that ``adapter`` does not have, sorted."""
+    names = {name for name in (*vars(Adapter), *Adapter.__annotations__) if not name.startswith("_")}
+    return sorted(name for name in names if not hasattr(adapter, name))

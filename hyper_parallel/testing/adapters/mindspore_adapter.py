@@ -1,4 +1,4 @@
-"""MindSpore for the conformance suite; see `hyper_parallel.testing.labs.protocol`."""
+"""MindSpore for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
-from hyper_parallel.testing.labs import forwards
+from hyper_parallel.testing.adapters import forwards
 
-_LAB = sys.modules[__name__]
+_ADAPTER = sys.modules[__name__]
 Module = nn.Cell
 #: Combinations of placements that are tried for an operation: a collective costs milliseconds here.
 COMBINATIONS = 12
@@ -220,7 +220,7 @@ class GroupedAttention(nn.Cell):
             self.q_norm, self.k_norm = RmsNorm(head_dim), RmsNorm(head_dim)
 
     def construct(self, x: Any) -> Any:
-        return forwards.grouped_attention(_LAB, self, x)
+        return forwards.grouped_attention(_ADAPTER, self, x)
 
 
 class FusedAttention(nn.Cell):
@@ -235,7 +235,7 @@ class FusedAttention(nn.Cell):
         self.wo = linear_module(features, features)
 
     def construct(self, x: Any) -> Any:
-        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_LAB, self, x)
+        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_ADAPTER, self, x)
 
 
 class FusedGated(nn.Cell):
@@ -246,7 +246,7 @@ class FusedGated(nn.Cell):
         self.w13, self.w2 = linear_module(features, 2 * hidden), linear_module(hidden, features)
 
     def construct(self, x: Any) -> Any:
-        return forwards.fused_gated(_LAB, self, x)
+        return forwards.fused_gated(_ADAPTER, self, x)
 
 
 class Experts(nn.Cell):
@@ -282,7 +282,7 @@ class Experts(nn.Cell):
         )
 
     def construct(self, x: Any) -> Any:
-        return forwards.experts(_LAB, self, x)
+        return forwards.experts(_ADAPTER, self, x)
 
 
 class Projection(nn.Cell):

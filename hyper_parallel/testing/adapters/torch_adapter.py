@@ -1,4 +1,4 @@
-"""PyTorch for the conformance suite; see `hyper_parallel.testing.labs.protocol`."""
+"""PyTorch for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DTensor, get_platform
-from hyper_parallel.testing.labs import forwards
+from hyper_parallel.testing.adapters import forwards
 
-_LAB = sys.modules[__name__]
+_ADAPTER = sys.modules[__name__]
 Module = nn.Module
 #: Combinations of placements that are tried for an operation, drawn at random when there are more.
 COMBINATIONS = 36
@@ -190,7 +190,7 @@ class GroupedAttention(nn.Module):
             self.q_norm, self.k_norm = RmsNorm(head_dim), RmsNorm(head_dim)
 
     def forward(self, x: Any) -> Any:
-        return forwards.grouped_attention(_LAB, self, x)
+        return forwards.grouped_attention(_ADAPTER, self, x)
 
 
 class FusedAttention(nn.Module):
@@ -205,7 +205,7 @@ class FusedAttention(nn.Module):
         self.wo = linear_module(features, features)
 
     def forward(self, x: Any) -> Any:
-        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_LAB, self, x)
+        return (forwards.viewed_attention if self.viewed else forwards.fused_attention)(_ADAPTER, self, x)
 
 
 class FusedGated(nn.Module):
@@ -216,7 +216,7 @@ class FusedGated(nn.Module):
         self.w13, self.w2 = linear_module(features, 2 * hidden), linear_module(hidden, features)
 
     def forward(self, x: Any) -> Any:
-        return forwards.fused_gated(_LAB, self, x)
+        return forwards.fused_gated(_ADAPTER, self, x)
 
 
 class Experts(nn.Module):
@@ -228,7 +228,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.zeros(count, hidden, features))
 
     def forward(self, x: Any) -> Any:
-        return forwards.experts(_LAB, self, x)
+        return forwards.experts(_ADAPTER, self, x)
 
 
 class Projection(nn.Module):
