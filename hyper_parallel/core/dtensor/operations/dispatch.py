@@ -149,7 +149,7 @@ class _Plan:
                     what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
                     check_replicated(operands[self.mixes], self.mesh, all_replicated(self.mesh), what)
             local_operands = self._read(operands) if self.reads else operands
-            if self.inplace and operands[0]._family is not None:
+            if self.inplace and getattr(operands[0], "_family", None) is not None:  # a plain parameter has none
                 local_operands = apart(operands, local_operands, self.mesh.platform)
             if self.copies is not None and self.copies(operands[0]):
                 local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
