@@ -111,6 +111,27 @@ FOUND: dict[str, Program] = {
         ),
         (0,),
     ),
+    "gradients of gradients of log_softmax over sharded classes, where a rank has no samples": Program(
+        14,
+        (2, 2),
+        (_leaf((1, 1, 1), (Replicate(), Replicate())),),
+        (Step("redistribute", (0,), ((Shard(0), Shard(1)),)), Step("log_softmax", (1,), (0,))),
+        (2,),
+        second_order=True,
+    ),
+    "gradients of gradients of softmax over uneven classes, where a rank has no samples": Program(
+        15,
+        (2, 2),
+        (_leaf((1, 3, 4), (Replicate(), Replicate())),),
+        (
+            Step("redistribute", (0,), ((Shard(1), Shard(0)),)),
+            Step("stack", (1, 1), (0,)),
+            Step("stack", (2, 2), (1,)),
+            Step("softmax", (3,), (3,)),
+        ),
+        (4,),
+        second_order=True,
+    ),
     "memory read in another order": Program(
         4,
         (4,),

@@ -38,14 +38,14 @@ class ClassSoftmax(ClassFunctions):
     def log_sum_exp(self, x: Any, classes: Classes) -> Any:
         """log(sum(exp(x))) over the classes, whose dimension has size 1 then; the same on all ranks that share them."""
         if not classes.sample_count:
-            return self._noting(self.platform.sum_along(x, classes.dim), x)
+            return self._noting(self.platform.sum_along(x, classes.dim), x, True)
         padded = self._with_a_class(x, classes)
         y = self._log_sum_exp(padded, *self._sums_of_exponentials(padded, classes, finite=True), classes)
         return y if classes.size else self._noting(y, x)
 
     def _along(self, function: Any, x: Any, classes: Classes) -> Any:
         if not classes.sample_count:
-            return self._noting(self.platform.clone(x), x)
+            return self._noting(self.platform.clone(x), x, True)
         padded = self._with_a_class(x, classes)
         y = function(padded, *self._sums_of_exponentials(padded, classes), classes)
         return y if classes.size else self._noting(self._resize(y, classes.dim, 0, 0.0), x)

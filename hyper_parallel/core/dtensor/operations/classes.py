@@ -76,6 +76,7 @@ class ClassFunctions:
         make = platform.autograd_function
         self._resize = make(self._resize_forward, self._resize_cotangent)
         self._noting = make(self._noting_forward, self._noting_cotangent)
+        self._with_path = platform.joint_function(self._with_path_forward, self._with_path_cotangent)
 
     def summed(self, x: Any, classes: Classes) -> Any:
         """The sum of every rank's ``x`` over the ranks that share the classes; differentiable."""
@@ -140,12 +141,23 @@ class ClassFunctions:
     def _resize_cotangent(self, ctx: Any, g: Any) -> Any:
         return self._resize(g, ctx.dim, ctx.before, 0.0)
 
-    def _noting_forward(self, ctx: Any, y: Any, x: Any) -> Any:
+    def _noting_forward(self, ctx: Any, y: Any, x: Any, without_samples: bool = False) -> Any:
         """``y``. Backward fails if ``x`` was written to in the meantime, as it does on ranks that have elements of
         ``x``: if only those failed, the others would wait for them."""
         ctx.save_for_backward(x)
+        ctx.without_samples = without_samples
         return self.platform.detach(y)
 
     def _noting_cotangent(self, ctx: Any, g: Any) -> Any:
-        _ = ctx.saved_tensors
-        return g
+        (x,) = ctx.saved_tensors
+        # Ranks without classes compute as the others do, with a class of their own.
+        return self._with_path(None, g, self.platform.to_dtype(x, g.dtype))[0] if ctx.without_samples else g
+
+    def _with_path_forward(self, ctx: Any, static: Any, g: Any, x: Any) -> tuple[Any]:
+        """``g``, with a path to ``x`` such as the gradient has on ranks with samples: gradients of gradients may
+        communicate on the way."""
+        ctx.like = self.platform.detach(x)
+        return (g,)
+
+    def _with_path_cotangent(self, ctx: Any, g: Any) -> tuple[Any, Any]:
+        return g, self.platform.zeros(self.platform.shape_of(ctx.like), ctx.like)

@@ -77,7 +77,7 @@ class VocabParallel(ClassSoftmax):
         """
         platform, shape = self.platform, self.platform.shape_of(target)
         if not classes.sample_count:
-            nothing = self._noting(platform.sum_along(x, classes.dim).reshape(shape), x)
+            nothing = self._noting(platform.sum_along(x, classes.dim).reshape(shape), x, True)
             return nothing, platform.detach(nothing)
         logits, x = x, self._with_a_class(x, classes)
         if weight is not None:
@@ -105,7 +105,7 @@ class VocabParallel(ClassSoftmax):
         platform = self.platform
         shape = [n for d, n in enumerate(platform.shape_of(x)) if d != classes.dim]
         if not classes.sample_count:
-            return self._noting(platform.sum_along(x, classes.dim).reshape(shape), x)
+            return self._noting(platform.sum_along(x, classes.dim).reshape(shape), x, True)
         if any(t is not None and platform.requires_grad(t) for t in (target, weight)):
             return self._composed(x, target, weight, classes, smoothing).reshape(shape)
         logits, x = x, self._with_a_class(x, classes)
