@@ -132,6 +132,18 @@ FOUND: dict[str, Program] = {
         (4,),
         second_order=True,
     ),
+    "a copy of a column, of which a rank has one element and data had to move": Program(
+        16,
+        (2, 2),
+        (_leaf((3, 2), (Shard(1), Shard(0)), requires_grad=False),),
+        (
+            Step("split", (0,), (1, 1)),
+            Step("contiguous", (2,), ()),
+            Step("double", (0,), ()),
+            Step("contiguous", (3,), ()),
+        ),
+        (0,),
+    ),
     "memory read in another order": Program(
         4,
         (4,),

@@ -90,8 +90,7 @@ class Layout:
         none, of a dimension that has more: the stride of such a dimension means nothing."""
         if self._tells_strides is None:
             parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
-            wide = sum(size > 1 for size, _ in parts)
-            self._tells_strides = all(part > 1 or (part == 1 and (size == 1 or wide == 1)) for size, part in parts)
+            self._tells_strides = all(part > 1 or size == part == 1 for size, part in parts)
         return self._tells_strides
 
     def part_sizes(self, dim: int) -> frozenset[int]:

@@ -135,14 +135,19 @@ def _following(view: _View, layout: Layout, name: str) -> After:
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
-        if not view.always:
-            strides = strides_of(x, x._layout)
-            if strides is UNKNOWN:
-                part(x, result)
-                return
-            if None in view.strides(strides):
-                return
-        follow(x, result if isinstance(result, (tuple, list)) else (result,), backs, name)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        strides = strides_of(x, x._layout)
+        known = strides is not UNKNOWN
+        if not known and not view.always:
+            part(x, result)
+            return
+        found = view.strides(strides) if known else [UNKNOWN] * len(results)
+        if not view.always and None in found:
+            return
+        for y, new in zip(results, found, strict=True):
+            if new is not None and (new is UNKNOWN or not is_contiguous(y._layout.shape, new)):
+                y._strides = new
+        follow(x, results, backs, name)
 
     return after
 
