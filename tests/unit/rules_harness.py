@@ -190,6 +190,9 @@ class _Platform:
     def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         return lambda x, *static: forward(SimpleNamespace(save_for_backward=lambda *tensors: None), x, *static)
 
+    #: Only backward uses it, which nothing runs here.
+    joint_function = autograd_function
+
 
 class _Mesh:
     """What `Layout` and the collectives ask of a `DeviceMesh`, for one rank."""
