@@ -96,11 +96,19 @@ class _View:
         """Whether no result is ever a copy."""
         return self.op.memory == "shared"
 
-    def strides(self, own: Any) -> list:
-        """Strides of each result, from those of operand 0; None for one that has to be a copy."""
+    def tracked(self, own: Any) -> tuple:
+        """`DTensor._strides` of each result, from those of operand 0; `_COPY` for one that has to be a copy."""
+        if own is UNKNOWN:
+            return (UNKNOWN,) * len(self.result_shapes)
+        own = contiguous_strides(self.shape) if own is None else own
         if self.op.view_strides is not None:
-            return [self.op.view_strides(self.static_args, self.shape, own, after) for after in self.result_shapes]
-        return [indexed_strides(self.shape, own, index) for index in self.index or ()]
+            found = [self.op.view_strides(self.static_args, self.shape, own, after) for after in self.result_shapes]
+        else:
+            found = [indexed_strides(self.shape, own, index) for index in self.index or ()]
+        return tuple(
+            _COPY if new is None else None if is_contiguous(after, new) else new
+            for after, new in zip(self.result_shapes, found, strict=True)
+        )
 
 
 def is_moved(have: Layout, read: Layout | None) -> bool:
@@ -136,17 +144,16 @@ def _following(view: _View, layout: Layout, name: str) -> After:
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
         results = result if isinstance(result, (tuple, list)) else (result,)
-        strides = strides_of(x, x._layout)
-        known = strides is not UNKNOWN
-        if not known and not view.always:
+        own = strides_of(x, x._layout)
+        if own is UNKNOWN and not view.always:
             part(x, result)
             return
-        found = view.strides(strides) if known else [UNKNOWN] * len(results)
-        if not view.always and None in found:
+        found = view.tracked(own)
+        if _COPY in found:
             return
-        for y, new in zip(results, found, strict=True):
-            if new is not None and (new is UNKNOWN or not is_contiguous(y._layout.shape, new)):
-                y._strides = new
+        for y, strides in zip(results, found, strict=True):
+            if strides is not None:
+                y._strides = strides
         follow(x, results, backs, name)
 
     return after
@@ -164,17 +171,7 @@ def _back_to(encoded: tuple, shape: tuple) -> Callable[[Any, Any], None]:
 
 # ---------------------------------------------------------------------------- the shards do not tell
 def _tracking(view: _View) -> Aliasing:
-    def work_out(strides: Any) -> tuple:
-        """`DTensor._strides` of each result, from those of the operand; `_COPY` for a copy."""
-        if strides is UNKNOWN:
-            return (UNKNOWN,) * len(view.result_shapes)
-        found = view.strides(contiguous_strides(view.shape) if strides is None else strides)
-        return tuple(
-            _COPY if new is None else None if is_contiguous(after, new) else new
-            for after, new in zip(view.result_shapes, found, strict=True)
-        )
-
-    known = Table(work_out)
+    known = Table(view.tracked)
 
     def copies(x: Any) -> bool:
         return known[x._strides][0] is _COPY or (x._strides is UNKNOWN and not view.always)
