@@ -55,26 +55,36 @@ class AutogradRole(ABC):
         ``ctx.saved_tensors``. Interception is off in both.
         """
 
+    #: Whether a `joint_function` can be told which of its results nothing was computed from.
+    tells_unused: bool = False
+
     def joint_function(
-        self: Any, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
+        self: Any,
+        forward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor | None]],
+        *,
+        unused_as_none: bool = False,
     ) -> Callable[..., tuple[Tensor, ...]]:
         """Make a differentiable ``apply(static, *xs)`` of several operands that gives a tuple of several results, whose
         backward runs once, when the cotangents of all results are there. Called with interception off.
 
         ``forward(ctx, static, *xs)`` and ``ctx`` are as in `autograd_function`; ``backward(ctx, *cotangents)`` returns
-        a cotangent of each operand. A result that nothing was computed from has a cotangent of zeros. The operands have
-        one floating point dtype, and the results have one. Results share memory with what ``forward`` returned in a
-        backend that `frees_storage`. Unless a backend brings more, operands and results are joined to one vector each.
+        a cotangent of each operand. A result that nothing was computed from has a cotangent of zeros; with
+        ``unused_as_none`` it has None where the backend `tells_unused`, and ``backward`` may return None for an operand
+        that nothing comes back to. The operands have one floating point dtype, and the results have one. Results share
+        memory with what ``forward`` returned in a backend that `frees_storage`. Unless a backend brings more, operands
+        and results are joined to one vector each.
         """
 
         def run_forward(ctx: Any, x: Tensor, static: Any, operands: list, results: list) -> Tensor:
             found = forward(ctx, static, *self.part(x, operands))
-            ctx.shapes = results
+            ctx.operands, ctx.results = operands, results
             results.extend(map(self.shape_of, found))
             return self.join(found)
 
         def run_backward(ctx: Any, cotangent: Tensor) -> Tensor:
-            return self.join(backward(ctx, *self.part(cotangent, ctx.shapes)))
+            found = zip(backward(ctx, *self.part(cotangent, ctx.results)), ctx.operands, strict=True)
+            return self.join([self.zeros(shape, cotangent) if x is None else x for x, shape in found])
 
         function = self.autograd_function(run_forward, run_backward)
 

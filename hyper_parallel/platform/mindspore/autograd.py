@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from hyper_parallel.platform.contract import cached_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
@@ -257,10 +257,13 @@ class AutogradVerbs:
         # `_Function.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
 
-    def joint_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    def joint_function(
+        self, forward: Callable[..., Any], backward: Callable[..., Any], *, unused_as_none: bool = False
+    ) -> Callable[..., Any]:
         def run_forward(ctx: Any, static: Any, *xs: Any) -> tuple:
             with NoDispatch():
                 ys = tuple(_data(y) for y in forward(ctx, static, *xs))
+            ctx.operands = [(tuple(x._shape), x.dtype) for x in xs]
             ctx.shapes = [y.shape for y in ys]
             return ys
 
@@ -268,7 +271,8 @@ class AutogradVerbs:
             with NoDispatch():
                 # As in `autograd_function`.
                 given = [g.reshape(shape) for g, shape in zip(cotangents, ctx.shapes, strict=True)]
-                return (None, *backward(ctx, *given))
+                found = zip(backward(ctx, *given), ctx.operands, strict=True)
+                return (None, *(ops.zeros(*operand) if x is None else x for x, operand in found))
 
         members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         return _bare_apply.__get__(None, type(forward.__name__, (_Function,), members))

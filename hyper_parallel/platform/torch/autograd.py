@@ -93,12 +93,20 @@ class AutogradVerbs(Platform):
 
         return run
 
+    tells_unused = True
+
     def joint_function(
-        self, forward: Callable[..., Sequence[torch.Tensor]], backward: Callable[..., Sequence[torch.Tensor]]
+        self,
+        forward: Callable[..., Sequence[torch.Tensor]],
+        backward: Callable[..., Sequence[torch.Tensor | None]],
+        *,
+        unused_as_none: bool = False,
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
         """See `Platform.joint_function`."""
 
         def run_forward(ctx: Any, static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if unused_as_none:
+                ctx.set_materialize_grads(False)
             with no_dispatch():
                 return tuple(y.detach() for y in forward(ctx, static, *xs))
 

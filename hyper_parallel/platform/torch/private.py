@@ -49,6 +49,7 @@ __all__ = [
     "old_vmap_level",
     "run_engine",
     "same_implementation",
+    "set_order",
     "saved_tensor_hooks",
     "tracer",
     "transform_level",
@@ -170,6 +171,21 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 _apply: Any = _take("_C._FunctionBase", lambda base: inspect.ismethoddescriptor(base.__dict__["apply"]), None)
 _apply = None if _apply is None else _apply.__dict__["apply"]
+
+
+def _set_order(node: Any, number: int) -> None:
+    node._set_sequence_nr(number)
+
+
+def _leave_order(node: Any, number: int) -> None:
+    """Where a node's place in the order of backward cannot be set: it is taken when its turn comes."""
+
+
+set_order: Callable[[Any, int], None] = _set_order
+with torch.enable_grad(), torch.inference_mode(False):
+    if not hasattr(torch.ones(1, device="meta", requires_grad=True).view(1).grad_fn, "_set_sequence_nr"):
+        REPLACED.append("torch.autograd.graph.Node._set_sequence_nr")
+        set_order = _leave_order
 
 
 def _check_tensors() -> None:
