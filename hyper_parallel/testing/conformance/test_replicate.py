@@ -117,7 +117,8 @@ def one_batch(mesh: Any) -> Any:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_one_batch(pool: Any, world_size: int) -> None:
-    pool.run(world_size, one_batch)
+    for counts in pool.run(world_size, one_batch):
+        assert counts == ({"scatter": 2, "all_reduce": 1} if world_size > 1 else {})
 
 
 @spmd.on_mesh()
