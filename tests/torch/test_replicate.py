@@ -1,5 +1,5 @@
-"""`replicate` beside the single device and torch's own DistributedDataParallel: models, optimizers, what a rank does not
-use, accumulation."""
+"""`replicate` beside the single device and torch's own DistributedDataParallel: models, optimizers, accumulation, and
+what a rank does not use."""
 
 from __future__ import annotations
 

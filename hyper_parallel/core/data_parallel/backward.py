@@ -38,8 +38,9 @@ class Arrangement:
     """
 
     def __init__(self, mesh: DeviceMesh, held: Sequence[Any], bucket_bytes: float) -> None:
-        platform, index = mesh.platform, {}
-        self.mesh, self.parameters = mesh, []
+        platform, self.mesh = mesh.platform, mesh
+        index: dict[int, int] = {}
+        self.parameters: list[Any] = []
         for p in held:
             if id(p) not in index:
                 index[id(p)] = len(self.parameters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,8 @@ class Bucket:
         if size == 1:
             return Sent(self, None, None, used, list(summands))
         pieces = [
-            platform.zeros(shape, self.zero) if x is None else x for x, shape in zip(summands, self._shapes, strict=False)
+            platform.zeros(shape, self.zero) if x is None else x
+            for x, shape in zip(summands, self._shapes, strict=False)
         ]
         if self._flags is not None:
             pieces.append(self._flags if all(used) else self._some_flags(used))

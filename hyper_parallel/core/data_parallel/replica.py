@@ -118,7 +118,7 @@ class Replica:
         return self._anchored(output, call, token)
 
     def _arrange(self, what: str) -> Arrangement:
-        held = [own.get(name) for _, own, name, _ in self._at]
+        held: list[Any] = [own.get(name) for _, own, name, _ in self._at]
         for p, (_, _, name, layout) in zip(held, self._at, strict=True):
             if getattr(p, "_layout", None) is not layout:
                 raise ValueError(

@@ -149,7 +149,7 @@ def replicate(
         names = [name for name, _ in platform.named_parameters(m)]
         for name in names:
             distribute_parameter(m, name, mesh, [Replicate()], src_data_rank=None)
-        own = platform.own_parameters(m)
+        own: Any = platform.own_parameters(m)
         _apply(m, Mark(options, {name: own[name]._layout for name in names}))
     return module
 
@@ -159,8 +159,8 @@ def _check(p: Any, what: str, mesh: DeviceMesh) -> None:
     if isinstance(p, DTensor):
         raise ValueError(
             f"{what} is placed {list(p.placements)} on {p.device_mesh} already: it is tensor parallel, or replicate or "
-            "fully_shard was applied to it, perhaps through another module that shares it. Apply replicate once, to the "
-            "module that holds all modules that share the parameter"
+            "fully_shard was applied to it, perhaps through another module that shares it. Apply replicate once, to "
+            "the module that holds all modules that share the parameter"
         )
     refuse_foreign(p, mesh.platform, what)
     if not mesh.platform.has_values(p):
@@ -173,12 +173,13 @@ def _apply(module: Any, mark: Mark) -> None:
     object.__setattr__(module, MARK, mark)
     object.__setattr__(module, REPLICA, None)
     platform.replace_forward(module, entered)
-    module.__class__ = _with_methods(type(module))
+    cls: Any = type(module)
+    module.__class__ = _with_methods(cls)
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (_Again(mark), mark.options.mesh)))
 
 
 @cache
-def _with_methods(cls: type) -> type:
+def _with_methods(cls: Any) -> type:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls, ReplicatedModule), names)
 

@@ -1,11 +1,11 @@
 """The functions of autograd that a call of a module under `replicate` makes, and that its backward passes.
 
 In this order: a root, whose operands are the parameters of one dtype; where there are several dtypes one that gathers
-the roots; of each bucket the views, which the module reads in place of its parameters; around what the module returns an
-anchor. Backward comes to them the other way round. The anchor says that it begins; views collect the gradients of their
-bucket, which is sent when it and all before it are there; the root waits for all and gives them to the parameters. A
-token, a zero that means nothing, leads from one to the next, so that backward comes to the root on every rank, whatever
-the rank has used.
+the roots; of each bucket the views, which the module reads in place of its parameters; around what the module returns
+an anchor. Backward comes to them the other way round. The anchor says that it begins; views collect the gradients of
+their bucket, which is sent when it and all before it are there; the root waits for all and gives them to the
+parameters. A token, a zero that means nothing, leads from one to the next, so that backward comes to the root on every
+rank, whatever the rank has used.
 """
 
 from __future__ import annotations

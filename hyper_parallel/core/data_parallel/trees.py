@@ -18,13 +18,13 @@ _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 
 
 def is_one_batch(inputs: Any, mesh: DeviceMesh, what: str) -> bool:
-    """Whether the tensors among ``inputs`` are DTensors on ``mesh``, one batch for all ranks, and not plain ones, a batch
-    of each rank's own. Those on other meshes, and tensors without dimensions, are neither.
+    """Whether the tensors among ``inputs`` are DTensors on ``mesh``, one batch for all ranks, and not plain ones, a
+    batch of each rank's own. Those on other meshes, and tensors without dimensions, are neither.
 
     Raises:
         ValueError: when there are both.
     """
-    kinds = {}
+    kinds: dict[bool, Any] = {}
     for x in _tensors_in(inputs, mesh.platform):
         if isinstance(x, DTensor):
             if x.device_mesh is mesh:
@@ -34,9 +34,9 @@ def is_one_batch(inputs: Any, mesh: DeviceMesh, what: str) -> bool:
     if len(kinds) > 1:
         raise ValueError(
             f"{what} was called with a DTensor of shape {tuple(kinds[True].shape)} on {mesh} and with a plain tensor "
-            f"of shape {tuple(kinds[False].shape)}: one says that the ranks have one batch, the other that each has its "
-            "own. Give DTensors (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for what all ranks share), "
-            "or plain tensors alone"
+            f"of shape {tuple(kinds[False].shape)}: one says that the ranks have one batch, the other that each has "
+            "its own. Give DTensors (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for what all ranks "
+            "share), or plain tensors alone"
         )
     return True in kinds
 

@@ -26,7 +26,13 @@ from hyper_parallel.platform.torch.autograd import (
     stride_of,
 )
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.torch.private import any_autocast, current_node, saved_tensor_hooks, set_order, will_execute
+from hyper_parallel.platform.torch.private import (
+    any_autocast,
+    current_node,
+    saved_tensor_hooks,
+    set_order,
+    will_execute,
+)
 
 __all__ = ["TorchFast"]
 

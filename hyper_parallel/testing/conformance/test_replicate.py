@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard, distribute_tensor, parallelize_module, replicate
+from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard, distribute_tensor, replicate
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, difference, floats
 
 #: Rows of the batch of one rank.
