@@ -85,6 +85,7 @@ class Unit:
         #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
         self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
+        self._shown = False  # whether modules find whole parameters since `unshard`
         self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
@@ -124,6 +125,31 @@ class Unit:
         for buffer in self.buffers:
             buffer.drop()
 
+    def unshard(self) -> None:
+        """Make the parameters whole, and let modules find them, until `reshard`."""
+        if not self.plan.slots or self._kept is not None:
+            return
+        platform = self.platform
+        with platform.no_dispatch():
+            parameters = self._parameters()
+            values = self._gather(platform.frees_storage)
+            self._values, self._kept = values, versions_of(parameters)
+            wholes: list[Any] = [None] * len(parameters)
+            for buffer, members, flat in zip(self.buffers, self._members, values, strict=True):
+                for i, x in zip(members, buffer.views(platform.detach(flat)), strict=True):
+                    wholes[i] = x if self.plan.inner[i] is None else platform.wrap(x, self.plan.inner[i])
+        self._put.append(self._places.put(wholes))
+        self._shown = True
+
+    def reshard(self) -> None:
+        """Undo `unshard`, and what `reshard_after_backward` has left whole."""
+        self.drop()
+        if self._shown:
+            self._places.take_back(self._put.pop())
+            self._shown = False
+        self._kept = None
+        self._free()
+
     def _gather(self, keep: bool) -> list[Any]:
         """The flat storage of each buffer, whole. With ``keep`` it is what `_free` frees."""
         if self._values is not None and (self._opened or self._kept is not None):
@@ -139,8 +165,8 @@ class Unit:
         """Give the whole parameters back."""
         if self._values is not None and not self._opened and self._kept is None:
             self._values = None
-            if self.platform.frees_storage:
-                for buffer in self.buffers:
+            for buffer in self.buffers:
+                if self.platform.frees_storage and buffer.whole is not None:
                     self.platform.free_storage(buffer.whole)
 
     # ---------------------------------------------------------------------- forward
