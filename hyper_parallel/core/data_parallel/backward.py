@@ -15,6 +15,7 @@ from hyper_parallel.core.data_parallel.buckets import Bucket, Sent, assign
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.replica import Replica
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.dtensor.layouts.layout import Layout
 
 __all__ = ["Arrangement", "Call", "State"]
 
@@ -24,12 +25,12 @@ class Arrangement:
 
     Args:
         mesh: 1-D.
-        held: the parameters in the order in which modules hold them, those that are tied more than once. Called with
-            interception off.
+        held: the parameters in the order in which modules hold them, those that are tied more than once, and of each
+            the layout with which the module reads it, None for as a plain tensor. Called with interception off.
         bucket_bytes: see `buckets.assign`.
 
     Attributes:
-        parameters: each once.
+        parameters: each once, and of each the layout with which it is read.
         slots: of each one held, which parameter it is.
         frozen: the indices of those that are not trained.
         trained: the indices of those that are. All else counts them from 0.
@@ -37,16 +38,17 @@ class Arrangement:
         roots: of each dtype its parameters, and a zero without dimensions.
     """
 
-    def __init__(self, mesh: DeviceMesh, held: Sequence[Any], bucket_bytes: float) -> None:
+    def __init__(self, mesh: DeviceMesh, held: Sequence[tuple[Any, Layout | None]], bucket_bytes: float) -> None:
         platform, self.mesh = mesh.platform, mesh
         index: dict[int, int] = {}
         self.parameters: list[Any] = []
-        for p in held:
+        self.read_as: list[Layout | None] = []
+        for p, layout in held:
             if id(p) not in index:
                 index[id(p)] = len(self.parameters)
                 self.parameters.append(p)
-        self.slots = [index[id(p)] for p in held]
-        self.layouts = [p._layout for p in self.parameters]
+                self.read_as.append(layout)
+        self.slots = [index[id(p)] for p, _ in held]
         self.trained = [i for i, p in enumerate(self.parameters) if p.requires_grad]
         self.frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
         trained = [self.parameters[i] for i in self.trained]

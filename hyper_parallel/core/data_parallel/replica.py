@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.data_parallel.backward import Arrangement, Call, State
+from hyper_parallel.core.data_parallel.one_batch import is_one_batch
 from hyper_parallel.core.data_parallel.stations import stations_of
-from hyper_parallel.core.data_parallel.trees import is_one_batch, map_tensors
+from hyper_parallel.core.data_parallel.trees import map_tensors
 from hyper_parallel.core.dtensor.communication.redistribute import partial_key
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
@@ -39,11 +40,12 @@ class Mark:
 
     Attributes:
         options: how.
-        layouts: name of a parameter that the module itself holds -> its layout.
+        layouts: name of a parameter that the module itself holds -> its layout, and the tensor-parallel one with which
+            the module reads it, None for a plain one.
     """
 
     options: Options
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> Mark:
         return self
@@ -63,14 +65,15 @@ class Replica:
         self.platform = platform = self.mesh.platform
         self.state = state or State()
         self._is_part = state is not None
-        #: Where a parameter is: module, its table of parameters, name, layout.
+        #: Where a parameter is: module, its table of parameters, name, layouts.
         self._at = [
-            (holder, platform.own_parameters(holder), name, layout)
+            (holder, platform.own_parameters(holder), name, *layout)
             for _, holder in platform.named_modules(module)
             if MARK in vars(holder)
             for name, layout in vars(holder)[MARK].layouts.items()
         ]
         self._parts: dict[int, Replica] = {}
+        self._is_tensor_parallel = any(inner is not None for *_, inner in self._at)
         self._known: tuple[Any, Arrangement] | None = None
         #: The call before: it, its token, views of the parameters that are trained, and what the module read.
         self._last: tuple[Call, Any, list[Any], list[Any]] | None = None
@@ -96,7 +99,7 @@ class Replica:
         what = f"{type(module).__name__} under replicate"
         if platform.is_compiling():
             raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
-        one_batch = is_one_batch((args, kwargs), self.mesh, what)
+        one_batch = is_one_batch((args, kwargs), self.mesh, what, self._is_tensor_parallel)
         with platform.no_dispatch():
             known = self._arrange(what)
             call, token, tensors = self._begin(known, one_batch, what)
@@ -104,13 +107,13 @@ class Replica:
             self._broadcast_buffers()
         state.running, state.call, state.token = True, call, token
         try:
-            for (holder, _, name, _), i in zip(self._at, known.slots, strict=True):
-                object.__setattr__(holder, name, tensors[i])  # see `ModuleRole.own_parameters`
+            exchange = platform.exchange_parameter
+            held = [exchange(at[0], at[2], tensors[i]) for at, i in zip(self._at, known.slots, strict=True)]
             try:
                 output = forward(module, *args, **kwargs)
             finally:
-                for holder, _, name, _ in self._at:
-                    object.__delattr__(holder, name)
+                for at, p in zip(self._at, held, strict=True):
+                    exchange(at[0], at[2], p)
         finally:
             state.running, state.call, state.token = False, None, None
         if call is None or call.into is not None or one_batch:
@@ -118,8 +121,8 @@ class Replica:
         return self._anchored(output, call, token)
 
     def _arrange(self, what: str) -> Arrangement:
-        held: list[Any] = [own.get(name) for _, own, name, _ in self._at]
-        for p, (_, _, name, layout) in zip(held, self._at, strict=True):
+        held: list[Any] = [own.get(name) for _, own, name, _, _ in self._at]
+        for p, (_, _, name, layout, _) in zip(held, self._at, strict=True):
             if getattr(p, "_layout", None) is not layout:
                 raise ValueError(
                     f"{what}: something has taken the place of a parameter {name!r}. Copy values into the parameter "
@@ -127,7 +130,9 @@ class Replica:
                 )
         key = [(id(p), p.requires_grad, p.dtype) for p in held]
         if self._known is None or self._known[0] != key:
-            self._known, self._last = (key, Arrangement(self.mesh, held, self.options.bucket_bytes)), None
+            read_as = [inner for *_, inner in self._at]
+            known = Arrangement(self.mesh, list(zip(held, read_as, strict=True)), self.options.bucket_bytes)
+            self._known, self._last = (key, known), None
         return self._known[1]
 
     def _begin(self, known: Arrangement, one_batch: bool, what: str) -> tuple[Call | None, Any, list[Any]]:
@@ -137,8 +142,7 @@ class Replica:
         recorded = bool(known.trained) and platform.requires_grad(known.parameters[known.trained[0]])
         tensors: list[Any] = [None] * len(known.parameters)
         for i in known.frozen if recorded else range(len(tensors)):
-            x = platform.detach(known.parameters[i])
-            tensors[i] = platform.wrap(x, known.layouts[i]) if one_batch else x
+            tensors[i] = self._as_read(platform.detach(known.parameters[i]), known, i, one_batch)
         if not recorded:
             return None, None, tensors
         if any(average is one_batch for _, average in state.kept.values()):
@@ -180,9 +184,7 @@ class Replica:
         if len(tokens) > 1:
             (token,) = stations.gather((call, zero), *[platform.to_dtype(x, zero.dtype) for x in tokens])
         views: list[Any] = [None] * len(trained)
-        read = views
-        if one_batch:
-            read = list(views)
+        read = list(views)
         for k, bucket in enumerate(known.buckets):
             members = [trained[i] for i in bucket.members]
             given = platform.to_dtype(token, bucket.zero.dtype)
@@ -190,11 +192,17 @@ class Replica:
             soon(found[0])
             for j, i in enumerate(bucket.members):
                 views[i] = found[j]
-                if one_batch:
-                    read[i] = platform.wrap(found[j + len(members)], known.layouts[known.trained[i]])
+                if not one_batch:
+                    read[i] = self._as_read(views[i], known, known.trained[i], False)
+                else:
+                    read[i] = self._as_read(found[j + len(members)], known, known.trained[i], True)
                     # What readers get whose cotangents are summands, in place of one all-reduce for each parameter.
                     platform.write_cache(read[i], partial_key(self.mesh, (0,)), views[i])
         return token, views, read
+
+    def _as_read(self, local: Any, known: Arrangement, i: int, one_batch: bool) -> Any:
+        layout = known.parameters[i]._layout if one_batch else known.read_as[i]
+        return local if layout is None else self.platform.wrap(local, layout)
 
     def _anchored(self, output: Any, call: Call, token: Any) -> Any:
         """``output``, whose cotangents lead to the root, although the rank may have used no parameter for it."""
@@ -206,7 +214,7 @@ class Replica:
                 found.setdefault(x.dtype, {})[id(x)] = x
             return x
 
-        map_tensors(output, collect, platform)
+        map_tensors(output, collect, platform, _left)
         if not found:
             return output
         new: dict[int, Any] = {}
@@ -214,7 +222,7 @@ class Replica:
         for dtype, xs in found.items():
             given = platform.to_dtype(token, dtype)
             new.update(zip(xs, anchor((call, platform.detach(given)), given, *xs.values()), strict=True))
-        return map_tensors(output, lambda x: new.get(id(x), x), platform)
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, _left)
 
     def _broadcast_buffers(self) -> None:
         platform = self.platform
@@ -254,6 +262,11 @@ def entered(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(module, *args, **kwargs)
 
     return run
+
+
+def _left(x: Any) -> Any:
+    """An object that may hold tensors in a way that is not known: backward comes to the root through parameters."""
+    return x
 
 
 def _nothing() -> None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from hyper_parallel.core.data_parallel.replica import MARK, REPLICA, Mark, Options, entered, replica_of
-from hyper_parallel.core.dtensor.api import distribute_parameter
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.rest import broadcast_tensors
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ReplicatedModule", "replicate"]
@@ -81,8 +82,9 @@ def replicate(
 ) -> Any:
     """Train a module on the batches of all ranks of a mesh, each of which has the whole module (data parallelism).
 
-    The parameters become DTensors placed ``[Replicate()]``, with the values that the first rank has. Modules read their
-    local parts, without copying them. Each rank calls the module with plain tensors, its own part of the batch, and has
+    The parameters become DTensors placed ``[Replicate()]``, with the values that the first rank has; those of a model
+    that `parallelize_module` has made tensor parallel, on both dimensions of the mesh. Modules read their local parts,
+    without copying them. Each rank calls the module with plain tensors, its own part of the batch, and has
     a loss of its own; gradients are averaged over the ranks. Called with DTensors on the mesh, such as a batch placed
     ``[Shard(0)]``, the ranks have one loss, and gradients are summed: batches of unequal size are exact then.
 
@@ -107,9 +109,9 @@ def replicate(
     Raises:
         TypeError: for a module of another framework.
         ValueError: on all ranks, before anything is changed, for a mesh that is not 1-D, a ``bucket_cap_mb`` that is
-            not positive, and a parameter that is a DTensor already, because `replicate` or `fully_shard` was applied to
-            it, or that has no values. When the module is called, before communication, for plain tensors and DTensors
-            at once.
+            not positive, and a parameter that has no values, to which `replicate` or `fully_shard` was applied already,
+            or that is tensor parallel on a mesh with another root. When the module is called, before communication, for
+            plain tensors and DTensors at once, and for DTensors where parameters are tensor parallel.
         RuntimeError: when it is called inside what a compiler traces; for gradients of gradients.
 
     Example:
@@ -137,34 +139,56 @@ def replicate(
     mesh.require_member("replicate")
     ignored = {id(m) for top in ignored_modules or () for _, m in platform.named_modules(top)}
     modules = [(path, m) for path, m in platform.named_modules(module) if id(m) not in ignored]
+    layouts: dict[int, tuple[Layout, Layout | None]] = {}
     tensors: dict[int, Any] = {}
+    marks = []
     for path, m in modules:
-        for name, p in platform.named_parameters(m):
-            _check(p, f"replicate: parameter {f'{path}.{name}' if path else name!r} of {type(module).__name__}", mesh)
-            tensors[id(p)] = p
+        own = dict(platform.named_parameters(m))
+        for name, p in own.items():
+            if id(p) not in tensors:
+                where = f"{path}.{name}" if path else name
+                layouts[id(p)] = _layouts(p, f"replicate: parameter {where!r} of {type(module).__name__}", mesh)
+                tensors[id(p)] = p
         tensors.update((id(b), b) for _, b in platform.named_buffers(m) if not isinstance(b, DTensor))
+        marks.append((m, {name: layouts[id(p)] for name, p in own.items()}))
     broadcast_tensors(list(tensors.values()), mesh, 0)
     options = Options(mesh, bucket_cap_mb * (1 << 20), broadcast_buffers)
-    for _, m in modules:
-        names = [name for name, _ in platform.named_parameters(m)]
-        for name in names:
-            distribute_parameter(m, name, mesh, [Replicate()], src_data_rank=None)
-        own: Any = platform.own_parameters(m)
-        _apply(m, Mark(options, {name: own[name]._layout for name in names}))
+    for m, its_layouts in marks:
+        for name, (layout, _) in its_layouts.items():
+            p = platform.own_parameters(m)[name]
+            if getattr(p, "_layout", None) is not layout:
+                platform.set_distributed_parameter(m, name, _local(p, platform), layout)
+        _apply(m, Mark(options, its_layouts))
     return module
 
 
-def _check(p: Any, what: str, mesh: DeviceMesh) -> None:
-    """Raise ValueError for a parameter that cannot be replicated."""
+def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None]:
+    """The layout that a parameter gets, and the one that it has, None for a plain one.
+
+    Raises:
+        ValueError, TypeError: for a parameter that cannot be replicated.
+    """
+    platform = mesh.platform
     if isinstance(p, DTensor):
-        raise ValueError(
-            f"{what} is placed {list(p.placements)} on {p.device_mesh} already: it is tensor parallel, or replicate or "
-            "fully_shard was applied to it, perhaps through another module that shares it. Apply replicate once, to "
-            "the module that holds all modules that share the parameter"
-        )
-    refuse_foreign(p, mesh.platform, what)
-    if not mesh.platform.has_values(p):
+        inner: Layout = p._layout
+        try:
+            return nest(inner, mesh, [Replicate()], inner.shape), inner
+        except ValueError as error:
+            raise ValueError(
+                f"{what} is placed {list(inner.placements)} on {inner.mesh} already, and cannot be replicated over "
+                f"{mesh}: {error}. If replicate or fully_shard was applied to it, perhaps through another module that "
+                "shares it: apply one of them once, to the module that holds all that share the parameter. If it is "
+                "tensor parallel: give both, as mesh['tp'] and mesh['dp'], dimensions of one mesh"
+            ) from None
+    refuse_foreign(p, platform, what)
+    if not platform.has_values(p):
         raise ValueError(f"{what} has no values: initialise the model on this rank's device first")
+    return nest(None, mesh, [Replicate()], platform.shape_of(p)), None
+
+
+def _local(p: Any, platform: Platform) -> Any:
+    with platform.no_dispatch(), platform.no_grad():
+        return platform.to_device(platform.detach(p))
 
 
 def _apply(module: Any, mark: Mark) -> None:
@@ -172,16 +196,8 @@ def _apply(module: Any, mark: Mark) -> None:
     platform = mark.options.mesh.platform
     object.__setattr__(module, MARK, mark)
     object.__setattr__(module, REPLICA, None)
-    platform.replace_forward(module, entered)
-    cls: Any = type(module)
-    module.__class__ = _with_methods(cls)
+    platform.replace_forward(module, entered, ReplicatedModule)
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (_Again(mark), mark.options.mesh)))
-
-
-@cache
-def _with_methods(cls: Any) -> type:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, ReplicatedModule), names)
 
 
 class _Again:

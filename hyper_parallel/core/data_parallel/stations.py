@@ -31,10 +31,10 @@ class Stations:
 
     def __init__(self, platform: Any) -> None:
         joint = platform.joint_function
-        self.give = joint(_give, _give_backward, unused_as_none=True)
-        self.gather = joint(_gather, _gather_backward, unused_as_none=True)
-        self.read = joint(_read, _read_backward, unused_as_none=True)
-        self.anchor = joint(_anchor, _anchor_backward, unused_as_none=True)
+        self.give = joint(_give, _give_backward)
+        self.gather = joint(_gather, _gather_backward)
+        self.read = joint(_read, _read_backward)
+        self.anchor = joint(_anchor, _anchor_backward)
 
 
 def stations_of(platform: Any) -> Stations:

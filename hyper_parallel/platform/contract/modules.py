@@ -159,8 +159,15 @@ class ModuleRole(ABC):
     @abstractmethod
     def own_parameters(self, module: Module) -> Mapping[str, Tensor | None]:
         """The parameters that ``module`` itself holds, by name, without looking further: a table that is there
-        already. What something else has taken the place of (a parametrization) is missing. An attribute that core sets
-        with ``object.__setattr__`` hides the parameter of its name from the forward, until it is deleted."""
+        already. What something else has taken the place of (a parametrization) is missing."""
+
+    def exchange_parameter(self, module: Module, name: str, x: Tensor) -> Tensor:
+        """Let the forward of ``module``, and `own_parameters`, find the tensor ``x``, which need not be a parameter, in
+        place of its parameter ``name``; returns what was there. Unless a backend brings it, it is written into the
+        table that `own_parameters` gives."""
+        table: Any = self.own_parameters(module)
+        before, table[name] = table[name], x
+        return before
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:
@@ -189,10 +196,13 @@ class ModuleRole(ABC):
         ``with_kwargs``); what it returns, unless None, replaces the output."""
 
     @abstractmethod
-    def replace_forward(self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def replace_forward(
+        self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+    ) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
         **kwargs)``, the forward of its class. Hooks run around it as before. A copy of the module runs it on itself,
-        and the module stays an instance of its class."""
+        and the module stays an instance of its class; it becomes one of the class ``methods`` too, whose methods go
+        before its own, and which has no attributes."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:
