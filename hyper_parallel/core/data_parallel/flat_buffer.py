@@ -128,6 +128,8 @@ class FlatBuffer:
         like = platform.to_dtype(like, self._reduce_dtype)
         rows = []
         for block, g in zip(blocks, cotangents, strict=True):
+            if not block.reduced:
+                continue
             if g is None:
                 rows.append(platform.zeros((size, block.reduced), like))
             else:

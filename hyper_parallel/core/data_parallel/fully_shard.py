@@ -16,7 +16,8 @@ from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy, Off
 from hyper_parallel.core.data_parallel.units import is_unit, make_unit, unit_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
@@ -153,8 +154,8 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise TypeError(
-            f"fully_shard(reshard_after_forward=...) is True, False or None, got {reshard_after_forward!r}; to keep "
-            "parameters sharded over fewer ranks, as torch does for a number, is not supported"
+            f"fully_shard(reshard_after_forward=...) is True, False or None, got {reshard_after_forward!r}; to "
+            "shard over fewer ranks after forward, which is what a number means elsewhere, is not supported"
         )
     for keyword, given, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -192,8 +193,8 @@ def _placement(
     refuse_foreign(p, mesh.platform, what)
     inner = p._layout if isinstance(p, DTensor) else None
     if inner is not None:
-        raise ValueError(f"{what} is placed {list(inner.placements)}: without parallelize_module")
-    shape = tuple(mesh.platform.shape_of(p))
+        _check_inner(inner, mesh, what)
+    shape = tuple(p.shape)
     wanted = None if shard_placement_fn is None else shard_placement_fn(p)
     if wanted is None:
         wanted = Shard(0) if shape else Replicate()
@@ -204,7 +205,23 @@ def _placement(
     else:
         wanted = Shard(wanted.dim % len(shape))
     placements: tuple[Placement, ...] = (*(Replicate(),) * (mesh.ndim - 1), wanted)
-    return get_layout(mesh, placements, shape), inner, wanted.dim if isinstance(wanted, Shard) else None
+    return nest(inner, mesh, placements, shape), inner, wanted.dim if isinstance(wanted, Shard) else None
+
+
+def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
+    """Raise ValueError for a tensor-parallel parameter on another mesh than one beside ``mesh``."""
+    root, names = inner.mesh.get_root_mesh(), mesh.mesh_dim_names or ()
+    if root is not mesh.get_root_mesh():
+        raise ValueError(
+            f"{what} is placed {list(inner.placements)} on {inner.mesh}, which is no dimension of the mesh that {mesh} "
+            "is of: make one mesh with init_device_mesh, as of ('dp', 'tp'), and give mesh['tp'] to parallelize_module "
+            "and mesh['dp'] to fully_shard"
+        )
+    if inner.mesh is mesh or set(names) & set(inner.mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the mesh "
+            "than parallelize_module was given, such as mesh['dp'] beside mesh['tp']"
+        )
 
 
 def _shard_of(local: Any, mesh: DeviceMesh, dim: int | None) -> Any:

@@ -262,7 +262,7 @@ class Unit:
     def _as_read(self, index: int, x: Any) -> Any:
         """A whole tensor as modules read it: as a DTensor where a tensor-parallel style has made it one."""
         inner = self.plan.inner[index]
-        return x if inner is None else self.platform.wrap(self.platform.alias(x), inner)
+        return x if inner is None else self.platform.wrap(x, inner)
 
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
         ctx.call, ctx.buffer, views = static

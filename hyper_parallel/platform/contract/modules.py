@@ -131,11 +131,8 @@ class ModuleRole(ABC):
             >>> import torch
             >>> from hyper_parallel import get_platform
             >>> class ScaleNorm(torch.nn.Module):
-            ...     def __init__(self):
-            ...         super().__init__()
-            ...         self.scale = torch.nn.Parameter(torch.ones(()))
             ...     def forward(self, x):
-            ...         return self.scale * x / x.norm(dim=-1, keepdim=True)
+            ...         return x / x.norm(dim=-1, keepdim=True)
             >>> get_platform("torch-cpu").register_norm_module(ScaleNorm)
         """
         if not isinstance(cls, type):
@@ -163,8 +160,7 @@ class ModuleRole(ABC):
 
     def exchange_parameter(self, module: Module, name: str, x: Tensor) -> Tensor:
         """Let the forward of ``module``, and `own_parameters`, find the tensor ``x``, which need not be a parameter, in
-        place of its parameter ``name``; returns what was there. Unless a backend brings it, it is written into the
-        table that `own_parameters` gives."""
+        place of its parameter ``name``; returns what was there, which the table of `own_parameters` had."""
         table: Any = self.own_parameters(module)
         before, table[name] = table[name], x
         return before
@@ -200,9 +196,8 @@ class ModuleRole(ABC):
         self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
     ) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
-        **kwargs)``, the forward of its class. Hooks run around it as before. A copy of the module runs it on itself,
-        and the module stays an instance of its class; it becomes one of the class ``methods`` too, whose methods go
-        before its own, and which has no attributes."""
+        **kwargs)``, that of its class, or what replaces it already. Hooks run around it as before. A copy of the module
+        runs it on itself. It stays an instance of its class, and becomes one of ``methods``, which go first."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:

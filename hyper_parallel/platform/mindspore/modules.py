@@ -95,8 +95,10 @@ class ModuleVerbs:
             # Other tensors may stand where parameters are when these are first called.
             for _, cell in module.cells_and_names():
                 check_cell(cell)
-        object.__setattr__(module, "_replaced_forward", make(cls.construct))
-        module.__class__ = _class_with_replaced_forward(cls, methods)
+        replaced = module.__dict__.get("_replaced_forward")
+        object.__setattr__(module, "_replaced_forward", make(cls.construct if replaced is None else replaced))
+        if replaced is None or methods is not None:
+            module.__class__ = _class_with_replaced_forward(cls, methods)
 
     def register_forward_pre_hook(
         self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False

@@ -30,8 +30,10 @@ def replace_forward(
 ) -> None:
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
-    module.__dict__["_replaced_forward"] = make(cls.forward)
-    module.__class__ = _with_replaced_forward(cls, methods)
+    replaced = module.__dict__.get("_replaced_forward")
+    module.__dict__["_replaced_forward"] = make(cls.forward if replaced is None else replaced)
+    if replaced is None or methods is not None:
+        module.__class__ = _with_replaced_forward(cls, methods)
 
 
 def call_quickly(module: nn.Module) -> None:

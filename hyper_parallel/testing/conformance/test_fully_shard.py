@@ -139,7 +139,7 @@ def refusals(mesh: Any) -> None:
     with fails(ValueError, "belongs to another unit", "'weight'", "share the parameter"):
         fully_shard(tied.embedding, mesh=mesh)
     tensor_parallel = parallelize_module(adapter.linear_module(4, 4), mesh, ColwiseParallel())
-    with fails(ValueError, "'weight'", "without parallelize_module"):
+    with fails(ValueError, "'weight'", "another dimension of the mesh"):
         fully_shard(tensor_parallel, mesh=mesh)
     with fails(TypeError, "takes a"):
         fully_shard(x, mesh=mesh)
