@@ -273,7 +273,7 @@ def refused(mesh: Any) -> None:
     x = randn(3, 4)
     nested = nn.Sequential(mlp(), mlp()).to(device())
     replicate(nested[0], mesh)
-    with pytest.raises(ValueError, match=r"'0\.0\.weight' of Sequential is placed .* already"):
+    with pytest.raises(ValueError, match="'0' of Sequential is under replicate already"):
         replicate(nested, mesh)
     assert not isinstance(nested[1][0].weight, DTensor)
     close(nested(x), nested(x))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.data_parallel.replica import MARK, REPLICA, Mark, Options, entered, replica_of
+from hyper_parallel.core.data_parallel.units import is_unit
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
@@ -143,6 +144,12 @@ def replicate(
     tensors: dict[int, Any] = {}
     marks = []
     for path, m in modules:
+        if MARK in vars(m) or is_unit(m):
+            raise ValueError(
+                f"replicate: {f'{path!r} of {type(module).__name__}' if path else type(module).__name__} is under "
+                f"{'replicate' if MARK in vars(m) else 'fully_shard'} already: apply one of them once, to the module "
+                "that holds all that share parameters"
+            )
         own = dict(platform.named_parameters(m))
         for name, p in own.items():
             if id(p) not in tensors:
@@ -176,9 +183,8 @@ def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None
         except ValueError as error:
             raise ValueError(
                 f"{what} is placed {list(inner.placements)} on {inner.mesh} already, and cannot be replicated over "
-                f"{mesh}: {error}. If replicate or fully_shard was applied to it, perhaps through another module that "
-                "shares it: apply one of them once, to the module that holds all that share the parameter. If it is "
-                "tensor parallel: give both, as mesh['tp'] and mesh['dp'], dimensions of one mesh"
+                f"{mesh}: {error}. Where replicate or fully_shard was applied to it through a module that shares it, "
+                "apply one of them once, to the module that holds all that share parameters"
             ) from None
     refuse_foreign(p, platform, what)
     if not platform.has_values(p):

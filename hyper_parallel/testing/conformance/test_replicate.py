@@ -7,11 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard, distribute_tensor, replicate
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DeviceMesh,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_tensor,
+    fully_shard,
+    parallelize_module,
+    replicate,
+)
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, difference, floats
+from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, block_plan, difference, floats
 
 #: Rows of the batch of one rank.
 ROWS = 3
@@ -164,3 +177,117 @@ def called_often(mesh: Any) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_called_often(pool: Any, world_size: int) -> None:
     pool.run(world_size, called_often)
+
+
+def tensor_parallel(adapter: Any, kind: str) -> tuple[Any, Any]:
+    """A model, its plan, and the shape of a sample."""
+    if kind == "mlp":
+        return lambda: adapter.Mlp(6, 7), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if kind == "part of an mlp":
+        return lambda: adapter.Mlp(6, 7), {"up": ColwiseParallel(output_layouts=Replicate())}
+    return lambda: adapter.Block(8, 10, 2), block_plan(True)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def two_dimensions(mesh: Any, kind: str) -> Any:
+    """Steps on (dp, tp); collectives of the two dimensions."""
+    adapter, tp, dp = get_adapter(), mesh["tp"], mesh["dp"]
+    rank, of_block = dp.get_local_rank(0), kind == "block"
+    build, plan = tensor_parallel(adapter, kind)
+    single, copied = (adapter.load(build(), np.random.default_rng(5 + i)) for i in (0, rank))
+    replicate(parallelize_module(copied, tp, plan), dp)
+    steps = [adapter.sgd(module, 0.1) for module in (single, copied)]
+    shape = (4, 8) if of_block else (6,)
+    events: list[Any] = []
+    for step in range(3):
+        batch = np.random.default_rng(step).standard_normal((2 * ROWS, *shape)).astype(np.float32)
+        mine = slice(rank * ROWS, (rank + 1) * ROWS), *[slice(None)] * (len(shape) - 1)
+        if of_block:  # each rank has a part of the sequence
+            mine = mine[0], slice(tp.get_local_rank(0) * 2, tp.get_local_rank(0) * 2 + 2)
+
+        def reference(x: Any) -> Any:
+            y = adapter.call(single, x)
+            return adapter.sum(adapter.square(y)) / 2, y
+
+        def distributed(x: Any) -> Any:
+            y = adapter.call(copied, x)
+            return adapter.sum(adapter.square(y)), y
+
+        y, _, grads = adapter.model_value_and_grads(single, reference, batch)
+        with CommDebugMode() as comm:
+            got_y, _, got = adapter.model_value_and_grads(copied, distributed, np.ascontiguousarray(batch[mine]))
+        events = [(e.kind, e.mesh.mesh_dim_names[e.mesh_dim]) for e in comm.events]
+        same(adapter.numpy(got_y), adapter.numpy(y)[mine], f"output at step {step}", 1e-4)
+        for name, whole in grads.items():
+            p = held(copied, mesh)[name]
+            assert got[name].placements == p.placements and got[name].device_mesh is p.device_mesh, name
+            same(adapter.numpy(got[name]), adapter.numpy(whole), f"gradient of {name} at step {step}", 1e-4)
+        for take, its_grads in zip(steps, (grads, got), strict=True):
+            take(its_grads)
+    placements = {}
+    for name, q in held(copied, mesh).items():
+        same(adapter.numpy(q), adapter.numpy(held(single, mesh)[name]), f"{name} after three steps", 1e-4)
+        placements[name] = (q.device_mesh.mesh_dim_names, q.placements)
+        mine = DTensor.from_local(q.to_local(), q.device_mesh, q.placements, shape=q.shape)
+        same(adapter.numpy(mine), adapter.numpy(q), name)
+    whole = distribute_tensor(adapter.tensor(batch), dp, [Shard(0)])
+    with fails(ValueError, *(["is distributed over"] if of_block else ["are tensor parallel", "to_local()"])):
+        adapter.call(copied, whole)
+    return sorted(events), placements
+
+
+@pytest.mark.parametrize("kind", ["mlp", "part of an mlp", "block"])
+def test_with_tensor_parallelism(pool: Any, kind: str) -> None:
+    for events, placements in pool.run(4, two_dimensions, kind):
+        both = ("dp", "tp")
+        if kind == "mlp":
+            assert events == [("all_reduce", "dp"), ("all_reduce", "tp"), ("all_reduce", "tp")]
+            assert placements["up.weight"] == (both, (Replicate(), Shard(0)))
+            assert placements["down.weight"] == (both, (Replicate(), Shard(1)))
+            assert placements["down.bias"] == (both, (Replicate(), Replicate()))
+        elif kind == "part of an mlp":
+            assert placements["down.weight"] == (("dp",), (Replicate(),))
+        assert events.count(("all_reduce", "dp")) == 1 and {kind for kind, name in events if name == "dp"} == {
+            "all_reduce"
+        }
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def refusals(mesh: Any) -> None:
+    adapter, tp, dp = get_adapter(), mesh["tp"], mesh["dp"]
+    x = adapter.tensor(floats(2, 6))
+    with fails(ValueError, "mesh['dp']"):
+        replicate(adapter.Mlp(6, 7), mesh)
+    with fails(TypeError, "takes a"):
+        replicate(x, dp)
+    with fails(ValueError, "positive number of MiB"):
+        replicate(adapter.Mlp(6, 7), dp, bucket_cap_mb=-1)
+    # Twice, and of a part, over the same mesh or another; nothing is changed.
+    model = adapter.Mlp(6, 7)
+    replicate(model.up, dp)
+    for other in (dp, tp):
+        with fails(ValueError, "'up' of Mlp", "under replicate already", "once"):
+            replicate(model, other)
+    assert not isinstance(model.down.weight, DTensor)
+    tied = adapter.Tied(7, 6)
+    replicate(tied.head, dp)
+    with fails(ValueError, "already", "apply one of them once"):
+        replicate(tied.embedding, dp)
+    with fails(ValueError, "under fully_shard already"):
+        replicate(fully_shard(adapter.Mlp(6, 7), mesh=dp), dp)
+    # A mesh of the same ranks that is a dimension of nothing.
+    alone = [DeviceMesh(None, ranks, mesh_dim_names=("dp",)) for ranks in mesh.mesh.T][tp.get_local_rank(0)]
+    model = parallelize_module(adapter.Mlp(6, 7), tp, {"up": ColwiseParallel()})
+    with fails(ValueError, "'up.weight'", "not slices of one mesh"):
+        replicate(model, alone)
+    # The other way round.
+    model = replicate(adapter.Mlp(6, 7), dp)
+    with fails(ValueError, "placed"):
+        parallelize_module(model, tp, {"up": ColwiseParallel()})
+    whole = distribute_tensor(x, dp, [Replicate()])
+    with fails(ValueError, "one batch", "(2, 6)"):
+        adapter.call(model, (whole, x))
+
+
+def test_refused(pool: Any) -> None:
+    pool.run(4, refusals)
