@@ -104,6 +104,8 @@ class TorchFast(Fast):
     def can_delay_gradient(self, parameter: torch.Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
         # What runs now is the view's own backward, with the node that accumulates next to it if this is a leaf.
+        if "_read_in_backward" in parameter.__dict__:
+            return False
         node = current_node()
         accumulation: Any = node.next_functions[0][0] if node is not None else None
         with no_dispatch():
