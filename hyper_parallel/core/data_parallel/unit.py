@@ -11,11 +11,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.data_parallel.batches import refuse_distributed_batch
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.dtensor.communication.coalesce import sum_together
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
@@ -30,11 +32,13 @@ class Call:
         trained: of each buffer, the indices of those that gradients are asked for.
         recorded: whether there may be a backward.
         within: the units whose forward it is a part of.
+        waiting: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
     """
 
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
         self.versions = versions_of(parameters)
+        self.waiting: list[Any] = []
 
     def check_unchanged(self, what: str) -> None:
         """Raise RuntimeError when a parameter was written to since, as frameworks do for what autograd keeps: backward
@@ -90,6 +94,7 @@ class Unit:
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
         self._trained_leaves: set[int] = set()
+        self._waiting: list[Any] = []
         #: Of a buffer what is to be added to its gradients: cotangents by index, and rows that were reduced in part.
         self._sums: dict[int, dict[int, Any]] = {}
         self._rows: dict[int, Any] = {}
@@ -201,7 +206,8 @@ class Unit:
     def _check_inputs(self, inputs: Any) -> list[Any]:
         found = list(tensors_in(inputs, self.platform))
         for x in found:
-            _refuse_distributed(x, f"{self.what} was called with")
+            if isinstance(x, DTensor):
+                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} was called with")
         return found
 
     def _run(
@@ -256,13 +262,23 @@ class Unit:
                 new = self._views((call, b, given), *[call.parameters[i] for i in trained])
                 found_here = dict(zip(trained, new, strict=True))
             for i, x in zip(members, views, strict=True):
-                found[i] = self._as_read(i, found_here[i] if trained and i in found_here else x)
+                found[i] = self._as_read(i, found_here[i] if trained and i in found_here else x, call.waiting)
         return found
 
-    def _as_read(self, index: int, x: Any) -> Any:
-        """A whole tensor as modules read it: as a DTensor where a tensor-parallel style has made it one."""
+    def _as_read(self, index: int, x: Any, waiting: list[Any]) -> Any:
+        """A whole tensor as modules read it: as a DTensor where a tensor-parallel style has made it one.
+
+        Args:
+            index: of the parameter.
+            x: a new plain tensor.
+            waiting: takes what `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+        """
         inner = self.plan.inner[index]
-        return x if inner is None else self.platform.wrap(x, inner)
+        if inner is None:
+            return x
+        x = self.platform.wrap(x, inner)
+        x._collect = lambda cotangent, mesh, mesh_dims: waiting.append((index, cotangent, mesh, mesh_dims))
+        return x
 
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
         ctx.call, ctx.buffer, views = static
@@ -275,10 +291,27 @@ class Unit:
                 "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
                 "modules that they go through"
             )
-        parameters = [ctx.call.parameters[i] for i in ctx.call.trained[ctx.buffer]]
+        trained = ctx.call.trained[ctx.buffer]
+        if ctx.call.waiting:
+            cotangents = self._with_waiting(ctx.call.waiting, trained, cotangents)
+        parameters = [ctx.call.parameters[i] for i in trained]
         fast = platform.fast or NOTHING_FASTER
         delay = fast.can_delay_gradient(*parameters)
-        return self.reduce(ctx.buffer, ctx.call.trained[ctx.buffer], cotangents, delay)
+        return self.reduce(ctx.buffer, trained, cotangents, delay)
+
+    def _with_waiting(self, waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
+        """Cotangents of the parameters ``indices``, with the sums of those among ``waiting``, which are taken out."""
+        new = dict(zip(indices, cotangents, strict=True))
+        groups: dict[Any, list[Any]] = {}
+        taken = [entry for entry in waiting if entry[0] in new]
+        waiting[:] = [entry for entry in waiting if entry[0] not in new]
+        for entry in taken:
+            groups.setdefault((*entry[2:], entry[1].dtype), []).append(entry)
+        for (mesh, mesh_dims, _), entries in groups.items():
+            summed = sum_together([entry[1] for entry in entries], mesh, mesh_dims)
+            for (i, *_), g in zip(entries, summed, strict=True):
+                new[i] = g if new[i] is None else new[i] + g
+        return list(new.values())
 
     # ---------------------------------------------------------------------- what the module returns
     def _with_opening(self, output: Any, call: Call) -> Any:
@@ -286,10 +319,15 @@ class Unit:
         platform, found = self.platform, []
 
         def collect(x: Any) -> Any:
-            _refuse_distributed(x, f"{self.what} returns")
-            if any(buffer.holds(x) for buffer in self.buffers):
-                x = platform.clone(x)
-            if platform.requires_grad(x):
+            if isinstance(x, DTensor):
+                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} returns")
+            with platform.no_dispatch():
+                if any(buffer.holds(x) for buffer in self.buffers):
+                    layout = getattr(x, "_layout", None)
+                    x = platform.clone(x)
+                    x = x if layout is None else platform.wrap(x, layout)
+                asked = platform.requires_grad(x)
+            if asked:
                 found.append(x)
             return x
 
@@ -298,7 +336,9 @@ class Unit:
         new: dict[int, Any] = {}
         with platform.no_dispatch():
             for same in by_dtype(found):
-                new.update(zip(map(id, same), self._returned(call, *same), strict=True))
+                for x, y in zip(same, self._returned(call, *same), strict=True):
+                    layout = getattr(x, "_layout", None)
+                    new[id(x)] = y if layout is None else platform.wrap(y, layout)
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
 
     def _refuse_unknown(self, x: Any) -> Any:
@@ -340,8 +380,7 @@ class Unit:
         self._trained_leaves.clear()
         for buffer, members in zip(self.buffers, self._members, strict=True):
             for i, x in zip(members, buffer.views(self.platform.detach(buffer.whole)), strict=True):
-                inner = self.plan.inner[i]
-                found[i] = x if inner is None else self.platform.wrap(x, inner)
+                found[i] = self._as_read(i, x, self._waiting)
                 if call.parameters[i].requires_grad:
                     found[i].requires_grad_()
                     self._trained_leaves.add(i)
@@ -359,7 +398,9 @@ class Unit:
             # Of what was computed again and differentiated on its own, as reentrant checkpointing does. Frameworks that
             # return gradients leave none.
             trained = [i for i in members if i in self._trained_leaves]
-            cotangents = [getattr(self._leaves[i], "grad", None) for i in trained]
+            with self.platform.no_dispatch():
+                cotangents = [getattr(self._leaves[i], "grad", None) for i in trained]
+            cotangents = self._with_waiting(self._waiting, trained, cotangents)
             if any(g is not None for g in cotangents):
                 for i in trained:
                     self._leaves[i].grad = None
@@ -374,6 +415,7 @@ class Unit:
         if self._opened:
             self._opened = 0
             self._places.take_back(self._put.pop())
+            self._waiting.clear()
             for i in self._trained_leaves:
                 self._leaves[i].grad = None
             self._free()
@@ -445,13 +487,3 @@ def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
     for x in xs:
         lists.setdefault(x.dtype, {})[id(x)] = x
     return [list(same.values()) for same in lists.values()]
-
-
-def _refuse_distributed(x: Any, where: str) -> None:
-    """Raise ValueError for a DTensor: the batch is distributed then, and all ranks have one loss, of which gradients
-    are sums."""
-    if isinstance(x, DTensor):
-        raise ValueError(
-            f"{where} a DTensor of shape {tuple(x._layout.shape)} placed {list(x.placements)}: give and compute plain "
-            "tensors, this rank's part of the batch, as in x.to_local()"
-        )

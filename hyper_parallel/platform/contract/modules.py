@@ -39,8 +39,7 @@ class ModuleKind:
 class ModuleRole(ABC):
     """Modules, and the parameters that they hold."""
 
-    #: The framework's class of modules.
-    Module: Any
+    Module: Any  # the framework's class of modules
     #: Classes of linear and embedding layers, with where they keep their parameters; subclasses count too.
     linear_kinds: ClassVar[dict[type, ModuleKind]]
     embedding_kinds: ClassVar[dict[type, ModuleKind]]
@@ -109,11 +108,8 @@ class ModuleRole(ABC):
         self.linear_kinds[cls] = ModuleKind(weight, bias, out_dim)
 
     def register_embedding_module(self, cls: type, *, weight: str = "weight") -> None:
-        """Let the styles treat ``cls`` as an embedding, which looks rows up in the attribute ``weight``.
-
-        Raises:
-            TypeError: when ``cls`` is no class.
-        """
+        """Let the styles treat ``cls`` as an embedding, which looks rows up in the attribute ``weight``. Raises
+        TypeError when ``cls`` is no class."""
         if not isinstance(cls, type):
             raise TypeError(f"register_embedding_module takes a class of modules, got {cls!r}")
         self.embedding_kinds[cls] = ModuleKind(weight, None)
@@ -122,17 +118,15 @@ class ModuleRole(ABC):
         """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
 
         Each position of the dimensions before them must be computed alone, and the parameters be read as attributes of
-        the module. Classes derived from ``cls`` are not meant.
-
-        Raises:
-            TypeError: when ``cls`` is no class. ValueError: for a number of dimensions below 1.
+        the module. Classes derived from ``cls`` are not meant. Raises TypeError when ``cls`` is no class, ValueError
+        for a number of dimensions below 1.
 
         Example:
             >>> import torch
-            >>> from hyper_parallel import get_platform
             >>> class ScaleNorm(torch.nn.Module):
             ...     def forward(self, x):
             ...         return x / x.norm(dim=-1, keepdim=True)
+            >>> from hyper_parallel import get_platform
             >>> get_platform("torch-cpu").register_norm_module(ScaleNorm)
         """
         if not isinstance(cls, type):
