@@ -96,7 +96,6 @@ class Call:
         self, replica: Replica, state: State, arrangement: Arrangement, average: bool, into: Call | None
     ) -> None:
         self._replica, self._state, self.arrangement = weakref.ref(replica), state, arrangement
-        self._platform = arrangement.mesh.platform
         self.average, self.sync, self.into = average, state.sync, into
         self._parameters = [arrangement.parameters[i] for i in arrangement.trained]
         #: Whether this rank's whole cotangents count where there is one batch for all ranks, and sums are taken.
@@ -120,20 +119,16 @@ class Call:
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
         """Take the cotangents of what was read of a bucket: summands, and where there is one batch for all ranks as
         many whole ones after them."""
-        members, platform = self.arrangement.buckets[k].members, self._platform
-        for j, x in enumerate(cotangents):
-            if x is None:
-                continue
-            if platform.requires_grad(x):
-                raise RuntimeError(
-                    "gradients of gradients do not go through replicate: leave create_graph off, or do not replicate "
-                    "the modules that they go through"
-                )
-            foreign = platform.foreign_tensor(x)
-            if foreign is not None:
-                raise TypeError(f"replicate all-reduces dense gradients, and a parameter got {foreign}")
-            if j < len(members) or self._first:
-                self.add(members[j % len(members)], x)
+        bucket = self.arrangement.buckets[k]
+        bucket.check(cotangents)
+        count = len(bucket.members)
+        for i, x in zip(bucket.members, cotangents, strict=False):
+            if x is not None:
+                self.add(i, x)
+        if self._first:
+            for i, x in zip(bucket.members, cotangents[count:], strict=False):
+                if x is not None:
+                    self.add(i, x)
         self._complete[k] = True
         if self.sync and self.into is None and not self.deferred:
             while len(self._sent) < len(self._complete) and self._complete[len(self._sent)]:
@@ -177,7 +172,7 @@ class Call:
             replica.end(self)
 
     def _keep(self) -> None:
-        kept, platform = self._state.kept, self._platform
+        kept, platform = self._state.kept, self.arrangement.mesh.platform
         for p, x in zip(self._parameters, self._found, strict=True):
             if x is not None:
                 before = kept.get(id(p))

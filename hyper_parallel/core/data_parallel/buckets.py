@@ -61,9 +61,29 @@ class Bucket:
         count = len(self.members)
         self.zero = self._platform.zeros((), self._platform.detach(parameters[0]))
         self._flags: Any = None
+        self._known = False
         if self._platform.tells_unused:
             self._shapes.append((count,))
             self._flags = self._platform.ones((count,), self.zero)
+
+    def check(self, cotangents: Sequence[Any]) -> None:
+        """Raise for cotangents that cannot be sent.
+
+        Raises:
+            RuntimeError: where they have gradients themselves. TypeError: for sparse ones.
+        """
+        platform, found = self._platform, [x for x in cotangents if x is not None]
+        if any(map(platform.requires_grad, found)):
+            raise RuntimeError(
+                "gradients of gradients do not go through replicate: leave create_graph off, or do not replicate the "
+                "modules that they go through"
+            )
+        if not self._known:
+            for x in found:
+                foreign = platform.foreign_tensor(x)
+                if foreign is not None:
+                    raise TypeError(f"replicate all-reduces dense gradients, and a parameter got {foreign}")
+            self._known = True  # a module gives one kind of gradients
 
     def send(self, summands: Sequence[Any], average: bool) -> Sent:
         """Begin the all-reduce of what this rank has, None for a parameter that it has not used."""

@@ -128,7 +128,7 @@ class Replica:
                     f"{what}: something has taken the place of a parameter {name!r}. Copy values into the parameter "
                     "that is there instead"
                 )
-        key = [(id(p), p.requires_grad, p.dtype) for p in held]
+        key = [x for p in held for x in (id(p), p.requires_grad, p.dtype)]
         if self._known is None or self._known[0] != key:
             read_as = [inner for *_, inner in self._at]
             known = Arrangement(self.mesh, list(zip(held, read_as, strict=True)), self.options.bucket_bytes)
@@ -246,19 +246,23 @@ def replica_of(module: Any) -> Replica:
     return replica
 
 
-def entered(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What a call of a module runs in place of ``forward``, that of its class. The call that comes first, usually of
-    the whole model, puts local parameters in all modules below; in theirs nothing happens."""
+def entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -> Callable[..., Any]:
+    """What a call of a module runs in place of ``forward``, what it ran before. The call that comes first, usually of
+    the whole model, puts local parameters in all modules below; in theirs nothing happens.
+
+    Args:
+        forward: see there.
+        requires_grad: see `Platform.requires_grad`.
+    """
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        replica: Replica = vars(module)[REPLICA] or replica_of(module)
+        replica: Replica = module.__dict__[REPLICA] or replica_of(module)
         state = replica.state
         if not state.running:
             return replica.part(module).run(forward, args, kwargs)
-        call = state.call
-        if call is not None and not call.deferred and not replica.platform.requires_grad(state.token):
+        if state.call is not None and not requires_grad(state.token):
             # Perhaps this is computed again in backward: until that comes no bucket is complete.
-            call.deferred = True
+            state.call.deferred = True
         return forward(module, *args, **kwargs)
 
     return run

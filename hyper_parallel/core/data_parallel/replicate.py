@@ -202,7 +202,7 @@ def _apply(module: Any, mark: Mark) -> None:
     platform = mark.options.mesh.platform
     object.__setattr__(module, MARK, mark)
     object.__setattr__(module, REPLICA, None)
-    platform.replace_forward(module, entered, ReplicatedModule)
+    platform.replace_forward(module, lambda forward: entered(forward, platform.requires_grad), ReplicatedModule)
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (_Again(mark), mark.options.mesh)))
 
 

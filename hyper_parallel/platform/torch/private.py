@@ -36,6 +36,7 @@ __all__ = [
     "default_store",
     "dual_level",
     "dispatch_modes",
+    "flatten",
     "function_modes",
     "global_backward_hooks",
     "global_backward_pre_hooks",
@@ -58,6 +59,7 @@ __all__ = [
     "strided_shard",
     "tracer",
     "transform_level",
+    "unflatten",
     "will_execute",
 ]
 
@@ -223,6 +225,17 @@ def native(name: str) -> Any:
     """
     return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
 
+
+#: ``flatten(tensors)``: the elements of all, 1-D; of a single tensor a view. ``unflatten(flat, tensors)``: views of
+#: ``flat`` with the shapes of ``tensors``, which have elements.
+flatten: Callable[[Any], torch.Tensor] = _take(
+    "_C._nn.flatten_dense_tensors", inspect.isbuiltin, lambda xs: torch.cat([x.reshape(-1) for x in xs])
+)
+unflatten: Callable[[torch.Tensor, Any], Any] = _take(
+    "_C._nn.unflatten_dense_tensors",
+    inspect.isbuiltin,
+    lambda flat, xs: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)],
+)
 
 #: Whether one tensor can get the data of another and stay the same object. Where torch cannot say, device type
 #: and layout are compared.
