@@ -27,9 +27,7 @@ _FULLY_SHARD: dict[str, Any] = {HYPER_PARALLEL: hyper_parallel.fully_shard, TORC
 _INIT_MESH: dict[str, Any] = {HYPER_PARALLEL: hyper_parallel.init_device_mesh, TORCH: torch_device_mesh}
 
 
-def fully_sharded(
-    sizes: LlamaSizes, dp: int, tp: int = 1, device: str = "cpu", unsharded: bool = True
-) -> list[Version]:
+def fully_sharded(sizes: LlamaSizes, dp: int, tp: int = 1, device: str = "cpu") -> list[Version]:
     """Every version of `LAYERS` blocks whose parameters are fully sharded over ``dp`` rows of ``tp`` ranks, which are
     tensor parallel, without sequence parallelism. Each row has a batch of its own."""
     shape, names = ((dp,), ("dp",)) if tp == 1 else ((dp, tp), ("dp", "tp"))
@@ -51,7 +49,7 @@ def fully_sharded(
 
     meshes = {name: init(device, shape, mesh_dim_names=names) for name, init in _INIT_MESH.items()}
     mesh = meshes[TORCH]
-    versions = [version(UNSHARDED, lambda layer: layer)] if unsharded else []
+    versions = [version(UNSHARDED, lambda layer: layer)]
     for name, kind in ((TEXTBOOK, Textbook), (TUNED, Tuned)):
 
         def by_hand(layer: Any, kind: Any = kind) -> nn.Module:

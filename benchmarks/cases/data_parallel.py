@@ -23,8 +23,8 @@ def run(effort: Effort) -> Result:
     sizes = LlamaSizes()
     result = Result(
         "data_parallel",
-        f"{LAYERS} Llama blocks ({sizes}), each a unit, 4 ranks of a fake process group, float32. Memory: with {LARGE}; "
-        "what a step allocates at most, gradients included, beside what was there before.",
+        f"{LAYERS} Llama blocks ({sizes}), each a unit, 4 ranks of a fake process group, float32. Memory: with "
+        f"{LARGE}; what a step allocates at most, gradients included, beside what was there before.",
     )
     with fake_group(4):
         for dp, tp in ((4, 1), (2, 2)):
