@@ -1,7 +1,8 @@
-"""`fully_shard` beside torch's FSDP2 and hand-written ZeRO-3: time of the host, collectives, memory."""
+"""`fully_shard` beside torch's FSDP2 and hand-written ZeRO-3: time of the host, collectives, memory, and over gloo."""
 
 from __future__ import annotations
 
+from benchmarks.ranks import launch
 from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes
 from benchmarks.timing import Effort
@@ -44,7 +45,10 @@ def run(effort: Effort) -> Result:
             result.tables.append(table)
             ratio = peaks[HYPER_PARALLEL] / peaks[TORCH]
             result.goals.append(Goal(f"{title}: memory of {HYPER_PARALLEL} to {TORCH}", ratio, 1.0))
-    return result
+    rounds = max(6, effort.rounds * 2 // 5)
+    environment = {"HYPER_PARALLEL_PLATFORM": "torch-cpu", "OMP_NUM_THREADS": "1"}
+    (real,) = launch("benchmarks.data_parallel_rank", 4, str(rounds), environment=environment)
+    return Result("data_parallel", f"{result.how}\n{real.how}", result.tables + real.tables, result.goals + real.goals)
 
 
 def _median(table: Table, name: str) -> float:
