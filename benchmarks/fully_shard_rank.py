@@ -1,4 +1,4 @@
-"""One rank over gloo of the case `data_parallel`: ``python -m benchmarks.data_parallel_rank RANK RANKS FOLDER N``."""
+"""One rank over gloo of the case `fully_shard`: ``python -m benchmarks.fully_shard_rank RANK RANKS FOLDER N``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.ranks import wall_times, write_result
 from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes
 from benchmarks.timing import Step, ratios, spread
-from benchmarks.torch_data_parallel import fully_sharded
+from benchmarks.torch_fully_sharded import fully_sharded
 from benchmarks.torch_versions import HYPER_PARALLEL, TEXTBOOK, TORCH, UNSHARDED, Version
 
 SIZES = LlamaSizes(batch=1, sequence=128, features=256, hidden=768, heads=8)
@@ -28,7 +28,7 @@ def main(rank: int, ranks: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     result = Result(
-        "data_parallel", f"{ranks} processes over gloo, one thread each; wall time of the slowest rank; {SIZES}."
+        "fully_shard", f"{ranks} processes over gloo, one thread each; wall time of the slowest rank; {SIZES}."
     )
     title = f"fully sharded over gloo, dp=2, tp={ranks // 2}"
     versions = [v for v in fully_sharded(SIZES, 2, ranks // 2) if v.name != UNSHARDED]
