@@ -319,7 +319,7 @@ def write_to_results(mesh: Any) -> None:
     """What is computed of a tensor after data moved lies in memory as the framework's own operation gives it."""
     adapter = get_adapter()
     for shape in ((4, 6), (mesh.size(), 3)):
-        for placements in ([S0], [S1], [Partial("max")]):
+        for placements in ([S0], [S1], [Partial("avg")]):
             partial = placements[0].is_partial()
             x = DTensor.from_local(adapter.tensor(numbers(*shape)), mesh, placements if partial else [R])
             x = x if partial else x.redistribute(placements=placements)

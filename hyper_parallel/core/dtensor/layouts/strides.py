@@ -81,8 +81,8 @@ def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | 
 
 def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) -> Strides:
     """Strides for a shard of a tensor, so that what is asked of both gets one answer: whether dimensions can be merged,
-    whether it is contiguous. Where the tensor has a gap, the shard has one, as large as what lies before it: so the strides
-    of the tensor follow from those of the shard, of whatever size.
+    whether it is contiguous. Where the tensor has a gap, the shard has one, as large as what lies before it: so the
+    strides of the tensor follow from those of the shard, of whatever size.
 
     Args:
         shape, strides: of the tensor.
