@@ -323,8 +323,8 @@ def write_to_results(mesh: Any) -> None:
             partial = placements[0].is_partial()
             x = DTensor.from_local(adapter.tensor(numbers(*shape)), mesh, placements if partial else [R])
             x = x if partial else x.redistribute(placements=placements)
-            for compute in (lambda v: v * v, lambda v: v * 2.0 + v):
-                y, own = compute(swapped(x)), compute(swapped(numbers(*shape)))
+            for more in (lambda v: v, lambda v: v * 2.0 + 1.0):
+                y, own = more(adapter.square(swapped(x))), more(np.square(swapped(numbers(*shape))))
                 if adapter.FUZZ_LIMITS.get("row_major"):
                     own = np.ascontiguousarray(own)
                 z, own_z = adapter.contiguous(y), np.ascontiguousarray(own)
