@@ -39,7 +39,7 @@ class LocalVerbs:
 
     def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
         # New tensors are in row-major order: dimensions are exchanged, and gaps filled with zeros and cut off again.
-        order = tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], d)))
+        order = tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], -x.shape[d])))
         shape = [x.shape[d] for d in order]
         steps = [strides[d] for d in order]
         y = copied(mint.permute(x, order))

@@ -218,6 +218,13 @@ FOUND: dict[str, Program] = {
         ),
         (3,),
     ),
+    "a column of a permuted tensor, of which ranks have one row and data has to move": Program(
+        23,
+        (2, 2),
+        (_leaf((2, 3), (Shard(0), Shard(1)), requires_grad=False),),
+        (Step("transpose", (0,), (1, 0)), Step("index", (1,), (((0, 3, None), -1),))),
+        (2,),
+    ),
     "memory read in another order": Program(
         4,
         (4,),

@@ -80,7 +80,7 @@ def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any],
     made of ``x``: ``y`` in memory as a single device's tensor is, so that the operation's results are as well. With
     ``spaced``, gaps count, and where dimensions were stretched: for views. None where there is nothing to be done."""
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
-    if not (spaced or (platform.keeps_memory_order and len(shape) > 1)):
+    if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):
         return None
 
     def order(x: Any, y: Any) -> Any:
