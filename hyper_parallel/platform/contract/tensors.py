@@ -21,6 +21,9 @@ class TensorRole(ABC):
     Size: Any
     #: Whether the framework's largest and smallest element of some with NaN among them is NaN, wherever that stands.
     extremes_keep_nan: bool = True
+    #: Whether element-wise operations give results that lie in memory in the order of their first operand, and draw
+    #: random numbers in that order; else both are in row-major order.
+    keeps_memory_order: bool = True
 
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
@@ -138,10 +141,10 @@ class TensorRole(ABC):
         """Ones with dtype and device of ``like``."""
         return self.full(shape, 1, like)
 
-    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
-        """`ones` with the given strides, of a dense tensor. For frameworks that draw a tensor's random numbers in the
-        order of its elements in memory; the others draw in row-major order, whatever the strides."""
-        return self.ones(shape, like)
+    @abstractmethod
+    def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
+        """``x`` in new memory with these strides: each is a multiple of the next smaller one, and no two elements meet.
+        There may be gaps. Differentiable."""
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:

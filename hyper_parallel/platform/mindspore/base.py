@@ -34,6 +34,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     device_type = "cpu"
     comm_backend = "mccl"
     extremes_keep_nan = False  # it is lost unless it comes first
+    keeps_memory_order = False
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)

@@ -63,9 +63,9 @@ class LocalVerbs(Platform):
         """See `Platform.full`."""
         return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
-    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """See `Platform.ones_in_memory`."""
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=like.dtype, device=like.device).fill_(1)
+    def with_strides(self, x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+        """See `Platform.with_strides`."""
+        return torch.empty_strided(x.shape, tuple(strides), dtype=x.dtype, device=x.device).copy_(x)
 
     def amax(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """See `Platform.amax`."""

@@ -21,6 +21,7 @@ __all__ = [
     "is_contiguous",
     "permuted_strides",
     "reshaped_strides",
+    "spaced_strides",
 ]
 
 Shape: TypeAlias = "tuple[int, ...]"
@@ -51,14 +52,56 @@ def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
     )
 
 
-def dense_strides(shape: Sequence[int], strides: Strides) -> Strides:
+def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | None = None) -> Strides:
     """Strides of a new tensor without gaps whose dimensions lie in memory in the order that ``strides`` says: what an
-    element-wise operation gives."""
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    element-wise operation gives. Stretched dimensions, of stride 0, stay where they are among the others.
+
+    Args:
+        shape, strides: of the tensor that has the order.
+        part: shape of the new one, if it is another one: that of a shard.
+    """
+    innermost_first = [*reversed(range(len(shape)))]
+    for start in range(1, len(shape)):
+        at = start
+        for other in reversed(range(start)):
+            inner, outer = innermost_first[other], innermost_first[at]
+            if not strides[inner] or not strides[outer]:
+                continue
+            if strides[inner] < strides[outer]:
+                break
+            if (strides[inner], shape[inner]) > (strides[outer], shape[outer]):
+                innermost_first[other], innermost_first[at] = outer, inner
+                at = other
     found, step = [0] * len(shape), 1
-    for dim in reversed(order):
+    for dim in innermost_first:
         found[dim] = step
-        step *= max(shape[dim], 1)
+        step *= max((part or shape)[dim], 1)
+    return tuple(found)
+
+
+def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) -> Strides:
+    """Strides for a shard of a tensor, so that what is asked of both gets one answer: whether dimensions can be merged,
+    whether it is contiguous. Where the tensor has a gap, the shard has one, as large as what lies before it: so the
+    strides of the tensor follow from those of the shard, of whatever size.
+
+    Args:
+        shape, strides: of the tensor.
+        part: shape of the shard.
+
+    Example:
+        >>> spaced_strides((4, 6), (1, 4), (2, 6))  # a transposed tensor
+        (1, 2)
+        >>> spaced_strides((4, 6), (12, 1), (2, 6))  # the first half of the columns of another one
+        (12, 1)
+    """
+    found, step, inner = [0] * len(shape), 1, None
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        if shape[dim] != 1:
+            if strides[dim] != (1 if inner is None else strides[inner] * shape[inner]):
+                step = 2 if inner is None else 2 * found[inner] * max(part[inner], 1)
+            inner = dim
+        found[dim] = step
+        step *= max(part[dim], 1)
     return tuple(found)
 
 

@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_r
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.memory_order import bind_order
 from hyper_parallel.core.dtensor.operations.aliasing import aliasing_of
 from hyper_parallel.core.dtensor.operations.call_cache import call_key, remembered_call
 from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
@@ -100,7 +101,7 @@ class _Plan:
         if sharding.native_if is not None and sharding.native_if(strategy.operands):
             self.replacement = None
         self.reads = tuple(
-            (i, _bind_read(target, dims, mesh))
+            (i, _bind_read(have, target, dims, None if op.in_place else canonical))
             for i, (have, target, dims) in enumerate(
                 zip(layouts, strategy.operands, strategy.partial_grad_dims, strict=True)
             )
@@ -203,16 +204,27 @@ def _compared(layout: Layout) -> str:
     return ""
 
 
-def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial."""
-    requires_grad = mesh.platform.requires_grad
+def _bind_read(
+    have: Layout | None, layout: Layout, partial_dims: tuple[int, ...], op: CanonicalOp | None
+) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
+
+    Args:
+        have: the layout that it has.
+        layout, partial_dims: see there.
+        op: the operation whose results lie in memory in an order that depends on that of its operands, if it is one.
+    """
+    requires_grad = layout.mesh.platform.requires_grad
 
     def read(x: Any) -> Any:
         if x._layout is not layout:
             x = redistribute(x, layout)
         return partial_grad_view(x, partial_dims) if partial_dims and requires_grad(x) else x
 
-    return read
+    if op is None or op.memory == "fresh" or have is None or have is layout:
+        return read
+    order = bind_order(have, layout, op.memory in ("shared", "viewable", "contiguous"))
+    return read if order is None else lambda x: order(x, read(x))
 
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:

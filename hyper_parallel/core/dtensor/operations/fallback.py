@@ -9,6 +9,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.memory_order import bind_order
 from hyper_parallel.core.dtensor.operations.aliasing import is_moved
 from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operations.operands import (
@@ -68,7 +69,11 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
         def gather(x: Any) -> Any:
             if getattr(x, "_layout", None) is None:
                 return x
-            whole = redistribute(x, x._layout.with_placements(replicated))
+            layout = x._layout.with_placements(replicated)
+            whole = redistribute(x, layout)
+            order = None if whole is x else bind_order(x._layout, layout, True)
+            if order is not None and (ordered := order(x, whole)) is not whole:
+                whole = platform.wrap(ordered, layout)
             # Plain for code that looks at it; what is written to must stay the object that it is.
             whole = whole if writes else platform.alias(whole)
             if not meant:
