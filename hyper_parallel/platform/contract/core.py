@@ -155,7 +155,7 @@ class Core(Protocol):
 
     # ------------------------------------------------------------------------------------ copies
     @property
-    def restore(self) -> Callable[..., Any]:
+    def restore(self) -> Callable:
         """``restore(rebuild, layout, coordinate, *parts)``, the function to be pickled with a DTensor: gives
         ``rebuild(layout, *parts)`` once the DTensor class is made, or raises RuntimeError where the layout means
         another part of the tensor than it did at ``coordinate`` of the mesh."""

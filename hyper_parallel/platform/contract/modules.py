@@ -189,7 +189,7 @@ class ModuleRole(ABC):
         ``with_kwargs``); what it returns, unless None, replaces the output."""
 
     @abstractmethod
-    def replace_forward(self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def replace_forward(self, module: Module, make: Callable[[Callable], Callable]) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
         **kwargs)``, the forward of its class. Hooks run around it as before. A copy of the module runs it on itself,
         and the module stays an instance of its class."""

@@ -60,7 +60,7 @@ def forget_recordings() -> None:
     _Recording.forwards = _Recording.backwards = 0
 
 
-def counted_begin(plain: Callable[..., Any]) -> Callable[..., Any]:
+def counted_begin(plain: Callable) -> Callable:
     """What stands for the beginning of a recording."""
 
     @functools.wraps(plain)
@@ -72,7 +72,7 @@ def counted_begin(plain: Callable[..., Any]) -> Callable[..., Any]:
     return begin
 
 
-def counted_end(plain: Callable[..., Any]) -> Callable[..., Any]:
+def counted_end(plain: Callable) -> Callable:
     """What stands for the end of a recording."""
 
     @functools.wraps(plain)
@@ -87,7 +87,7 @@ def counted_end(plain: Callable[..., Any]) -> Callable[..., Any]:
     return end
 
 
-def closed_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
+def closed_forward(plain: Callable) -> Callable:
     """What stands for the forward of a function or cell whose gradient is asked for.
 
     After an error of one of its operations MindSpore ends the recording, after any other error (ours among them) it
@@ -130,7 +130,7 @@ def _reduced(output: Any) -> Any:
     return output.redistribute(placements=layout.cotangent.placements)
 
 
-def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
+def counted_backward(plain: Callable) -> Callable:
     """What stands for backward."""
 
     @functools.wraps(plain)
@@ -235,7 +235,7 @@ class AutogradVerbs:
     def in_backward(self) -> bool:
         return _Recording.backwards > 0
 
-    def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
             ctx.count = len(static)
             with NoDispatch():
@@ -257,7 +257,7 @@ class AutogradVerbs:
         # `_Function.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
 
-    def joint_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    def joint_function(self, forward: Callable, backward: Callable) -> Callable:
         def run_forward(ctx: Any, static: Any, *xs: Any) -> tuple:
             with NoDispatch():
                 ys = tuple(_data(y) for y in forward(ctx, static, *xs))

@@ -136,7 +136,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ from the source
-def checked_jit(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_jit(original: Callable) -> Callable:
     """The replacement of the call of a function that is compiled with jit."""
 
     @functools.wraps(original)
@@ -154,7 +154,7 @@ def checked_jit(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def checked_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_compile(original: Callable) -> Callable:
     """The replacement of compiling a cell, in graph mode."""
 
     @functools.wraps(original)
@@ -165,7 +165,7 @@ def checked_compile(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile_cell
 
 
-def checked_parser(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_parser(original: Callable) -> Callable:
     """The replacement of the functions of its own that MindSpore asks for what the parser comes across."""
 
     @functools.wraps(original)
@@ -202,7 +202,7 @@ def _allow_operations() -> None:
     NoDispatch.__enter__ = _original_enter  # type: ignore[method-assign]
 
 
-def allowed_again(original: Callable[..., Any]) -> Callable[..., Any]:
+def allowed_again(original: Callable) -> Callable:
     """The replacement of the end of a run of which a graph is made."""
 
     @functools.wraps(original)
@@ -213,7 +213,7 @@ def allowed_again(original: Callable[..., Any]) -> Callable[..., Any]:
     return end
 
 
-def checked_begin(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_begin(original: Callable) -> Callable:
     """The replacement of the beginning of a run that is recorded."""
 
     @functools.wraps(original)
@@ -245,7 +245,7 @@ def _forget_recording() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ from the bytecode
-def checked_preparation(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_preparation(original: Callable) -> Callable:
     """The replacement of the look at the arguments before the bytecode is compiled."""
 
     def prepare(args: tuple, kwargs: dict) -> Any:
@@ -258,7 +258,7 @@ def checked_preparation(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def checked_enter(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_enter(original: Callable) -> Callable:
     """The replacement of the beginning of a run whose bytecode is compiled."""
 
     @functools.wraps(original)

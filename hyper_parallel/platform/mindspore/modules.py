@@ -86,7 +86,7 @@ class ModuleVerbs:
     def own_parameters(self, module: Any) -> Mapping[str, Any]:
         return module._params
 
-    def replace_forward(self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def replace_forward(self, module: Any, make: Callable[[Callable], Callable]) -> None:
         cls: Any = type(module)
         object.__setattr__(module, "_replaced_forward", make(cls.construct))
         module.__class__ = _class_with_replaced_forward(cls)

@@ -25,7 +25,7 @@ from hyper_parallel.platform.torch.private import tracer as _tracer
 __all__ = ["call_quickly", "replace_forward"]
 
 
-def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace_forward(module: nn.Module, make: Callable[[Callable], Callable]) -> None:
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
     module.__dict__["_replaced_forward"] = make(cls.forward)

@@ -35,7 +35,7 @@ def _refuse(x: Any, *args: Any) -> Any:
 REFUSALS = dict.fromkeys(("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"), _refuse)
 
 
-def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+def gathering(original: Callable) -> Callable:
     """The function that ``get_model_state_dict`` and ``get_optimizer_state_dict`` with ``full_state_dict=True`` go
     through, and which asks for torch's own class: it gets DTensors gathered."""
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
@@ -124,7 +125,7 @@ class CommunicationVerbs(Platform):
         return None if group is None else _resolve(group)
 
     # ------------------------------------------------------------------------------------------------ collectives
-    def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
+    def supports(self, collective: str, op: str, local: Tensor) -> bool:
         """See `Platform.supports`. What only moves data takes every dtype: it can travel as bytes."""
         if collective == "all_reduce":
             return local.dtype in self.all_reduce_dtypes.get(op, ())
@@ -132,7 +133,7 @@ class CommunicationVerbs(Platform):
             return local.dtype in self.reduce_scatter_dtypes.get(op, ())
         return True
 
-    def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
         """See `Platform.all_reduce`."""
         if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
@@ -140,7 +141,7 @@ class CommunicationVerbs(Platform):
         backend.allreduce([local], _ALL_REDUCE[op]).wait()
         return local
 
-    def all_gather(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
+    def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
         """See `Platform.all_gather`."""
         if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
@@ -153,7 +154,7 @@ class CommunicationVerbs(Platform):
             backend._allgather_base(self._movable(out), self._movable(local)).wait()
         return out
 
-    def reduce_scatter(self, local: torch.Tensor, op: str, group: Any, size: int) -> torch.Tensor:
+    def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
         """See `Platform.reduce_scatter`."""
         if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
@@ -163,9 +164,7 @@ class CommunicationVerbs(Platform):
         backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
         return out
 
-    def start_collective(
-        self, collective: str, out: torch.Tensor, local: torch.Tensor, op: str, group: Any, size: int
-    ) -> Any:
+    def start_collective(self, collective: str, out: Tensor, local: Tensor, op: str, group: Any, size: int) -> Any:
         """See `Platform.start_collective`."""
         if SEEN:
             refuse_levels(local)
@@ -178,7 +177,7 @@ class CommunicationVerbs(Platform):
             out.copy_(local)
         return backend.allreduce([out], _ALL_REDUCE[op])
 
-    def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
+    def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
         """See `Platform.all_to_all`."""
         if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
@@ -186,14 +185,14 @@ class CommunicationVerbs(Platform):
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
         return out
 
-    def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
+    def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
         """See `Platform.broadcast`."""
         if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
         return local
 
-    def scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, group: Any) -> torch.Tensor:
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
         """See `Platform.scatter`."""
         if SEEN:
             refuse_levels(out)
@@ -228,7 +227,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.tell_of_failure`."""
         lost_ranks.tell_of_failure([group() for group in groups], ranks, report)
 
-    def _movable(self, x: torch.Tensor) -> torch.Tensor:
+    def _movable(self, x: Tensor) -> Tensor:
         """The same memory as a dtype that the backend can move."""
         if x.dtype in self.moved_dtypes:
             return x
@@ -238,7 +237,7 @@ class CommunicationVerbs(Platform):
         """Make the device of this rank the current one."""
 
 
-def _sendable(x: torch.Tensor) -> torch.Tensor:
+def _sendable(x: Tensor) -> Tensor:
     """The values of ``x`` in memory: of an efficient zero tensor, which has none (backward and forward-mode AD make
     such), and of one that is marked as conjugate or negative, whose mark backends do not send.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Fast
@@ -30,8 +30,8 @@ from hyper_parallel.platform.torch.private import any_autocast, current_node, sa
 
 __all__ = ["TorchFast"]
 
-_detach, is_grad_enabled = torch.Tensor.detach, torch.is_grad_enabled
-_PLAIN = frozenset({torch.Tensor, type(None)})
+_detach, is_grad_enabled = Tensor.detach, torch.is_grad_enabled
+_PLAIN = frozenset({Tensor, type(None)})
 
 
 class TorchFast(Fast):
@@ -67,7 +67,7 @@ class TorchFast(Fast):
             and not module.sparse
         )
 
-    def embedding(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """See `Fast.embedding`."""
         return F.embedding(ids, weight)
 
@@ -76,12 +76,12 @@ class TorchFast(Fast):
 
     # ------------------------------------------------------------------------------------------------ autograd
     def autograd_step(
-        self, forward: Callable[[Any, torch.Tensor], torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        self, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
         """See `Fast.autograd_step`."""
         apply = make_apply("Step", forward, _without_context(backward))
 
-        def run(x: torch.Tensor) -> torch.Tensor:
+        def run(x: Tensor) -> Tensor:
             if SEEN:
                 refuse_levels(x)
             return apply(x) if is_grad_enabled() and x.requires_grad else forward(None, x)
@@ -90,18 +90,18 @@ class TorchFast(Fast):
 
     def autograd_pair(
         self,
-        forward: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        backward: Callable[[Any, Any], torch.Tensor],
-    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
+        backward: Callable[[Any, Any], Tensor],
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """See `Fast.autograd_pair`."""
 
-        def run_forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def run_forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
             ctx.set_materialize_grads(False)
             return forward(ctx, x)
 
         return make_apply("Pair", run_forward, _without_context(backward))
 
-    def can_delay_gradient(self, parameter: torch.Tensor) -> bool:
+    def can_delay_gradient(self, parameter: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
         # What runs now is the view's own backward, with the node that accumulates next to it if this is a leaf.
         node = current_node()
@@ -114,7 +114,7 @@ class TorchFast(Fast):
         except RuntimeError:
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
-    def add_to_gradient(self, parameter: torch.Tensor, cotangent: torch.Tensor) -> None:
+    def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
         """See `Fast.add_to_gradient`."""
         with no_dispatch():
             gradient: Any = parameter.grad
@@ -122,15 +122,15 @@ class TorchFast(Fast):
 
     def linear_view(
         self,
-        convert: Callable[[torch.Tensor], torch.Tensor],
-        record: Callable[[torch.Tensor], torch.Tensor],
+        convert: Callable[[Tensor], Tensor],
+        record: Callable[[Tensor], Tensor],
         key: Any,
-        otherwise: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        otherwise: Callable[[Tensor], Tensor],
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """See `Fast.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
         hooks = OrderedDict({0: hook_of(convert, record)})
 
-        def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def view(x: Tensor, weight: Tensor) -> Tensor:
             if SEEN:
                 refuse_levels(x)
             if not (is_grad_enabled() and x.requires_grad):
@@ -159,7 +159,7 @@ class TorchFast(Fast):
             if cache is None:
                 cache = x.__dict__["_cached"] = Cache()
             # Weak, see `Platform.write_cache`: the operation keeps it.
-            if type(x) is not torch.Tensor:
+            if type(x) is not Tensor:
                 compared: Any = NOTHING
             else:
                 compared = SAME_AS_VIEW if dims == 2 else (address_of(x), shape_of(x), stride_of(x))
@@ -170,13 +170,13 @@ class TorchFast(Fast):
 
     def in_place_step(
         self,
-        write: Callable[[torch.Tensor], torch.Tensor],
-        record: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        write: Callable[[Tensor], Tensor],
+        record: Callable[[Tensor], Tensor],
+    ) -> Callable[[Tensor], Tensor]:
         """See `Fast.in_place_step`."""
         hooks = OrderedDict({0: hook_of(None, record)})
 
-        def apply(y: Any) -> torch.Tensor:
+        def apply(y: Any) -> Tensor:
             if not (is_grad_enabled() and y.requires_grad):
                 return write(y)
             data = _detach(y)
@@ -195,14 +195,14 @@ class TorchFast(Fast):
     def linear_with_collective(
         self,
         collective: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         group: Any,
         size: int,
         dim: int,
-        record: Callable[[str, torch.Tensor], None],
+        record: Callable[[str, Tensor], None],
         chunks: int = 1,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """See `Fast.linear_with_collective`: in chunks."""
         platform = self.platform
         with no_dispatch():
@@ -215,7 +215,7 @@ class TorchFast(Fast):
             return overlap.run(collective, x, weight, platform.native_group(group), size, dim, chunks, record)
 
 
-def _without_context(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _without_context(backward: Callable) -> Callable:
     """``backward`` of plain cotangents as a method of an autograd function."""
 
     def run(ctx: Any, *cotangents: Any) -> Any:

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch.overlap import FUNCTIONS
 
 __all__ = ["applies", "run"]
 
-Record = Callable[[str, torch.Tensor], None]
+Record = Callable[[str, Tensor], None]
 
 _OPERATORS = {
     "all_reduce": "npu_mm_all_reduce_base",
@@ -37,7 +38,7 @@ _COUNTS = (2, 4, 8)
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def applies(collective: str, x: torch.Tensor, weight: torch.Tensor, size: int, dim: int, chip: int) -> bool:
+def applies(collective: str, x: Tensor, weight: Tensor, size: int, dim: int, chip: int) -> bool:
     """Whether an operator does it. What this looks at is the same on every rank, if shards are equal.
 
     Args:
@@ -70,13 +71,13 @@ def _exists(collective: str) -> bool:
 
 def run(
     collective: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     group: Any,
     size: int,
     dim: int,
     record: Record,
-) -> torch.Tensor:
+) -> Tensor:
     """See `Platform.linear_with_collective`."""
     y = FUNCTIONS[collective].apply(x.reshape(-1, x.shape[-1]), weight, _Fused(group, size, record))
     return y.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 : -1], y.shape[-1])
@@ -98,25 +99,25 @@ class _Fused:
     def __init__(self, group: Any, size: int, record: Record) -> None:
         self.group, self.size, self.record = group, size, record
 
-    def pieces(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, x: Tensor) -> list[Tensor]:
         return [x]
 
-    def whole(self, chunks: list[torch.Tensor]) -> torch.Tensor:
+    def whole(self, chunks: list[Tensor]) -> Tensor:
         return chunks[0]
 
-    def reduce(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def reduce(self, x: Tensor, other: Tensor) -> Tensor:
         return self._run("all_reduce", x, other)
 
-    def gather(self, x: torch.Tensor, other: torch.Tensor, multiplies: bool = True) -> list[Any]:
+    def gather(self, x: Tensor, other: Tensor, multiplies: bool = True) -> list[Any]:
         return [self._run("all_gather", x, other, self.size)]
 
-    def scatter(self, pieces: list[torch.Tensor], other: torch.Tensor) -> torch.Tensor:
+    def scatter(self, pieces: list[Tensor], other: Tensor) -> Tensor:
         return self._run("reduce_scatter", pieces[0], other, self.size)
 
-    def finish(self, started: torch.Tensor) -> torch.Tensor:
+    def finish(self, started: Tensor) -> Tensor:
         return started
 
-    def _run(self, collective: str, rows: torch.Tensor, other: torch.Tensor, *size: int) -> Any:
+    def _run(self, collective: str, rows: Tensor, other: Tensor, *size: int) -> Any:
         rows = rows.contiguous()
         self.record(collective, rows)
         return getattr(torch.ops.npu, _OPERATORS[collective])(rows, other, communicator(self.group), *size)

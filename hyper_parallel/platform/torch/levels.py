@@ -16,7 +16,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch.private import dual_level, is_batched, old_vmap_level, transform_level
 
@@ -33,7 +33,7 @@ _REMEDY = (
 )
 
 
-def refuse_levels(x: torch.Tensor | None = None) -> None:
+def refuse_levels(x: Tensor | None = None) -> None:
     """Return when no transform is open in this thread; to be called when there are `SEEN` ones.
 
     Args:
@@ -61,7 +61,7 @@ def _message(name: str) -> str:
     return f"distributed tensors and parallelised modules do not work inside {name}: {_REMEDY}"
 
 
-def refusing_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
+def refusing_dtensors(original: Callable) -> Callable:
     """The function of a transform that wraps one tensor, which remembers that there is one and refuses DTensors."""
 
     @functools.wraps(original)
@@ -74,7 +74,7 @@ def refusing_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
-def following(original: Callable[..., Any]) -> Callable[..., Any]:
+def following(original: Callable) -> Callable:
     """A function that opens a transform, which remembers that there is one."""
 
     @functools.wraps(original)

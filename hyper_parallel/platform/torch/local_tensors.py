@@ -9,60 +9,59 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.platform.contract import Platform
 
 __all__ = ["LocalVerbs"]
 
-T: Any = torch.Tensor
-
 
 class LocalVerbs(Platform):
     """The verbs of `Platform` that compute on plain local tensors."""
 
-    narrow: Any = staticmethod(T.narrow)
+    narrow: Any = staticmethod(Tensor.narrow)
     chunk: Any = staticmethod(torch.chunk)
     cat: Any = staticmethod(torch.cat)
-    contiguous: Any = staticmethod(T.contiguous)
-    strides: Any = staticmethod(T.stride)
-    masked_fill: Any = staticmethod(T.masked_fill)
-    to_dtype: Any = staticmethod(T.to)
-    log: Any = staticmethod(T.log)
+    contiguous: Any = staticmethod(Tensor.contiguous)
+    strides: Any = staticmethod(Tensor.stride)
+    masked_fill: Any = staticmethod(Tensor.masked_fill)
+    to_dtype: Any = staticmethod(Tensor.to)
+    log: Any = staticmethod(Tensor.log)
 
-    def clone(self, x: torch.Tensor) -> torch.Tensor:
+    def clone(self, x: Tensor) -> Tensor:
         """See `Platform.clone`."""
         return x.clone(memory_format=torch.contiguous_format)
 
-    def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """See `Platform.zeros`."""
-        return like.new_zeros(shape) if type(like) is torch.Tensor else self.full(shape, 0, like)
+        return like.new_zeros(shape) if type(like) is Tensor else self.full(shape, 0, like)
 
-    def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> torch.Tensor:
+    def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
         """See `Platform.full`."""
         return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
-    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
         """See `Platform.ones_in_memory`."""
         return torch.empty_strided(tuple(shape), tuple(strides), dtype=like.dtype, device=like.device).fill_(1)
 
-    def amax(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def amax(self, x: Tensor, dim: int) -> Tensor:
         """See `Platform.amax`."""
         largest = x.amax(dim, keepdim=True)
         return largest if largest.dtype is torch.float64 else largest.float()
 
-    def sum_along(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def sum_along(self, x: Tensor, dim: int) -> Tensor:
         """See `Platform.sum_along`."""
         return x.sum(dim, keepdim=True)
 
-    def shifted_exp(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
         """See `Platform.shifted_exp`."""
         y = torch.sub(x, shift).exp_()
         return y if scale is None else y.div_(scale)
 
-    def gather(self, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
         """See `Platform.gather`."""
         return torch.gather(x, dim, index.long())
 
-    def scatter_add(self, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         """See `Platform.scatter_add`."""
         return x.scatter_add_(dim, index.long(), source)

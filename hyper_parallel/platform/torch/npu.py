@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.platform.torch.base import TorchPlatform
@@ -87,19 +88,19 @@ class TorchNpuPlatform(TorchPlatform):
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
-    def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
+    def supports(self, collective: str, op: str, local: Tensor) -> bool:
         """See `Platform.supports`."""
         if local.dtype is torch.bfloat16:
             self._check_bfloat16(f"{collective} of a tensor of shape {tuple(self.shape_of(local))}")
         return super().supports(collective, op, local)
 
-    def to_device(self, x: torch.Tensor) -> torch.Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         """See `Platform.to_device`; every tensor that is distributed comes through here first."""
         if x.dtype is torch.bfloat16:
             self._check_bfloat16(f"a tensor of shape {tuple(self.shape_of(x))} is to be distributed")
         return super().to_device(x)
 
-    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
+    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """See `Platform.factory`."""
         if dtype is torch.bfloat16 or (dtype is None and torch.get_default_dtype() is torch.bfloat16):
             self._check_bfloat16(f"{name} of shape {tuple(shape)}")
@@ -147,14 +148,14 @@ class _NpuFast(TorchFast):
     def linear_with_collective(
         self,
         collective: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         group: Any,
         size: int,
         dim: int,
-        record: Callable[[str, torch.Tensor], None],
+        record: Callable[[str, Tensor], None],
         chunks: int = 1,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """See `Fast.linear_with_collective`."""
         platform = self.platform
         with platform.no_dispatch():

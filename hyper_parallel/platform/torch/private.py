@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from hyper_parallel.platform.versions import tested_versions
@@ -146,7 +147,7 @@ current_node: Callable[[], Any] = _take("_C._current_autograd_node", lambda f: f
 will_execute: Callable[[Any], bool] = _take("_C._will_engine_execute_node", callable, lambda _: False)
 #: -1 outside of backward.
 graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int))
-run_engine: Callable[..., Any] = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
+run_engine: Callable = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
 
 
 def _make_grads(outputs: tuple, grads: tuple, is_grads_batched: bool) -> tuple:
@@ -162,7 +163,7 @@ make_grads: Callable[..., tuple] = _take(
 )
 
 
-def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def bare_apply(function: type[torch.autograd.Function]) -> Callable:
     """`apply` of an autograd function, without torch's Python wrapper, which is there for functorch and takes half of
     the time."""
     return _apply.__get__(None, function) if _apply is not None else function.apply
@@ -269,7 +270,7 @@ def old_vmap_level() -> int:
 _keys_of = _take("_C._dispatch_key_set", callable)
 
 
-def is_batched(x: torch.Tensor) -> bool:
+def is_batched(x: Tensor) -> bool:
     """Whether a vmap, of either kind, has put ``x`` around another tensor."""
     return "Batched" in _keys_of(x)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Core
@@ -83,7 +83,7 @@ def stand_for(replacement: Any, original: Any) -> None:
 def is_local_class(cls: type) -> bool:
     """Whether the tensors of ``cls``, which compute by ``__torch_dispatch__``, are what DTensors are made of."""
     made = State.tensor_class
-    return made is not None and made.__bases__[-1] is not torch.Tensor and issubclass(cls, made.__bases__[-1])
+    return made is not None and made.__bases__[-1] is not Tensor and issubclass(cls, made.__bases__[-1])
 
 
 def layout_of(x: Any) -> Any:

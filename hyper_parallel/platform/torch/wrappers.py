@@ -82,7 +82,7 @@ def _refuse_flat(x: Any, value: Any = None) -> Any:
 refuse_flat_parameter = property(_refuse_flat, _refuse_flat)
 
 
-def refuse_distributed_parameters(make: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_distributed_parameters(make: Callable) -> Callable:
     """What stands for ``FSDPParam._init_sharded_param`` of torch's `fully_shard` (FSDP2): it refuses DTensors, on all
     ranks, before it communicates.
 

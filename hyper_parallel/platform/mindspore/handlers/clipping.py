@@ -23,7 +23,7 @@ __all__ = ["clipping", "looking", "norm_of_all"]
 _ORDERS = (1, 2, float("inf"))
 
 
-def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., Any]:
+def clipping(plain: Callable, name: str, place: int) -> Callable:
     """``plain`` with gradients as argument ``place``, which takes parts of gradients for what they are."""
 
     @functools.wraps(plain)
@@ -49,7 +49,7 @@ def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., 
     return clip
 
 
-def norm_of_all(plain: Callable[..., Any]) -> Callable[..., Any]:
+def norm_of_all(plain: Callable) -> Callable:
     """What stands for the function that `ops.clip_by_norm` computes the norm with: one all-reduce for all gradients."""
 
     @functools.wraps(plain)
@@ -72,7 +72,7 @@ def norm_of_all(plain: Callable[..., Any]) -> Callable[..., Any]:
     return total_norm
 
 
-def looking(plain: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+def looking(plain: Callable, place: int = 0) -> Callable:
     """``plain``, which asks whether argument ``place`` is finite, with one answer for all ranks."""
 
     @functools.wraps(plain)

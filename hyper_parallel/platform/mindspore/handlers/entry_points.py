@@ -30,7 +30,7 @@ __all__ = [
 
 
 # -------------------------------------------------------------------- primitives that take a sequence of tensors
-def call_on_sequence(original: Callable[..., Any], distributed: Callable[[Any, tuple], Any]) -> Any:
+def call_on_sequence(original: Callable, distributed: Callable[[Any, tuple], Any]) -> Any:
     """The replacement of the call of a primitive: MindSpore looks for subclasses among its arguments, not in sequences.
 
     Args:
@@ -73,7 +73,7 @@ def _has_infinity(x: Any) -> Any:
 
 
 # -------------------------------------------------------------------- plain tensors indexed by DTensors
-def checked_index(original: Callable[..., Any], name: str) -> Any:
+def checked_index(original: Callable, name: str) -> Any:
     """The replacement of ``__getitem__`` or ``__setitem__`` of tensors: ``plain[distributed]`` would take this rank's
     part of the index. Core raises the error that says that plain and distributed tensors do not mix."""
     function = Function(name.strip("_"), original)
@@ -94,7 +94,7 @@ _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
 # -------------------------------------------------------------------- cells that write their own backward
-def gathered_bprop(original: Callable[..., Any]) -> Callable[..., Any]:
+def gathered_bprop(original: Callable) -> Callable:
     """The replacement of the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one
     what it recorded, this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
 

@@ -24,17 +24,17 @@ __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))
 
 
-def draw_like(plain: Callable[..., Any]) -> Callable[..., Any]:
+def draw_like(plain: Callable) -> Callable:
     """The replacement of a function of `DRAWS`."""
     return _wrapper(plain, _draw_like)
 
 
-def full_like(plain: Callable[..., Any]) -> Callable[..., Any]:
+def full_like(plain: Callable) -> Callable:
     """The replacement of `ops.full_like`."""
     return _wrapper(plain, _full_like)
 
 
-def _wrapper(plain: Callable[..., Any], distributed: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapper(plain: Callable, distributed: Callable) -> Callable:
     @functools.wraps(plain)
     def like(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
@@ -46,7 +46,7 @@ def _wrapper(plain: Callable[..., Any], distributed: Callable[..., Any]) -> Call
     return like
 
 
-def _draw_like(plain: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+def _draw_like(plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Every rank draws the whole tensor and keeps its part."""
     layout = x._layout.cotangent
     platform = layout.mesh.platform
@@ -54,7 +54,7 @@ def _draw_like(plain: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
         return platform.wrap(x._core.draw(lambda whole: plain(whole, *args, **kwargs), x, layout), layout)
 
 
-def _full_like(plain: Callable[..., Any], x: Any, fill_value: Any, *, dtype: Any = None) -> Any:
+def _full_like(plain: Callable, x: Any, fill_value: Any, *, dtype: Any = None) -> Any:
     if isinstance(fill_value, Tensor):
         fill_value = fill_value.item()
     return type(x)._dispatch(OPS["FullLike"], _FULL_LIKE, (x, fill_value), {"dtype": dtype})
@@ -66,7 +66,7 @@ _FULL_LIKE = Function("FullLike", array_func.full_like)
 _LIKE: dict[str, float | None] = {"new_zeros": 0, "new_ones": 1, "new_empty": 0, "new_full": None}
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _method(name: str) -> Callable:
     plain, number = getattr(Tensor, name), _LIKE[name]
 
     def new(self: Any, size: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:

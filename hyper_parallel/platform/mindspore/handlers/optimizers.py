@@ -25,7 +25,7 @@ __all__ = ["optimizer_call", "run_compiled_step"]
 _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
 
 
-def optimizer_call(original: Callable[..., Any]) -> Callable[..., Any]:
+def optimizer_call(original: Callable) -> Callable:
     """The replacement of ``__call__`` of MindSpore's two optimizer base classes."""
 
     @functools.wraps(original)

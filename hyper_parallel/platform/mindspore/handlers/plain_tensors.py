@@ -29,7 +29,7 @@ def checked_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def checked_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_assign(original: Callable) -> Callable:
     """The replacement of ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
 
     @functools.wraps(original)

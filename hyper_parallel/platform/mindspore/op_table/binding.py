@@ -195,7 +195,7 @@ def _call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
     return func(*operands, *static_args)
 
 
-def instead(function: Callable[..., Any]) -> Call:
+def instead(function: Callable) -> Call:
     """A ``call`` that runs ``function`` in place of the native one: that has no kernel on CPU, or takes its arguments
     otherwise."""
     return lambda func, operands, static_args: function(*operands, *static_args)

@@ -22,7 +22,7 @@ from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispa
 __all__ = ["LOSSES", "dispatched_loss"]
 
 
-def dispatched_loss(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def dispatched_loss(original: Callable, name: str) -> Callable:
     """The replacement of a function of `LOSSES`."""
     native, function = LOSSES[name], Function(name.removesuffix("_ext"), original)
 

@@ -14,12 +14,12 @@ __all__ = ["OPS", "VARIANTS"]
 
 
 # -------------------------------------------------------------------- reductions
-def _total(function: Callable[..., Any]) -> Call:
+def _total(function: Callable) -> Call:
     """A ``call`` that runs `mint.sum` or `mint.mean`."""
     return lambda func, xs, static_args: function(xs[0], *static_args[:2], dtype=static_args[2])
 
 
-def _extreme(function: Callable[..., Any]) -> Call:
+def _extreme(function: Callable) -> Call:
     """A ``call`` that runs `ops.amax` or `ops.amin`, which take no None for all dims."""
     return lambda func, xs, static_args: function(
         xs[0], () if static_args[0] is None else static_args[0], static_args[1]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.handlers.norms import reduced, widened
@@ -18,7 +19,6 @@ from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, lay
 
 __all__: list[str] = []
 
-T: Any = torch.Tensor
 
 #: Not element-wise: each tensor goes through its ordinary operation.
 _ONE_BY_ONE = ("_foreach_max", "_foreach_mm")
@@ -71,7 +71,7 @@ def _fits(value: Any, layouts: list[Any]) -> bool:
     if others != layouts:
         for x, layout, other in zip(value, layouts, others, strict=True):
             # Step counters are plain 0-d tensors beside distributed parameters.
-            if other is not layout and not (other is None and (not isinstance(x, T) or not x.dim())):
+            if other is not layout and not (other is None and (not isinstance(x, Tensor) or not x.dim())):
                 return False
     return all(layout is None or layout.cotangent is layout for layout in others)
 
@@ -86,7 +86,7 @@ _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run the function for a single tensor on each: layouts may differ, shapes may broadcast."""
     name = func.__name__.removeprefix("_foreach_")
-    single = _SINGLE.get(func.__name__) or getattr(T, name, None)
+    single = _SINGLE.get(func.__name__) or getattr(Tensor, name, None)
     if single is None:  # fused optimizers
         raise ValueError(f"{func.__name__} needs tensors that are laid out alike and are no partial sums")
     count = len(args[0])

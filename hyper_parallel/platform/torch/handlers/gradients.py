@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
@@ -20,13 +21,11 @@ from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, lay
 
 __all__ = ["as_cotangent", "forget_data"]
 
-T: Any = torch.Tensor
-
 
 # ---------------------------------------------------------------------------------------------------- .grad and .data
 
 
-@handles(T.grad.__get__, T._grad.__get__)
+@handles(Tensor.grad.__get__, Tensor._grad.__get__)
 def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
     """The accumulated gradient, retagged where it lies."""
     x = args[0]
@@ -38,23 +37,23 @@ def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
         if layout.summed_mesh_dims and gradient.requires_grad:
             # Made with create_graph=True. Kept, because x.grad is one object until it is accumulated into.
             gradient = State.core.to_owner(gradient, layout)
-            T.grad.__set__(x, gradient)
+            Tensor.grad.__set__(x, gradient)
     return wrap(gradient, layout.cotangent)
 
 
-@handles(T.grad.__set__, T._grad.__set__)
+@handles(Tensor.grad.__set__, Tensor._grad.__set__)
 def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
     """Accept a DTensor, brought to the layout that gradients of the tensor have."""
     x, gradient = args
     if gradient is not None:
-        if not isinstance(gradient, T):
+        if not isinstance(gradient, Tensor):
             raise TypeError(f"a gradient must be a tensor or None, got {type(gradient).__name__}")
         gradient = as_cotangent(gradient, x._layout, "a gradient")
     with no_dispatch():
         func(x, gradient)
 
 
-@handles(T.data.__set__)
+@handles(Tensor.data.__set__)
 def set_data(func: Any, args: tuple, kwargs: dict) -> None:
     """Exchange the data, and with it the layout."""
     x, value = args
@@ -65,7 +64,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
             "DTensor.from_local"
         )
     if x.is_leaf:
-        get_grad(T.grad.__get__, (x,), {})  # a gradient that nobody has looked at has the layout of before
+        get_grad(Tensor.grad.__get__, (x,), {})  # a gradient that nobody has looked at has the layout of before
     elif layout.cotangent is not x._layout.cotangent:
         raise ValueError(
             f"x.data = value of a tensor that autograd computed, placed {list(x._layout.placements)} with shape "
@@ -96,7 +95,7 @@ _GRAD = signature(
 )
 
 
-@handles(T.backward)
+@handles(Tensor.backward)
 def tensor_backward(func: Any, args: tuple, kwargs: dict) -> None:
     """``x.backward(gradient, ...)``."""
     x, gradient, retain_graph, create_graph, inputs = _BACKWARD(args, kwargs)
@@ -200,7 +199,7 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
     if gradient is not None:
         gradient = as_cotangent(gradient, x._layout, "the gradient passed to backward")
         with no_dispatch():
-            return gradient.as_subclass(T)
+            return gradient.as_subclass(Tensor)
     if not x.requires_grad:
         return None
     if x.numel() != 1:
@@ -239,7 +238,7 @@ def _one_each(gradients: Any, tensors: tuple) -> tuple:
 # ---------------------------------------------------------------------------------------------------- hooks
 
 
-@handles(T.register_hook)
+@handles(Tensor.register_hook)
 def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
     """The hook sees and returns a DTensor."""
     x, hook = args
@@ -253,7 +252,7 @@ def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
             return None
         result = as_cotangent(result, layout, "what a hook returns for the gradient")
         with no_dispatch():
-            result = result.as_subclass(T)
+            result = result.as_subclass(Tensor)
             return State.core.to_summands(result, layout)
 
     with no_dispatch():

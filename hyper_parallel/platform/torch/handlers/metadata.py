@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.op_table.binding import words
@@ -13,7 +14,6 @@ from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of
 
 __all__: list[str] = []
 
-T: Any = torch.Tensor
 
 _PROPERTIES = words(
     """
@@ -36,9 +36,11 @@ _SETTERS = ["requires_grad", "names", "_backward_hooks", "_post_accumulate_grad_
 
 def _functions() -> list[Any]:
     accessors = {"__get__": _PROPERTIES, "__set__": _SETTERS, "__delete__": ("grad", "_grad")}
-    found = [getattr(getattr(T, name, None), accessor, None) for accessor, names in accessors.items() for name in names]
+    found = [
+        getattr(getattr(Tensor, name, None), accessor, None) for accessor, names in accessors.items() for name in names
+    ]
     for name in _METHODS:
-        found += [getattr(T, name, None), getattr(torch, name, None) if name.startswith("is_") else None]
+        found += [getattr(Tensor, name, None), getattr(torch, name, None) if name.startswith("is_") else None]
     found.append(getattr(torch, "_has_compatible_shallow_copy_type", None))
     return [*found, torch.result_type, torch.promote_types, torch.can_cast]
 
@@ -50,7 +52,7 @@ def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-@handles(T.data_ptr)
+@handles(Tensor.data_ptr)
 def data_ptr(func: Any, args: tuple, kwargs: dict) -> int:
     """Address of the data, if this rank holds all of it: callers read as much memory as the global shape says."""
     layout = layout_of(args[0])
@@ -64,7 +66,7 @@ def data_ptr(func: Any, args: tuple, kwargs: dict) -> int:
         return func(*args, **kwargs)
 
 
-@handles(T.requires_grad_, T.detach_, T.share_memory_)
+@handles(Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_)
 def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """Change a flag of the local tensor, which is the distributed one."""
     with no_dispatch():
@@ -72,7 +74,7 @@ def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0]
 
 
-@handles(T.size)
+@handles(Tensor.size)
 def size(func: Any, args: tuple, kwargs: dict) -> Any:
     """Global size."""
     shape = layout_of(args[0]).shape
@@ -80,19 +82,19 @@ def size(func: Any, args: tuple, kwargs: dict) -> Any:
     return shape if dim is None else shape[dim]
 
 
-@handles(T.numel, T.nelement, torch.numel)
+@handles(Tensor.numel, Tensor.nelement, torch.numel)
 def numel(func: Any, args: tuple, kwargs: dict) -> int:
     """Global number of elements."""
     return math.prod(layout_of(args[0] if args else kwargs["input"]).shape)
 
 
-@handles(T.nbytes.__get__)
+@handles(Tensor.nbytes.__get__)
 def nbytes(func: Any, args: tuple, kwargs: dict) -> int:
     """Global number of bytes."""
     return math.prod(layout_of(args[0]).shape) * args[0].element_size()
 
 
-@handles(T.__len__)
+@handles(Tensor.__len__)
 def length(func: Any, args: tuple, kwargs: dict) -> int:
     """Global size of the first dimension."""
     shape = layout_of(args[0]).shape
@@ -101,12 +103,12 @@ def length(func: Any, args: tuple, kwargs: dict) -> int:
     return shape[0]
 
 
-@handles(T.stride)
+@handles(Tensor.stride)
 def stride(func: Any, args: tuple, kwargs: dict) -> Any:
     """Strides that the global tensor would have with the local one's order of dimensions."""
     shape = layout_of(args[0]).shape
     with no_dispatch():
-        local = T.stride(args[0])
+        local = Tensor.stride(args[0])
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (local[d], -d)):
         if local[dim]:
@@ -116,13 +118,13 @@ def stride(func: Any, args: tuple, kwargs: dict) -> Any:
     return tuple(strides) if asked is None else strides[asked]
 
 
-@handles(T.is_same_size, torch.is_same_size)
+@handles(Tensor.is_same_size, torch.is_same_size)
 def is_same_size(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether the global sizes agree."""
     return tuple(args[0].shape) == tuple(args[1].shape)
 
 
-@handles(T.__format__)
+@handles(Tensor.__format__)
 def format_tensor(func: Any, args: tuple, kwargs: dict) -> str:
     """As torch: a tensor of one number as the number, others by their repr."""
     x, spec = args
@@ -131,13 +133,13 @@ def format_tensor(func: Any, args: tuple, kwargs: dict) -> str:
     return object.__format__(x, spec)
 
 
-@handles(T.__contains__)
+@handles(Tensor.__contains__)
 def contains(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an element equals."""
     return bool((args[0] == args[1]).any().item())
 
 
-@handles(T.__reversed__)
+@handles(Tensor.__reversed__)
 def reversed_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     """As `torch.Tensor.__reversed__`."""
     return args[0].flip(0) if args[0].dim() else args[0]

@@ -23,8 +23,6 @@ from hyper_parallel.platform.torch.private import any_autocast
 
 __all__ = ["table"]
 
-T: Any = torch.Tensor
-
 
 def table() -> Table:
     """Rows of operations along whole dimensions, and of those whose operands are gathered."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.private import native_functions
@@ -88,7 +89,7 @@ def one(value: Any) -> tuple[Any]:
 
 def number(value: Any) -> Any:
     """A number, where neither a tensor nor nothing at all will do."""
-    if value is None or isinstance(value, torch.Tensor):
+    if value is None or isinstance(value, Tensor):
         raise UnboundCallError
     return value
 
@@ -192,7 +193,7 @@ def find(names: str, *owners: Any) -> list[Any]:
     """Every function of these names in ``owners`` (default: torch, its tensor methods, functional and special)."""
     found = []
     for name in names.split():
-        for owner in owners or (torch, torch.Tensor, F, torch.special, native_functions):
+        for owner in owners or (torch, Tensor, F, torch.special, native_functions):
             function = getattr(owner, name, None)
             if callable(function) and function not in found:
                 found.append(function)

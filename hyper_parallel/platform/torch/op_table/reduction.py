@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch.op_table.binding import (
     Bound,
@@ -20,7 +21,6 @@ from hyper_parallel.platform.torch.op_table.binding import (
 
 __all__ = ["WHOLE_EXTREMUM", "table"]
 
-T: Any = torch.Tensor
 
 #: Rows of ``max(x)`` and ``min(x)``; the same functions with a dimension have two results and another row.
 WHOLE_EXTREMUM: Table = {}
@@ -57,7 +57,7 @@ def table() -> Table:
         ),
         **rows("var_mean std_mean", "reduce_pair", _bind_reduce_whole, _call_reduce_whole),
         **rows("vector_norm", "vector_norm", _bind_norm("ord=2"), _call_vector_norm, torch.linalg),
-        **rows("norm", "vector_norm", _bind_norm("p='fro'"), _call_vector_norm, torch, T),
+        **rows("norm", "vector_norm", _bind_norm("p='fro'"), _call_vector_norm, torch, Tensor),
     }
 
 

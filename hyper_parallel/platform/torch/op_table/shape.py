@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hyper_parallel.platform.torch.op_table.binding import (
     Bound,
@@ -25,8 +26,6 @@ from hyper_parallel.platform.torch.private import native_functions
 
 __all__ = ["table"]
 
-T: Any = torch.Tensor
-
 
 def table() -> Table:
     """Rows of all operations on shapes."""
@@ -37,7 +36,7 @@ def _shape(x: Any) -> tuple[int, ...]:
     return tuple(global_shape(x))
 
 
-def _by_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _by_numbers(kernel: Callable) -> Callable:
     """Call with the sizes or dimensions one by one: torch reads numbers faster than a tuple of them."""
 
     def call(func: Any, operands: tuple, static_args: tuple) -> Any:
@@ -46,7 +45,7 @@ def _by_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _by_first(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _by_first(kernel: Callable) -> Callable:
     return lambda func, operands, static_args: kernel(operands[0], static_args[0])
 
 
@@ -54,10 +53,10 @@ def _by_first(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reshapes() -> Table:
-    reshape, view = _by_numbers(T.reshape), _by_numbers(T.view)
+    reshape, view = _by_numbers(Tensor.reshape), _by_numbers(Tensor.view)
     to, like = "input *shape/size/dtype -> input | shape", "input other -> input | other"
     return {
-        **rows("view", "view", to, view, T),
+        **rows("view", "view", to, view, Tensor),
         **rows("view_copy", "reshape_copy", to),
         **rows("reshape", "reshape", to, reshape),
         **rows("view_as", "view", like, reshape, other=_shape),
@@ -110,7 +109,7 @@ def _swapped(ndim: int, a: int, b: int) -> tuple[int, ...]:
 
 
 def _permutations() -> Table:
-    permute = _by_numbers(T.permute)
+    permute = _by_numbers(Tensor.permute)
 
     def adjoint(func: Any, operands: tuple, static_args: tuple) -> Any:
         return operands[0].permute(static_args[0]).conj()
@@ -120,9 +119,9 @@ def _permutations() -> Table:
         **rows("transpose swapaxes swapdims", "permute", _bind_transpose, permute),
         **rows("movedim moveaxis", "permute", _bind_movedim, permute),
         **rows("t", "permute", _bind_last_two, permute),
-        **rows("__get__", "permute", _bind_last_two, permute, T.mT),
-        **rows("__get__", "permute", _bind_reverse, permute, T.T),
-        **rows("__get__", "permute", _bind_last_two, adjoint, T.mH, T.H),
+        **rows("__get__", "permute", _bind_last_two, permute, Tensor.mT),
+        **rows("__get__", "permute", _bind_reverse, permute, Tensor.T),
+        **rows("__get__", "permute", _bind_last_two, adjoint, Tensor.mH, Tensor.H),
         **rows("adjoint", "permute", _bind_last_two, adjoint),
     }
 
@@ -135,8 +134,8 @@ def _bind_transpose(x: Any, a: int, b: int) -> Bound:
 def _bind_last_two(func: Any, args: tuple, kwargs: dict) -> Bound:
     (x,) = signature("input")(args, kwargs)
     ndim = len(global_shape(x))
-    if ndim != 2 and (func in (T.t, torch.t, T.H.__get__) or ndim < 2):
-        if ndim < 2 and func in (T.t, torch.t):
+    if ndim != 2 and (func in (Tensor.t, torch.t, Tensor.H.__get__) or ndim < 2):
+        if ndim < 2 and func in (Tensor.t, torch.t):
             return (x,), (tuple(range(ndim)),)
         raise UnboundCallError  # torch words the error
     return (x,), (_swapped(ndim, -2, -1),)
@@ -161,10 +160,10 @@ def _bind_movedim(x: Any, source: Any, destination: Any) -> Bound:
 
 
 def _sizes_one() -> Table:
-    expand, repeat = _by_first(T.expand), _by_first(T.repeat)
+    expand, repeat = _by_first(Tensor.expand), _by_first(Tensor.repeat)
     interleave = "input repeats dim=None output_size=None -> input | repeats dim"
     return {
-        **rows("unsqueeze", "unsqueeze", "input dim -> input | dim", _by_first(T.unsqueeze)),
+        **rows("unsqueeze", "unsqueeze", "input dim -> input | dim", _by_first(Tensor.unsqueeze)),
         **rows("squeeze", "squeeze", _bind_squeeze, _call_squeeze),
         **rows("expand broadcast_to", "expand", "input *size/shape -> input | size", expand),
         **rows("expand_as", "expand", "input other -> input | other", expand, other=_shape),
@@ -183,7 +182,7 @@ def _bind_squeeze(func: Any, args: tuple, kwargs: dict) -> Bound:
 
 
 def _call_squeeze(func: Any, operands: tuple, static_args: tuple) -> Any:
-    return T.squeeze(operands[0]) if static_args[0] is None else T.squeeze(operands[0], static_args[0])
+    return Tensor.squeeze(operands[0]) if static_args[0] is None else Tensor.squeeze(operands[0], static_args[0])
 
 
 @binds("input *dims")
