@@ -20,7 +20,7 @@ from hyper_parallel.platform import (
     register_platform,
     registry,
 )
-from hyper_parallel.platform.contract import NOTHING_FASTER, Fast
+from hyper_parallel.platform.contract import NOTHING_FASTER, Fast, LinearCollective
 
 
 class _Backend:
@@ -232,7 +232,7 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
         NOTHING_FASTER.is_plain_linear(module),
         NOTHING_FASTER.is_plain_embedding(module),
         NOTHING_FASTER.norm_call(module),
-        NOTHING_FASTER.linear_with_collective("all_reduce", x, x, None, 2, 0, print),
+        NOTHING_FASTER.linear_with_collective(x, x, LinearCollective("all_reduce", None, 2, 0, print)),
         NOTHING_FASTER.autograd_step(print, print),
         NOTHING_FASTER.autograd_pair(print, print),
         NOTHING_FASTER.linear_view(print, print, "key", print),

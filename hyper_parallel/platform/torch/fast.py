@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.contract import Fast
+from hyper_parallel.platform.contract import Fast, LinearCollective
 from hyper_parallel.platform.torch import overlap
 from hyper_parallel.platform.torch.autograd import (
     NOTHING,
@@ -192,27 +193,17 @@ class TorchFast(Fast):
         return apply
 
     # ------------------------------------------------------------------------------------------------ overlap
-    def linear_with_collective(
-        self,
-        collective: str,
-        x: Tensor,
-        weight: Tensor,
-        group: Any,
-        size: int,
-        dim: int,
-        record: Callable[[str, Tensor], None],
-        chunks: int = 1,
-    ) -> Tensor | None:
+    def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
         """See `Fast.linear_with_collective`: in chunks."""
         platform = self.platform
         with no_dispatch():
-            reduces = "all_reduce" if collective == "all_reduce" else "reduce_scatter"
-            if chunks < 2 or x.dtype not in platform.moved_dtypes or not platform.supports(reduces, "sum", x):
+            reduces = "all_reduce" if how.collective == "all_reduce" else "reduce_scatter"
+            if how.chunks < 2 or x.dtype not in platform.moved_dtypes or not platform.supports(reduces, "sum", x):
                 return None
-            chunks = overlap.chunks_of(collective, x, weight, size, dim, chunks)
+            chunks = overlap.chunks_of(x, weight, how)
             if chunks < 2:
                 return None
-            return overlap.run(collective, x, weight, platform.native_group(group), size, dim, chunks, record)
+            return overlap.run(x, weight, replace(how, group=platform.native_group(how.group), chunks=chunks))
 
 
 def _without_context(backward: Callable) -> Callable:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.platform.torch.base import TorchPlatform
 from hyper_parallel.platform.torch.fast import TorchFast
@@ -145,22 +147,10 @@ class _NpuFast(TorchFast):
         # to the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
 
-    def linear_with_collective(
-        self,
-        collective: str,
-        x: Tensor,
-        weight: Tensor,
-        group: Any,
-        size: int,
-        dim: int,
-        record: Callable[[str, Tensor], None],
-        chunks: int = 1,
-    ) -> Tensor | None:
+    def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Any:
         """See `Fast.linear_with_collective`."""
         platform = self.platform
         with platform.no_dispatch():
-            if self.fuses_linear and fused_linear.applies(
-                collective, x, weight, size, dim, platform.npu().get_soc_version()
-            ):
-                return fused_linear.run(collective, x, weight, platform.native_group(group), size, dim, record)
-        return super().linear_with_collective(collective, x, weight, group, size, dim, record, chunks)
+            if self.fuses_linear and fused_linear.applies(x, weight, how, platform.npu().get_soc_version()):
+                return fused_linear.run(x, weight, replace(how, group=platform.native_group(how.group)))
+        return super().linear_with_collective(x, weight, how)

@@ -11,53 +11,39 @@ parallelism (Korthikanti et al. 2022).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.platform.torch.private import any_autocast
 
 __all__ = ["FUNCTIONS", "chunks_of", "run"]
 
-Record = Callable[[str, Tensor], None]
 
-
-def chunks_of(collective: str, x: Tensor, weight: Tensor, size: int, dim: int, wanted: int) -> int:
-    """How many chunks to cut into, at most ``wanted``; 1 where it cannot be done.
-
-    Args:
-        collective, x, weight, size, dim: as for `Platform.linear_with_collective`.
-        wanted: chunks asked for.
-    """
+def chunks_of(x: Tensor, weight: Tensor, how: LinearCollective) -> int:
+    """How many chunks to cut into, at most as many as asked for; 1 where it cannot be done. The arguments are those of
+    `Fast.linear_with_collective`."""
     if x.dim() < 2 or weight.dim() != 2 or 0 in x.shape or 0 in weight.shape:
         return 1
     if not x.is_floating_point() or x.dtype is not weight.dtype or any_autocast():
         return 1
-    if collective == "all_reduce":
-        return min(wanted, x.numel() // x.shape[-1])
-    length = x.shape[dim]
-    if collective == "reduce_scatter":
-        if length % size:
+    if how.collective == "all_reduce":
+        return min(how.chunks, x.numel() // x.shape[-1])
+    length = x.shape[how.dim]
+    if how.collective == "reduce_scatter":
+        if length % how.size:
             return 1
-        length //= size
-    return next(n for n in range(min(wanted, length), 0, -1) if length % n == 0)
+        length //= how.size
+    return next(n for n in range(min(how.chunks, length), 0, -1) if length % n == 0)
 
 
-def run(
-    collective: str,
-    x: Tensor,
-    weight: Tensor,
-    group: Any,
-    size: int,
-    dim: int,
-    chunks: int,
-    record: Record,
-) -> Tensor:
-    """See `Platform.linear_with_collective`; ``group`` is a ``ProcessGroup``."""
-    return FUNCTIONS[collective].apply(x, weight, _Chunked(group, size, dim, chunks, record))
+def run(x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor:
+    """See `Fast.linear_with_collective`; the group is a ``ProcessGroup``."""
+    return FUNCTIONS[how.collective].apply(x, weight, _Chunked(how))
 
 
 class _Chunked:
@@ -66,8 +52,8 @@ class _Chunked:
     ``x`` below has the dimension ``dim`` with a part for each rank, or one rank's part of it.
     """
 
-    def __init__(self, group: Any, size: int, dim: int, chunks: int, record: Record) -> None:
-        self.group, self.size, self.dim, self.chunks, self.record = group, size, dim, chunks, record
+    def __init__(self, how: LinearCollective) -> None:
+        self.group, self.size, self.dim, self.chunks, self.record = how.group, how.size, how.dim, how.chunks, how.record
 
     def pieces(self, x: Tensor) -> list[Tensor]:
         """For each chunk the pieces of all ranks' parts, one after the other along dimension 0."""
