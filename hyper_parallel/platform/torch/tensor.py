@@ -26,6 +26,7 @@ __all__ = [
     "is_dtensor",
     "is_local_class",
     "layout_of",
+    "replaces",
     "stand_for",
     "wrap",
 ]
@@ -55,6 +56,16 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         HANDLERS.update({f: handler for f in functions if f is not None})
         return handler
+
+    return register
+
+
+def replaces(*functions: Any) -> Callable[[Callable], Callable]:
+    """Let the decorated function, which takes the same arguments, stand for functions of torch on DTensors."""
+
+    def register(replacement: Callable) -> Callable:
+        handles(*functions)(lambda func, args, kwargs: replacement(*args, **kwargs))
+        return replacement
 
     return register
 

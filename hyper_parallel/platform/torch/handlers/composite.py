@@ -13,11 +13,11 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import Bound, find, signature, sizes, to_dims
+from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, sizes_of
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
 from hyper_parallel.platform.torch.private import is_dispatch_on
-from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor
+from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor, replaces
 
 __all__ = ["set_method"]
 
@@ -113,20 +113,20 @@ def element_wise_loss(func: Any, args: tuple, kwargs: dict) -> Any:
 # ---------------------------------------------------------------------------------------------------- shapes
 
 
-@handles(torch.outer, Tensor.outer, torch.ger)
-def outer(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(torch.outer, Tensor.outer, torch.ger)
+def outer(input: Any, vec2: Any, *, out: Any = None) -> Any:
     """Product of a column and a row."""
-    a, b = signature("input vec2")(args, kwargs)
-    return a.unsqueeze(1) * b.unsqueeze(0)
+    if out is not None:
+        raise UnboundCallError  # `handlers.unknown` copies the result there
+    return input.unsqueeze(1) * vec2.unsqueeze(0)
 
 
 @handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
 def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.new_zeros(size)``: laid out like ``x`` when it has its shape, else replicated."""
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
-    given = {k: v for k, v in kwargs.items() if k not in options}
-    x, size, *fill = signature("input size fill_value" if func is Tensor.new_full else "input *size")(args, given)
-    size = sizes(size)
+    x, *given = (*args, *(v for k, v in kwargs.items() if k not in options))
+    size, fill = sizes_of(given[:1] if func is Tensor.new_full else given), given[1:] if func is Tensor.new_full else []
     if size == tuple(x.shape):
         return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *fill, **options)
     # What is made does not depend on the values of x: a tensor without elements, with its dtype and device, stands for
@@ -135,11 +135,9 @@ def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     return run_unknown(func, (stand_in, size, *fill), options)
 
 
-@handles(Tensor.new_tensor)
-def new_plain_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(Tensor.new_tensor)
+def new_plain_tensor(x: Any, data: Any, **options: Any) -> Any:
     """``x.new_tensor(data)``: a plain tensor with dtype and device of ``x``, the same on every rank."""
-    x, data = args[0], args[1] if len(args) > 1 else kwargs["data"]
-    options = {k: v for k, v in kwargs.items() if k != "data"}
     return torch.tensor(data, **{"dtype": x.dtype, "device": x.device, **options})
 
 
@@ -220,7 +218,7 @@ def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
     """The dimensions that ``squeeze_`` removes: sizes of one in the global shape, not in that of a shard."""
-    asked = to_dims(dims[0] if len(dims) == 1 else dims or dim)
+    asked = dims_of(dims[0] if len(dims) == 1 else dims or dim)
     if asked is None:
         asked = tuple(range(layout.ndim)) if dim is None and not dims else ()
     if any(not -layout.ndim <= d < layout.ndim for d in asked):
@@ -234,15 +232,14 @@ def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
     return removed
 
 
-@handles(Tensor.__setitem__)
-def set_item(func: Any, args: tuple, kwargs: dict) -> None:
+@replaces(Tensor.__setitem__)
+def set_item(x: Any, index: Any, value: Any) -> None:
     """``x[index] = value``. How many elements a mask selects depends on the data, so masks go other ways."""
-    x, index, value = args
     if not is_dtensor(x):
         raise TypeError("a distributed value cannot be written into a plain tensor: distribute the tensor first")
     items = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(i, Tensor) and i.dtype is torch.bool for i in items):
-        dispatch(OP_TABLE[func], func, args, kwargs)
+        dispatch(OP_TABLE[Tensor.__setitem__], Tensor.__setitem__, (x, index, value), {})
         return
     mask = items[0]
     if (
@@ -252,7 +249,7 @@ def set_item(func: Any, args: tuple, kwargs: dict) -> None:
     ):
         x.masked_fill_(mask.reshape((*mask.shape, *(1,) * (x.dim() - mask.dim()))), value)
     else:
-        x.copy_(dispatch(None, _with_item, args, {}))
+        x.copy_(dispatch(None, _with_item, (x, index, value), {}))
 
 
 def _with_item(x: Any, index: Any, value: Any) -> Any:
@@ -261,20 +258,19 @@ def _with_item(x: Any, index: Any, value: Any) -> Any:
     return x
 
 
-@handles(Tensor.copy_)
-def copy_into(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``x.copy_(source)``; a plain ``source`` of the global shape (a state dict of the whole model) is cut up."""
-    x, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
-    if is_dtensor(x) and type(source) in (Tensor, torch.nn.Parameter) and source.dim():
+@replaces(Tensor.copy_)
+def copy_into(x: Any, src: Any, non_blocking: bool = False) -> Any:
+    """``x.copy_(src)``; a plain ``src`` of the global shape (a state dict of the whole model) is cut up."""
+    if is_dtensor(x) and type(src) in (Tensor, torch.nn.Parameter) and src.dim():
         layout = x._layout
-        if tuple(source.shape) == tuple(layout.shape) and layout.cotangent is layout and not source.requires_grad:
+        if tuple(src.shape) == tuple(layout.shape) and layout.cotangent is layout and not src.requires_grad:
             with no_dispatch():
-                x.copy_(source[layout.local_index()])
+                x.copy_(src[layout.local_index()])
             return x
-    if is_dtensor(source) and not is_dtensor(x) and source.dim():
+    if is_dtensor(src) and not is_dtensor(x) and src.dim():
         raise ValueError(  # loading a state dict, torch says of which parameter
-            f"copy_ got a DTensor, global shape {tuple(source.shape)}, placements {list(source.placements)}, for a "
+            f"copy_ got a DTensor, global shape {tuple(src.shape)}, placements {list(src.placements)}, for a "
             f"plain tensor of shape {tuple(x.shape)}: give source.full_tensor(), called on all ranks (for a state dict "
             "{name: value.full_tensor() for name, value in state_dict.items()}), or distribute the target"
         )
-    return dispatch(OP_TABLE[func], func, args, kwargs)
+    return dispatch(OP_TABLE[Tensor.copy_], Tensor.copy_, (x, src, non_blocking), {})

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table.binding import find
-from hyper_parallel.platform.torch.tensor import State, handles, layout_of, wrap
+from hyper_parallel.platform.torch.tensor import State, handles, layout_of, replaces, wrap
 
 __all__: list[str] = []
 
@@ -32,11 +32,10 @@ def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
         return _fill_from_global(x, func, args[1:], rest)
 
 
-@handles(torch.eye)
-def fill_with_identity(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(torch.eye)
+def fill_with_identity(*sizes: int, out: Any, **options: Any) -> Any:
     """``torch.eye(n, m, out=x)``, as `torch.nn.init.eye_` calls it."""
-    x = kwargs["out"]
-    return x.copy_(torch.eye(*args, dtype=x.dtype, device=x.device))
+    return out.copy_(torch.eye(*sizes, dtype=out.dtype, device=out.device))
 
 
 @handles(*find("uniform_ normal_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_", Tensor))

@@ -12,9 +12,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
     Table,
     call_by_position,
-    call_elementwise,
     elementwise,
-    one,
     rows,
 )
 
@@ -135,11 +133,6 @@ def _written() -> Table:
         **rows("div_ divide_ true_divide_ __idiv__ __itruediv__", "div_", _DIV, _call_div_in_place, Tensor),
         **elementwise("neg_ negative_ zero_ conj_physical_", "linear_", "input", torch, Tensor),
         **rows(
-            "copy_",
-            "linear_",
-            "input src non_blocking=False -> input src | non_blocking {}",
-            call_elementwise,
-            Tensor,
-            non_blocking=one,
+            "copy_", "linear_", "input src non_blocking=False -> input src | non_blocking", call_by_position, Tensor
         ),
     }

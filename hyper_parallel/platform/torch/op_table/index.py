@@ -23,7 +23,7 @@ def table() -> Table:
         **rows("select", "getitem", _bind_select, _call_getitem),
         **rows("gather", "gather", gather, _call_gather),
         **rows("index_select", "index_select", gather, _call_gather),
-        **rows("one_hot", "one_hot", "input/tensor num_classes=-1 -> input | num_classes", num_classes=_known),
+        **rows("one_hot", "one_hot", "input/tensor num_classes=-1"),
     }
 
 
@@ -78,9 +78,3 @@ def _bind_select(x: Any, dim: Any, index: Any) -> Bound:
 
 def _call_gather(func: Any, operands: tuple, static_args: tuple) -> Any:
     return func(operands[0], static_args[0], operands[1])
-
-
-def _known(classes: int) -> int:
-    if classes == -1:
-        raise UnboundCallError  # the number of classes depends on the data
-    return classes
