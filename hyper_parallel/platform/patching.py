@@ -3,7 +3,7 @@
 A framework has places where a DTensor is not noticed, or not served well enough. What the library puts there is listed
 in one module a backend, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`, which is installed when
 the DTensor class is made: a process that never makes a DTensor has nothing patched. Replacements do for plain tensors
-what the originals do. docs/patches.md shows the lists; `patch_table` writes it. This module imports no framework.
+what the originals do. docs/patches.md shows the lists. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -90,13 +90,6 @@ class Patch:
     def waits(self) -> bool:
         """Whether the module that it waits for is not there yet."""
         return bool(self.after) and self.after not in sys.modules
-
-    @property
-    def undone(self) -> str:
-        """What `PatchSet.uninstall` does, in words."""
-        if any(name.endswith("]") for name in self.targets):
-            return "the entry is removed"
-        return "the original is put back" if self.held == "own" else "the attribute is deleted"
 
 
 # ------------------------------------------------------------------------------------------------------------- places

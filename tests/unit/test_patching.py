@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.platform.patch_table import table, with_table
 from hyper_parallel.platform.patching import Patch, PatchSet, installed, takes, uninstall
 from hyper_parallel.platform.unpatched import Unpatched
+from tests.support.patch_table import table, with_table
 
 
 class Base:
@@ -249,7 +249,7 @@ def test_table() -> None:
 
 
 def test_table_in_its_page() -> None:
-    page = "a\n<!-- made by python -m hyper_parallel.platform.patch_table fw: do not edit -->\nold\n<!-- end -->\nb\n"
+    page = "a\n<!-- made by python -m tests.support.patch_table fw: do not edit -->\nold\n<!-- end -->\nb\n"
     made = with_table(page, "fw", "new")
     assert made == page.replace("\nold\n", "\n\nnew\n\n") and with_table(made, "fw", "new") == made
     with pytest.raises(ValueError, match="patch_table other: do not edit"):

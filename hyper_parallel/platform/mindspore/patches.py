@@ -1,7 +1,7 @@
 """Every patch of MindSpore. The functions that make the replacements are in the modules of their subjects.
 
 Installed when the DTensor class is made, so never in a process that makes no DTensor; `PatchSet.uninstall` takes them
-back. docs/patches.md shows the list: ``python -m hyper_parallel.platform.patch_table mindspore`` writes it.
+back. docs/patches.md shows the list: ``python -m tests.support.patch_table mindspore`` writes it.
 """
 
 from __future__ import annotations
