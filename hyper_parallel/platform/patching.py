@@ -14,13 +14,13 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from typing import Any, Literal
 
 from hyper_parallel.platform.imports import WhenImported
 from hyper_parallel.platform.unpatched import alive, resume, suspend
 
-__all__ = ["Patch", "PatchSet", "installed", "takes", "uninstall"]
+__all__ = ["Patch", "PatchSet", "calling", "installed", "takes", "uninstall"]
 
 _ABSENT: Any = object()
 #: The sets that are installed now.
@@ -49,6 +49,26 @@ def takes(parameters: str) -> Callable[[Any], str | None]:
         return None if found == names else f"takes {found} and not {names}"
 
     return check
+
+
+def calling(function: Callable, **options: Any) -> Callable[[Any], Callable]:
+    """A ``make`` for `Patch`: what is put there calls ``function(original, ...)`` with the arguments that it gets, and
+    with ``options``.
+
+    Example:
+        >>> double = calling(lambda original, x, times: original(x) * times, times=2)
+        >>> double(abs)(-3)
+        6
+    """
+
+    def make(original: Callable) -> Callable:
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs, **options)
+
+        return replacement
+
+    return make
 
 
 @dataclass(frozen=True)

@@ -174,19 +174,19 @@ class ModuleRole(ABC):
         live optimizers and tied modules keep seeing it. A parameter that already is distributed is replaced too.
         """
 
-    @abstractmethod
     def register_forward_pre_hook(
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args)`` before forward, or with ``with_kwargs`` ``hook(module, args, kwargs)``, which
-        returns None, or the new args, or ``(args, kwargs)``. ``prepend`` puts it before the hooks that are there."""
+        returns None, or the new args, or ``(args, kwargs)``; ``prepend``: before the hooks that are there."""
+        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
-    @abstractmethod
     def register_forward_hook(
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
-        ``with_kwargs``); what it returns, unless None, replaces the output."""
+        ``with_kwargs``); what it returns, unless None, replaces the output. By default it is the module's method."""
+        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     @abstractmethod
     def replace_forward(self, module: Module, make: Callable[[Callable], Callable]) -> None:

@@ -91,16 +91,6 @@ class ModuleVerbs:
         object.__setattr__(module, "_replaced_forward", make(cls.construct))
         module.__class__ = _class_with_replaced_forward(cls)
 
-    def register_forward_pre_hook(
-        self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
-    def register_forward_hook(
-        self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
 
 @cache
 def _class_with_replaced_forward(cls: type) -> type:

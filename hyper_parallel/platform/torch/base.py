@@ -45,10 +45,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         warn_of_untested("torch", torch.__version__)
         self.fast = TorchFast(self)
 
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return torch.device(self.device_type)
-
     # ------------------------------------------------------------------------------------------------ types
     def foreign_tensor(self, x: Any) -> str | None:
         """See `Platform.foreign_tensor`."""
@@ -169,6 +165,19 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         return None
 
     # ------------------------------------------------------------------------------------------------ devices, random
+    def device_module(self) -> Any:
+        """``torch.cuda`` or its like, which has this rank's device and generator."""
+        return getattr(torch, self.device_type)
+
+    def device(self) -> torch.device:
+        """This rank's device: the current one."""
+        return torch.device(self.device_type, self.device_module().current_device())
+
+    def _select_device(self, local_rank: int) -> None:
+        """Make the device of this rank the current one."""
+        module = self.device_module()
+        module.set_device(local_rank % module.device_count())
+
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.to_device`. A meta tensor stays one."""
         if type(x) is not T or x.layout is not torch.strided or x.is_nested or x.is_quantized:
@@ -183,3 +192,11 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     def manual_seed(self, seed: int) -> None:
         """See `Platform.manual_seed`."""
         torch.manual_seed(seed)
+
+    def get_rng_state(self) -> Any:
+        """See `Platform.get_rng_state`."""
+        return self.device_module().get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """See `Platform.set_rng_state`."""
+        self.device_module().set_rng_state(state)

@@ -179,16 +179,14 @@ class CommunicationVerbs(Platform):
 
     def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
         """See `Platform.all_to_all`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _sendable(local)
+        local = _sendable(local)
         out = torch.empty_like(local)
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
         return out
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
         """See `Platform.broadcast`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _sendable(local)
+        local = _sendable(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
         return local
 

@@ -11,7 +11,6 @@ again when the transform is found closed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from hyper_parallel.platform.torch.private import dual_level, is_batched, old_vmap_level, transform_level
 
-__all__ = ["SEEN", "following", "refuse_levels", "refusing_dtensors"]
+__all__ = ["SEEN", "refuse_levels", "remember_opening", "remember_wrapping"]
 
 #: Threads that have opened a transform and not been found outside of it since.
 SEEN: dict[int, bool] = {}
@@ -61,25 +60,14 @@ def _message(name: str) -> str:
     return f"distributed tensors and parallelised modules do not work inside {name}: {_REMEDY}"
 
 
-def refusing_dtensors(original: Callable) -> Callable:
-    """The function of a transform that wraps one tensor, which remembers that there is one and refuses DTensors."""
-
-    @functools.wraps(original)
-    def wrap(tensor: Any, *args: Any) -> Any:
-        if getattr(tensor, "_layout", None) is not None:
-            raise ValueError(_message("a transform of torch.func or torch.vmap"))
-        SEEN[get_ident()] = True
-        return original(tensor, *args)
-
-    return wrap
+def remember_wrapping(original: Callable, tensor: Any, *args: Any) -> Any:
+    """Stands for the function of a transform that wraps one tensor: notes that there is one, and refuses DTensors."""
+    if getattr(tensor, "_layout", None) is not None:
+        raise ValueError(_message("a transform of torch.func or torch.vmap"))
+    return remember_opening(original, tensor, *args)
 
 
-def following(original: Callable) -> Callable:
-    """A function that opens a transform, which remembers that there is one."""
-
-    @functools.wraps(original)
-    def open_transform(*args: Any, **kwargs: Any) -> Any:
-        SEEN[get_ident()] = True
-        return original(*args, **kwargs)
-
-    return open_transform
+def remember_opening(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a function that opens a transform: notes that there is one."""
+    SEEN[get_ident()] = True
+    return original(*args, **kwargs)

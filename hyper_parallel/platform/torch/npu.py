@@ -78,13 +78,6 @@ class TorchNpuPlatform(TorchPlatform):
             return "torch_npu and CANN are installed, but no NPU was found: check the driver with npu-smi info"
         return None
 
-    def device(self) -> torch.device:
-        """This rank's NPU: the current one."""
-        return torch.device("npu", self.npu().current_device())
-
-    def _select_device(self, local_rank: int) -> None:
-        self.npu().set_device(local_rank % self.npu().device_count())
-
     def is_communication_failure(self, error: Exception) -> bool:
         """See `Platform.is_communication_failure`. Errors in the background reach only a watchdog."""
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
@@ -112,30 +105,16 @@ class TorchNpuPlatform(TorchPlatform):
         """Raise where the device does not compute in bfloat16: its kernels and HCCL's reductions would fail one by one,
         or, as conversions do, go on in silence. All NPUs of a job are of one kind, so all ranks raise."""
         if not self._has_bfloat16:
+            name = self.device_module().get_device_name()
             raise TypeError(
-                f"{what}, and its dtype is torch.bfloat16, which this NPU ({self.npu().get_device_name()}) does not "
-                "have: use torch.float16, with loss scaling (torch.amp.GradScaler), or torch.float32"
+                f"{what}, and its dtype is torch.bfloat16, which this NPU ({name}) does not have: use torch.float16, "
+                "with loss scaling (torch.amp.GradScaler), or torch.float32"
             )
 
     @cached_property
     def _has_bfloat16(self) -> bool:
         # torch_npu knows the chip once its device is initialised, which asking does.
-        return bool(self.npu().is_bf16_supported())
-
-    def get_rng_state(self) -> Any:
-        """See `Platform.get_rng_state`."""
-        return self.npu().get_rng_state()
-
-    def set_rng_state(self, state: Any) -> None:
-        """See `Platform.set_rng_state`."""
-        self.npu().set_rng_state(state)
-
-    @staticmethod
-    def npu() -> Any:
-        """The module ``torch_npu.npu``."""
-        import torch_npu
-
-        return torch_npu.npu
+        return bool(self.device_module().is_bf16_supported())
 
 
 class _NpuFast(TorchFast):
@@ -151,6 +130,6 @@ class _NpuFast(TorchFast):
         """See `Fast.linear_with_collective`."""
         platform = self.platform
         with platform.no_dispatch():
-            if self.fuses_linear and fused_linear.applies(x, weight, how, platform.npu().get_soc_version()):
+            if self.fuses_linear and fused_linear.applies(x, weight, how, platform.device_module().get_soc_version()):
                 return fused_linear.run(x, weight, replace(how, group=platform.native_group(how.group)))
         return super().linear_with_collective(x, weight, how)

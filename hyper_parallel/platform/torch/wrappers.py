@@ -7,7 +7,6 @@ communicate. So nothing of torch is replaced, and what builds on a wrapper is co
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,23 +81,18 @@ def _refuse_flat(x: Any, value: Any = None) -> Any:
 refuse_flat_parameter = property(_refuse_flat, _refuse_flat)
 
 
-def refuse_distributed_parameters(make: Callable) -> Callable:
-    """What stands for ``FSDPParam._init_sharded_param`` of torch's `fully_shard` (FSDP2): it refuses DTensors, on all
-    ranks, before it communicates.
+def refuse_distributed_parameters(make: Callable, managed: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for ``FSDPParam._init_sharded_param`` of torch's `fully_shard` (FSDP2): it refuses DTensors, on all ranks,
+    before it communicates.
 
     FSDP2 takes a parameter for a plain tensor of the global shape and cuts it by rank, with operations on DTensors that
     differ from rank to rank, so that ranks wait for each other or crash.
     """
-
-    @functools.wraps(make)
-    def init_sharded_param(self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dtensor(param):
-            raise TypeError(
-                f"fully_shard cannot take over a parameter of shape {tuple(param.shape)} that is placed "
-                f"{list(param.placements)} on {param.device_mesh}: hyper_parallel has no data parallelism that shards "
-                "parameters. Use DistributedDataParallel over the data-parallel dimension of the mesh, or apply "
-                "fully_shard to modules that parallelize_module does not touch"
-            )
-        return make(self, param, *args, **kwargs)
-
-    return init_sharded_param
+    if is_dtensor(param):
+        raise TypeError(
+            f"fully_shard cannot take over a parameter of shape {tuple(param.shape)} that is placed "
+            f"{list(param.placements)} on {param.device_mesh}: hyper_parallel has no data parallelism that shards "
+            "parameters. Use DistributedDataParallel over the data-parallel dimension of the mesh, or apply "
+            "fully_shard to modules that parallelize_module does not touch"
+        )
+    return make(managed, param, *args, **kwargs)
