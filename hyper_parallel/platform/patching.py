@@ -18,7 +18,7 @@ from functools import partial, reduce, wraps
 from typing import Any, Literal
 
 from hyper_parallel.platform.imports import WhenImported
-from hyper_parallel.platform.unpatched import alive, resume, suspend
+from hyper_parallel.platform.without_patches import live_objects, make_unusable, make_usable
 
 __all__ = ["Patch", "PatchSet", "calling", "installed", "takes", "uninstall"]
 
@@ -249,7 +249,7 @@ class PatchSet:
         self._classes, self._switch = classes, switch
         self._done: list[_Done] | None = None
         self._waiting: list[WhenImported] = []
-        self._suspended = False
+        self._left_unusable = False
 
     @property
     def installed(self) -> tuple[Patch, ...]:
@@ -272,9 +272,9 @@ class PatchSet:
         self._done = done
         _INSTALLED.append(self)
         self._switch(True)
-        if self._suspended:
-            resume(self._classes(), self.framework)
-            self._suspended = False
+        if self._left_unusable:
+            make_usable(self._classes(), self.framework)
+            self._left_unusable = False
 
     def _install_late(self, name: str) -> None:
         """Install the patches that waited for the module ``name``."""
@@ -311,7 +311,7 @@ class PatchSet:
         """
         if self._done is None:
             return
-        found = [] if abandon else alive(self._classes())
+        found = [] if abandon else live_objects(self._classes())
         if found:
             raise RuntimeError(
                 f"there are {len(found)} DTensors, which would compute wrong numbers without the patches of "
@@ -319,8 +319,8 @@ class PatchSet:
                 "uninstall(abandon=True) (MindSpore itself keeps what an optimizer has stepped on)"
             )
         self._switch(False)
-        self._suspended = True
-        suspend(self._classes(), self.framework)
+        self._left_unusable = True
+        make_unusable(self._classes(), self.framework)
         for waiting in self._waiting:
             waiting.cancel()
         done, self._done = self._done, None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.platform.patching import Patch, PatchSet, installed, takes, uninstall
-from hyper_parallel.platform.unpatched import Unpatched
+from hyper_parallel.platform.without_patches import NeedsPatches
 from tests.support.patch_table import table, with_table
 
 
@@ -220,7 +220,7 @@ def test_distributed_tensors_need_the_patches(framework: Any) -> None:
 
 def test_none_can_be_made_without_the_patches() -> None:
     class Classes:
-        dtensor: Any = Unpatched("fw")
+        dtensor: Any = NeedsPatches("fw")
 
     for holder in (Classes, Classes()):
         with pytest.raises(RuntimeError, match="the patches of fw are not installed"):

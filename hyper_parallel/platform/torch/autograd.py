@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import bare_apply, graph_task
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = [
     *("NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
@@ -85,8 +85,8 @@ class AutogradVerbs(Platform):
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
         def run(x: Tensor, *static: Any) -> Tensor:
-            if SEEN:
-                refuse_levels(x)
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             if is_grad_enabled() and x.requires_grad:
                 return apply(x, *static)
             with no_dispatch():
@@ -110,8 +110,8 @@ class AutogradVerbs(Platform):
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
         def run(static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-            if SEEN:
-                refuse_levels(xs[0])
+            if MAYBE_INSIDE:
+                refuse_transforms(xs[0])
             if is_grad_enabled() and any(x.requires_grad for x in xs):
                 return apply(static, *xs)
             with no_dispatch():
@@ -124,8 +124,8 @@ class AutogradVerbs(Platform):
         read = self.read_cache
 
         def view(x: Tensor) -> Tensor:
-            if SEEN:
-                refuse_levels(x)
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             if not (is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")
@@ -149,8 +149,8 @@ class AutogradVerbs(Platform):
 
     def detach(self, x: Tensor) -> Tensor:
         """See `Platform.detach`."""
-        if SEEN:
-            refuse_levels(x)
+        if MAYBE_INSIDE:
+            refuse_transforms(x)
         if type(x) is Tensor:
             return x.detach()
         with no_dispatch():

@@ -15,11 +15,11 @@ from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.local_tensors import LocalVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.private import is_traceable_wrapper
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["TorchPlatform"]
@@ -88,8 +88,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
 
     def bytes_of(self, x: torch.Tensor) -> bytes:
         """See `Platform.bytes_of`."""
-        if SEEN:
-            refuse_levels(x)
+        if MAYBE_INSIDE:
+            refuse_transforms(x)
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         # Without elements it may have a stride of 0, with which torch does not view it as another dtype.
         return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""

@@ -19,8 +19,8 @@ from torch import Tensor
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import launch, lost_ranks
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = ["CommunicationVerbs"]
 
@@ -135,7 +135,7 @@ class CommunicationVerbs(Platform):
 
     def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
         """See `Platform.all_reduce`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+        if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
         backend.allreduce([local], _ALL_REDUCE[op]).wait()
@@ -143,7 +143,7 @@ class CommunicationVerbs(Platform):
 
     def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
         """See `Platform.all_gather`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+        if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
@@ -156,7 +156,7 @@ class CommunicationVerbs(Platform):
 
     def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
         """See `Platform.reduce_scatter`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+        if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
@@ -166,8 +166,8 @@ class CommunicationVerbs(Platform):
 
     def start_collective(self, collective: str, out: Tensor, local: Tensor, op: str, group: Any, size: int) -> Any:
         """See `Platform.start_collective`."""
-        if SEEN:
-            refuse_levels(local)
+        if MAYBE_INSIDE:
+            refuse_transforms(local)
         backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
         if collective == "all_gather":
             return backend._allgather_base(self._movable(out), self._movable(local))
@@ -192,8 +192,8 @@ class CommunicationVerbs(Platform):
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
         """See `Platform.scatter`."""
-        if SEEN:
-            refuse_levels(out)
+        if MAYBE_INSIDE:
+            refuse_transforms(out)
         sent = None if parts is None else [self._movable(p) for p in parts]
         dist.scatter(self._movable(out), sent, src=src, group=_resolve(group))
         return out
@@ -204,8 +204,8 @@ class CommunicationVerbs(Platform):
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
         """See `Platform.all_gather_object`."""
-        if SEEN:
-            refuse_levels()
+        if MAYBE_INSIDE:
+            refuse_transforms()
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=_resolve(group))
         return values
@@ -240,10 +240,10 @@ def _sendable(x: Tensor) -> Tensor:
     such), and of one that is marked as conjugate or negative, whose mark backends do not send.
 
     Raises:
-        ValueError: inside a transform, see `refuse_levels`.
+        ValueError: inside a transform, see `refuse_transforms`.
     """
-    if SEEN:
-        refuse_levels(x)
+    if MAYBE_INSIDE:
+        refuse_transforms(x)
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return x.resolve_conj().resolve_neg()

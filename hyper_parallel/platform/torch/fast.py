@@ -26,8 +26,8 @@ from hyper_parallel.platform.torch.autograd import (
     shape_of,
     stride_of,
 )
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import any_autocast, current_node, saved_tensor_hooks, will_execute
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = ["TorchFast"]
 
@@ -83,8 +83,8 @@ class TorchFast(Fast):
         apply = make_apply("Step", forward, _without_context(backward))
 
         def run(x: Tensor) -> Tensor:
-            if SEEN:
-                refuse_levels(x)
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             return apply(x) if is_grad_enabled() and x.requires_grad else forward(None, x)
 
         return run
@@ -132,8 +132,8 @@ class TorchFast(Fast):
         hooks = OrderedDict({0: hook_of(convert, record)})
 
         def view(x: Tensor, weight: Tensor) -> Tensor:
-            if SEEN:
-                refuse_levels(x)
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             if not (is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")

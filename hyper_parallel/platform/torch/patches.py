@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
-from hyper_parallel.platform.torch import checkpoints, class_losses, levels, wrappers
+from hyper_parallel.platform.torch import checkpoints, class_losses, transforms, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -131,11 +131,11 @@ PATCHES = PatchSet(
             everywhere=True,
             after=_STATES,
         ),
-        _transform("torch._functorch.eager_transforms._wrap_for_grad", levels.remember_wrapping),
-        _transform("torch._functorch.eager_transforms._wrap_functional_tensor", levels.remember_wrapping),
-        _transform("torch._functorch.vmap._add_batch_dim", levels.remember_wrapping),
-        _transform("torch._vmap_internals._create_batched_inputs", levels.remember_opening),
-        _transform("torch.autograd.forward_ad.enter_dual_level", levels.remember_opening),
+        _transform("torch._functorch.eager_transforms._wrap_for_grad", transforms.remember_wrapping),
+        _transform("torch._functorch.eager_transforms._wrap_functional_tensor", transforms.remember_wrapping),
+        _transform("torch._functorch.vmap._add_batch_dim", transforms.remember_wrapping),
+        _transform("torch._vmap_internals._create_batched_inputs", transforms.remember_opening),
+        _transform("torch.autograd.forward_ad.enter_dual_level", transforms.remember_opening),
         _optional(
             f"{_FSDP2}.FSDPParam._init_sharded_param",
             "``fully_shard`` cuts distributed parameters by operations that differ from rank to rank, and hangs",

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Core
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.unpatched import Unpatched
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
+from hyper_parallel.platform.without_patches import NeedsPatches
 
 __all__ = [
     "HANDLERS",
@@ -45,7 +45,7 @@ class State:
     #: None before it is made.
     tensor_class: Any = None
     #: The same class, while torch is patched.
-    wrapping: Any = Unpatched("torch")
+    wrapping: Any = NeedsPatches("torch")
     #: function -> what serves it on DTensors.
     table: ClassVar[dict[Any, Handler]] = {}
 
@@ -82,7 +82,7 @@ def is_dtensor(x: Any) -> bool:
 
 def allow_dtensors(allowed: bool) -> None:
     """Whether DTensors may be made: while torch is patched."""
-    State.wrapping = State.tensor_class if allowed else Unpatched("torch")
+    State.wrapping = State.tensor_class if allowed else NeedsPatches("torch")
 
 
 def stand_for(replacement: Any, original: Any) -> None:
@@ -108,8 +108,8 @@ def wrap(local: Any, layout: Any) -> Any:
     An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
     layout that is the result, otherwise a new view of it is, since an object has one layout.
     """
-    if SEEN:
-        refuse_levels()
+    if MAYBE_INSIDE:
+        refuse_transforms()
     cls = State.wrapping
     if type(local) is cls:
         if local._layout is layout:

@@ -5,8 +5,8 @@ a tangent. A DTensor put into one is a plain local tensor to the function, and a
 value of the batch, the value without its tangent. Neither is an error by itself, so the verbs that stand between local
 tensors and other ranks refuse while a transform is open.
 
-Asking torch costs as much as a view, so it is asked only after something was wrapped: `SEEN` is empty until then, and
-again when the transform is found closed.
+Asking torch costs as much as a view, so it is asked only after something was wrapped: `MAYBE_INSIDE` is empty until
+then, and again when the transform is found closed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hyper_parallel.platform.torch.private import dual_level, is_batched, old_vmap_level, transform_level
 
-__all__ = ["SEEN", "refuse_levels", "remember_opening", "remember_wrapping"]
+__all__ = ["MAYBE_INSIDE", "refuse_transforms", "remember_opening", "remember_wrapping"]
 
 #: Threads that have opened a transform and not been found outside of it since.
-SEEN: dict[int, bool] = {}
+MAYBE_INSIDE: dict[int, bool] = {}
 
 _BATCHED = "autograd.grad(is_grads_batched=True) or jacobian(vectorize=True)"
 _REMEDY = (
@@ -32,8 +32,8 @@ _REMEDY = (
 )
 
 
-def refuse_levels(x: Tensor | None = None) -> None:
-    """Return when no transform is open in this thread; to be called when there are `SEEN` ones.
+def refuse_transforms(x: Tensor | None = None) -> None:
+    """Return when no transform is open in this thread; to be called when there are `MAYBE_INSIDE` ones.
 
     Args:
         x: the local tensor that is about to be read, which tells of batched cotangents in the threads in which devices
@@ -45,7 +45,7 @@ def refuse_levels(x: Tensor | None = None) -> None:
     name = _open_transform() or (_BATCHED if x is not None and is_batched(x) else None)
     if name is not None:
         raise ValueError(_message(name))
-    SEEN.pop(get_ident(), None)
+    MAYBE_INSIDE.pop(get_ident(), None)
 
 
 def _open_transform() -> str | None:
@@ -69,5 +69,5 @@ def remember_wrapping(original: Callable, tensor: Any, *args: Any) -> Any:
 
 def remember_opening(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Stands for a function that opens a transform: notes that there is one."""
-    SEEN[get_ident()] = True
+    MAYBE_INSIDE[get_ident()] = True
     return original(*args, **kwargs)
