@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.platform.contract.autograd import TensorFunction
+
 __all__ = ["NOTHING_FASTER", "Fast", "LinearCollective"]
 
 Tensor = Any
@@ -82,8 +84,8 @@ class Fast:
         return None
 
     def autograd_step(
-        self, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction
+    ) -> TensorFunction | None:
         """`Platform.autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
 
         ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
@@ -100,10 +102,10 @@ class Fast:
 
     def linear_view(
         self,
-        convert: Callable[[Tensor], Tensor],
-        record: Callable[[Tensor], Tensor],
+        convert: TensorFunction,
+        record: TensorFunction,
         key: Any,
-        otherwise: Callable[[Tensor], Tensor],
+        otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
         """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone; its cotangent reaches ``x``
         as ``convert(cotangent)``, which may overwrite it; where gradients of gradients are asked for as
@@ -116,9 +118,7 @@ class Fast:
         """
         return None
 
-    def in_place_step(
-        self, write: Callable[[Tensor], Tensor], record: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor] | None:
+    def in_place_step(self, write: TensorFunction, record: TensorFunction) -> TensorFunction | None:
         """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the
         data. The cotangent is left as it is; where gradients of gradients are asked for it is ``record(cotangent)``.
 

@@ -60,31 +60,21 @@ def forget_recordings() -> None:
     _Recording.forwards = _Recording.backwards = 0
 
 
-def counted_begin(plain: Callable) -> Callable:
-    """What stands for the beginning of a recording."""
-
-    @functools.wraps(plain)
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        _Recording.forwards += 1
-        _Recording.forget()
-        return plain(*args, **kwargs)
-
-    return begin
+def counted_begin(plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the beginning of a recording."""
+    _Recording.forwards += 1
+    _Recording.forget()
+    return plain(*args, **kwargs)
 
 
-def counted_end(plain: Callable) -> Callable:
-    """What stands for the end of a recording."""
-
-    @functools.wraps(plain)
-    def end(executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():
-            output = _reduced(output)
-        # The first DTensor may have been made inside of it, and its beginning not been counted.
-        _Recording.forwards = max(0, _Recording.forwards - 1)
-        _Recording.forget()
-        return plain(executor, function, output, *args, **kwargs)
-
-    return end
+def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the end of a recording."""
+    if is_recording():
+        output = _reduced(output)
+    # The first DTensor may have been made inside of it, and its beginning not been counted.
+    _Recording.forwards = max(0, _Recording.forwards - 1)
+    _Recording.forget()
+    return plain(executor, function, output, *args, **kwargs)
 
 
 def closed_forward(plain: Callable) -> Callable:

@@ -80,8 +80,8 @@ PATCHES = PatchSet(
     "mindspore",
     mindspore.__version__,
     [
-        _patch("mindspore.graph.api._PyNativeExecutor.new_graph", _STALE, autograd.counted_begin),
-        _patch("mindspore.graph.api._PyNativeExecutor.end_graph", _STALE, autograd.counted_end),
+        _patch("mindspore.graph.api._PyNativeExecutor.new_graph", _STALE, calling(autograd.counted_begin)),
+        _patch("mindspore.graph.api._PyNativeExecutor.end_graph", _STALE, calling(autograd.counted_end)),
         _patch(
             "mindspore.ops.composite.base._pynative_func_grad_forward",
             "after an error within a function whose gradient is asked for, which may be raised on one rank alone, "

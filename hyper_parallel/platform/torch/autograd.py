@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract.autograd import TensorFunction
 from hyper_parallel.platform.torch.private import bare_apply, graph_task
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
@@ -119,7 +120,7 @@ class AutogradVerbs(Platform):
 
         return run
 
-    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> Callable[[Tensor], Tensor]:
+    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
         """See `Platform.gradient_view`: a view with a hook, where an autograd function costs several times as much."""
         read = self.read_cache
 

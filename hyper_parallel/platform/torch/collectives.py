@@ -24,23 +24,17 @@ from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transf
 
 __all__ = ["CommunicationVerbs"]
 
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
+
+def _options(kind: Any) -> dict[str, Any]:
+    """Reduce op -> torch's options for it."""
+    found = {}
+    for op in ("sum", "avg", "max", "min", "product"):
+        found[op] = options = kind()
+        options.reduceOp = getattr(dist.ReduceOp, op.upper())
+    return found
 
 
-def _options(kind: Any, op: Any) -> Any:
-    options = kind()
-    options.reduceOp = op
-    return options
-
-
-_ALL_REDUCE = {name: _options(dist.AllreduceOptions, op) for name, op in _REDUCE_OPS.items()}
-_REDUCE_SCATTER = {name: _options(dist.ReduceScatterOptions, op) for name, op in _REDUCE_OPS.items()}
+_ALL_REDUCE, _REDUCE_SCATTER = _options(dist.AllreduceOptions), _options(dist.ReduceScatterOptions)
 
 
 class _Group:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Fast, LinearCollective
+from hyper_parallel.platform.contract.autograd import TensorFunction
 from hyper_parallel.platform.torch import overlap
 from hyper_parallel.platform.torch.autograd import (
     NOTHING,
@@ -76,9 +77,7 @@ class TorchFast(Fast):
     linear: Any = staticmethod(F.linear)
 
     # ------------------------------------------------------------------------------------------------ autograd
-    def autograd_step(
-        self, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
+    def autograd_step(self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction) -> TensorFunction:
         """See `Fast.autograd_step`."""
         apply = make_apply("Step", forward, _without_context(backward))
 
@@ -123,10 +122,10 @@ class TorchFast(Fast):
 
     def linear_view(
         self,
-        convert: Callable[[Tensor], Tensor],
-        record: Callable[[Tensor], Tensor],
+        convert: TensorFunction,
+        record: TensorFunction,
         key: Any,
-        otherwise: Callable[[Tensor], Tensor],
+        otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """See `Fast.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
         hooks = OrderedDict({0: hook_of(convert, record)})
@@ -171,9 +170,9 @@ class TorchFast(Fast):
 
     def in_place_step(
         self,
-        write: Callable[[Tensor], Tensor],
-        record: Callable[[Tensor], Tensor],
-    ) -> Callable[[Tensor], Tensor]:
+        write: TensorFunction,
+        record: TensorFunction,
+    ) -> TensorFunction:
         """See `Fast.in_place_step`."""
         hooks = OrderedDict({0: hook_of(None, record)})
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.private import function_modes as modes_open
 from hyper_parallel.platform.torch.private import is_dispatch_on
+from hyper_parallel.platform.torch.tensor import Handler
 
 __all__ = ["make_methods", "make_operators"]
 
@@ -51,9 +52,6 @@ _METHODS = {
     "__ge__": Tensor.ge,
 }
 _OPERANDS = (Tensor, int, float, complex)
-
-
-Handler = Callable[[Any, tuple, dict], Any]
 
 
 def make_operators(handlers: Mapping[Any, Handler], recover: Callable) -> dict[str, Any]:
