@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.dtensor.placement_types import Placement as Placement
     from hyper_parallel.core.dtensor.placement_types import Replicate as Replicate
     from hyper_parallel.core.dtensor.placement_types import Shard as Shard
+    from hyper_parallel.core.dtensor.placement_types import StridedShard as StridedShard
     from hyper_parallel.core.tensor_parallel.api import parallelize_module as parallelize_module
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel as loss_parallel
     from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -84,6 +85,7 @@ _HOME_OF = {
     "RowwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",
     "Shard": "hyper_parallel.core.dtensor.placement_types",
+    "StridedShard": "hyper_parallel.core.dtensor.placement_types",
     "available_platforms": "hyper_parallel.platform",
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
     "coalesce_gradients": "hyper_parallel.core.dtensor.communication.coalesce",

@@ -22,7 +22,7 @@ LAYERS = {
     "placements": ["core.dtensor.placement_types"],
     "layouts": ["core.dtensor.layouts"],
     "communication": ["core.dtensor.communication"],
-    "mesh": ["core.dtensor.device_mesh"],
+    "mesh": ["core.dtensor.device_mesh", "core.dtensor.mesh_arrays", "core.dtensor.mesh_slices"],
     "operations": ["core.dtensor.operations"],
     "dtensor": ["core.dtensor"],
     "tensor_parallel": ["core.tensor_parallel"],

@@ -33,6 +33,7 @@ from hyper_parallel import (
     RowwiseParallel,
     SequenceParallel,
     Shard,
+    StridedShard,
     available_platforms,
     check_ranks,
     coalesce_gradients,
@@ -85,7 +86,8 @@ def train(model: Any, x: Any) -> None:
     assert_type(get_platform(), Platform)
     assert_type(available_platforms(), dict[str, str | None])
     assert_type(Shard(0).is_shard(), bool)
-    placements: list[Placement] = [Shard(0), Replicate(), Partial(), PackedShard(0, (4, 2))]
+    placements: list[Placement] = [Shard(0), Replicate(), Partial(), PackedShard(0, (4, 2)), StridedShard(0, 2)]
+    assert_type(mesh["tp"].get_root_mesh(), DeviceMesh)
     manual_seed(0)
     parallelize_module(model, mesh["tp"], {"up": STYLES[0], "down": "rowwise"})
     distribute_module(model, mesh)

@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
 from hyper_parallel.core.dtensor.operations.operands import all_replicated
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard
 
 __all__ = ["Services"]
 
@@ -42,7 +42,16 @@ class Services:
 
     def __init__(self, restore: Callable[..., Any]) -> None:
         self.restore = restore
-        self.unpickling = (restore, get_layout, device_mesh._rebuild, Replicate, Shard, PackedShard, Partial)
+        self.unpickling = (
+            restore,
+            get_layout,
+            device_mesh._rebuild,
+            Replicate,
+            Shard,
+            PackedShard,
+            StridedShard,
+            Partial,
+        )
 
     def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
         """See `platform.contract.Core`."""

@@ -307,10 +307,11 @@ def _even_global_shape(
 ) -> tuple[int, ...]:
     shape = list(local_shape)
     for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= mesh.shape[mesh_dim]
+    for placement in placements:
         if isinstance(placement, PackedShard) and isinstance(placement.sizes, tuple):
             shape[placement.dim] = sum(placement.sizes)
-        elif isinstance(placement, Shard):
-            shape[placement.dim] *= mesh.shape[mesh_dim]
     return tuple(shape)
 
 

@@ -147,4 +147,4 @@ def _norm_of_norms(
 
 
 def _shifted(placement: Placement) -> Placement:
-    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+    return placement.with_dim(placement.dim + 1) if isinstance(placement, Shard) else placement
