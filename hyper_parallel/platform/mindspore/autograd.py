@@ -263,8 +263,8 @@ class AutogradVerbs:
         members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         return _bare_apply.__get__(None, type(forward.__name__, (_Function,), members))
 
-    def detach(self, x: Any) -> Any:
-        return _data(x)
+    detach: Any = staticmethod(_data)
+    no_grad: Any = staticmethod(_no_grad)
 
     def alias(self, x: Any) -> Any:
         if not self.requires_grad(x):
@@ -278,9 +278,6 @@ class AutogradVerbs:
 
     def same_memory(self, x: Any, y: Any) -> bool:
         return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-    def no_grad(self) -> AbstractContextManager:
-        return _no_grad()
 
     # Outside a recording nothing is stored, because nothing tells whether the holder was written to since.
     def read_cache(self, holder: Any, key: Any) -> Any:
@@ -304,6 +301,8 @@ class FastAutograd:
     """What `Platform.fast` has of the group "autograd"."""
 
     platform: Any
+    can_delay_gradient: Any = staticmethod(DelayedGradients.take)
+    add_to_gradient: Any = staticmethod(DelayedGradients.add)
 
     def linear_view(
         self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
@@ -315,9 +314,3 @@ class FastAutograd:
             return (record if platform.requires_grad(cotangent) else convert)(cotangent)
 
         return cached_view(platform, platform.autograd_function(lambda ctx, x: platform.detach(x), backward), key)
-
-    def can_delay_gradient(self, parameter: Any) -> bool:
-        return DelayedGradients.take(parameter)
-
-    def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
-        DelayedGradients.add(parameter, cotangent)

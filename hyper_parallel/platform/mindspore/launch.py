@@ -140,8 +140,7 @@ class GroupVerbs:
             world.subgroups[world.rank,] = group
         return group
 
-    def is_communication_failure(self, error: Exception) -> bool:
-        return lost_ranks.is_communication_failure(error)
+    is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str

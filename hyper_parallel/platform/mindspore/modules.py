@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn
@@ -83,8 +84,7 @@ class ModuleVerbs:
     def set_distributed_parameter(self, module: Any, name: str, local: Any, layout: Any) -> None:
         make_distributed(module._params[name], local, layout)
 
-    def own_parameters(self, module: Any) -> Mapping[str, Any]:
-        return module._params
+    own_parameters: Any = staticmethod(attrgetter("_params"))
 
     def replace_forward(self, module: Any, make: Callable[[Callable], Callable]) -> None:
         cls: Any = type(module)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -166,9 +165,8 @@ class AutogradVerbs(Platform):
         """See `Platform.same_memory`."""
         return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
-    def no_grad(self) -> AbstractContextManager:
-        """See `Platform.no_grad`."""
-        return torch.no_grad()
+    #: See `Platform.no_grad`.
+    no_grad: Any = staticmethod(torch.no_grad)
 
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
         """See `Platform.read_cache`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
@@ -143,14 +142,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     wrap: Any = staticmethod(tensor.wrap)
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)
 
-    @property
-    def op_table(self) -> Mapping[Any, NativeOp]:
-        """See `Platform.op_table`."""
-        return OP_TABLE
-
-    def is_compiling(self) -> bool:
-        """See `Platform.is_compiling`."""
-        return torch.compiler.is_compiling()
+    op_table: Any = OP_TABLE
+    is_compiling: Any = staticmethod(torch.compiler.is_compiling)
 
     def why_no_rule(self, function: Any) -> str | None:
         """See `Platform.why_no_rule`."""
@@ -189,9 +182,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 
-    def manual_seed(self, seed: int) -> None:
-        """See `Platform.manual_seed`."""
-        torch.manual_seed(seed)
+    #: See `Platform.manual_seed`.
+    manual_seed: Any = staticmethod(torch.manual_seed)
 
     def get_rng_state(self) -> Any:
         """See `Platform.get_rng_state`."""

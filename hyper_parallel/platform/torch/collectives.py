@@ -205,9 +205,8 @@ class CommunicationVerbs(Platform):
         return values
 
     # ------------------------------------------------------------------------------------------------ faults
-    def is_communication_failure(self, error: Exception) -> bool:
-        """See `Platform.is_communication_failure`."""
-        return lost_ranks.is_communication_failure(error)
+    #: See `Platform.is_communication_failure`.
+    is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str

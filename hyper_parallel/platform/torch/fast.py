@@ -69,11 +69,8 @@ class TorchFast(Fast):
             and not module.sparse
         )
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """See `Fast.embedding`."""
-        return F.embedding(ids, weight)
-
-    #: See `Fast.linear`.
+    #: See `Fast.embedding` and `Fast.linear`.
+    embedding: Any = staticmethod(F.embedding)
     linear: Any = staticmethod(F.linear)
 
     # ------------------------------------------------------------------------------------------------ autograd
