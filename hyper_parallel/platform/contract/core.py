@@ -46,8 +46,8 @@ class Core(Protocol):
 
     # ------------------------------------------------------------------------------------ gradients
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """The plain local gradient that reached a tensor of ``layout``, for who reads it as a DTensor. Interception is
-        off."""
+        """The plain local gradient that reached a tensor of ``layout``, for somebody who reads it as a DTensor.
+        Interception is off."""
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """The other way round: the local part of a gradient that somebody gives, for the backward of the tensor."""

@@ -158,9 +158,9 @@ class ModuleRole(ABC):
 
     @abstractmethod
     def own_parameters(self, module: Module) -> Mapping[str, Tensor | None]:
-        """The parameters that ``module`` itself holds, by name, without looking further: a table that is there
-        already. What something else has taken the place of (a parametrization) is missing. An attribute that core sets
-        with ``object.__setattr__`` hides the parameter of its name from the forward, until it is deleted."""
+        """The parameters that ``module`` itself holds, by name, in a table that the framework keeps anyway. One that a
+        parametrization has replaced is not there. An attribute that core sets with ``object.__setattr__`` hides the
+        parameter of its name from the forward, until it is deleted."""
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:

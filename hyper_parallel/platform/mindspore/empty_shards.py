@@ -87,7 +87,7 @@ def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> An
 
 
 def _zeros(op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None) -> Any:
-    """Zeros, which are sums of nothing. Of what has no neutral element only results without elements are asked for.
+    """Zeros, which are sums of nothing. What is no sum (a maximum) comes here for results without elements only.
 
     The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
     dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands.

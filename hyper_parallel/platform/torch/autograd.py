@@ -27,9 +27,9 @@ _view_as, _detach = Tensor.view_as, Tensor.detach
 shape_of, stride_of, address_of = Tensor.shape.__get__, Tensor.stride, Tensor.data_ptr
 is_grad_enabled = torch.is_grad_enabled
 
-#: What is compared where something was kept for a tensor, besides the version, which ``x.data = y`` leaves as it is:
-#: that the view that was kept has the same data; nothing, for DTensors, which forget what was kept; else address, shape
-#: and strides.
+#: What an entry of a `Cache` says that is to be compared, besides the version, which ``x.data = y`` does not change:
+#: whether the view that was kept still has the data of ``x``; or nothing, because assigning data to a DTensor clears
+#: its cache. Any other entry has the address, the shape and the strides.
 SAME_AS_VIEW, NOTHING = None, ()
 
 

@@ -112,7 +112,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         x.untyped_storage().resize_(0)
 
     def refill_storage(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """See `Platform.refill_storage`. Of what is written to ``data`` autograd does not count the writes."""
+        """See `Platform.refill_storage`. Autograd does not count what is written to ``data``."""
         x.untyped_storage().resize_(x.nbytes)
         x.data.copy_(values)
 

@@ -219,7 +219,7 @@ class CommunicationVerbs(Platform):
         lost_ranks.tell_of_failure([group() for group in groups], ranks, report)
 
     def _movable(self, x: Tensor) -> Tensor:
-        """The same memory as a dtype that the backend can move."""
+        """The same memory, as a tensor of a dtype that the backend can move."""
         if x.dtype in self.moved_dtypes:
             return x
         return x.detach().reshape(-1).view(torch.uint8) if x.numel() else x.detach()

@@ -79,8 +79,8 @@ class _Chunked:
         return y.view(*x.shape[:-1], -1)
 
     def gather(self, x: Tensor, other: Tensor, multiplies: bool = True) -> Iterator[tuple[Any, Tensor]]:
-        """For each chunk of one rank's part of ``x``: what is gathered, times ``other`` if it ``multiplies``, and what
-        is gathered."""
+        """For each chunk of this rank's part of ``x``, a pair: the gathered chunk times ``other``, None unless it
+        ``multiplies``, and the gathered chunk. All transfers are under way when this returns."""
         started = []
         for piece in x.chunk(self.chunks, self.dim):
             piece = piece.contiguous()
@@ -94,7 +94,8 @@ class _Chunked:
         return None if other is None else out @ other, out
 
     def scatter(self, pieces: list[Tensor], other: Tensor) -> list[tuple[Tensor, Any, Any]]:
-        """Start to sum ``pieces @ other``: for each, what will be there, what to wait for, what to keep until then."""
+        """Start the sums of ``pieces @ other``. Gives for each the result to come, what to wait for, and the operand,
+        which must live until then."""
         started = []
         for piece in pieces:
             product = (piece @ other).contiguous()

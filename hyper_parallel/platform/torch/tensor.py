@@ -86,13 +86,13 @@ def allow_dtensors(allowed: bool) -> None:
 
 
 def stand_for(replacement: Any, original: Any) -> None:
-    """Let ``replacement`` be served as ``original`` is, whose place in torch it takes."""
+    """Serve ``replacement``, which takes the place of ``original`` in torch, as ``original`` is served."""
     if original in State.table:
         State.table[replacement] = State.table[original]
 
 
 def is_local_class(cls: type) -> bool:
-    """Whether the tensors of ``cls``, which compute by ``__torch_dispatch__``, are what DTensors are made of."""
+    """Whether ``cls``, whose tensors compute by ``__torch_dispatch__``, is the ``base`` of `make_dtensor_class`."""
     made = State.tensor_class
     return made is not None and made.__bases__[-1] is not Tensor and issubclass(cls, made.__bases__[-1])
 

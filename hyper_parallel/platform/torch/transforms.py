@@ -33,14 +33,14 @@ _REMEDY = (
 
 
 def refuse_transforms(x: Tensor | None = None) -> None:
-    """Return when no transform is open in this thread; to be called when there are `MAYBE_INSIDE` ones.
+    """Raise when a transform is open in this thread. To be called unless `MAYBE_INSIDE` is empty.
 
     Args:
         x: the local tensor that is about to be read, which tells of batched cotangents in the threads in which devices
             run backward. What is open there in another thread is not known there.
 
     Raises:
-        ValueError: otherwise. It is the same on all ranks, since they run the same program.
+        ValueError: a transform is open. It is on all ranks, since they run the same program.
     """
     name = _open_transform() or (_BATCHED if x is not None and is_batched(x) else None)
     if name is not None:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.torch.handlers.norms import reduced, widened
 from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 
-__all__: list[str] = []
+__all__ = ["reduced", "widened"]
 
 
 #: Not element-wise: each tensor goes through its ordinary operation.
@@ -131,6 +130,19 @@ def power_sum_each(tensors: Any, *args: Any, **kwargs: Any) -> list[Any]:
     tensors = [reduced(x) for x in tensors]
     with no_dispatch():
         return _over_ranks(torch._foreach_powsum(tensors, *args, **kwargs), tensors, 1)
+
+
+def reduced(x: Any) -> Any:
+    """``x``; if it is distributed and a partial sum, the sum. Interception is on."""
+    layout = layout_of(x)
+    if layout is None or layout.cotangent is layout:
+        return x
+    return x.redistribute(placements=list(layout.cotangent.placements))
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for norms of this one, and for their powers: in 16 bits, squares overflow early."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _over_ranks(norms: Sequence[Any], tensors: list[Any], order: float) -> list[Any]:
