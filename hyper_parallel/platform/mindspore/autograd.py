@@ -13,9 +13,14 @@ from mindspore import Tensor, nn
 from hyper_parallel.platform.contract import cached_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
-from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy, drop_recordings, is_recording
-from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
+from hyper_parallel.platform.mindspore.private import (
+    AutogradFunction,
+    FunctionBase,
+    TensorPy,
+    drop_recordings,
+    is_recording,
+    no_grad,
+)
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 
 __all__ = [
@@ -139,7 +144,7 @@ def counted_backward(plain: Callable) -> Callable:
 _data = TensorPy.data.__get__
 
 
-class _Identity(_Function):
+class _Identity(AutogradFunction):
     """The same data as a new tensor, whatever its strides."""
 
     @staticmethod
@@ -242,9 +247,9 @@ class AutogradVerbs:
 
         name = getattr(forward, "__qualname__", "function").replace("<locals>.", "")
         function: Any = type(
-            name, (_Function,), {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+            name, (AutogradFunction,), {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         )
-        # `_Function.apply` without its Python part, which is there for another kind of functions.
+        # `AutogradFunction.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
 
     def joint_function(self, forward: Callable, backward: Callable) -> Callable:
@@ -261,10 +266,10 @@ class AutogradVerbs:
                 return (None, *backward(ctx, *given))
 
         members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
-        return _bare_apply.__get__(None, type(forward.__name__, (_Function,), members))
+        return _bare_apply.__get__(None, type(forward.__name__, (AutogradFunction,), members))
 
     detach: Any = staticmethod(_data)
-    no_grad: Any = staticmethod(_no_grad)
+    no_grad: Any = staticmethod(no_grad)
 
     def alias(self, x: Any) -> Any:
         if not self.requires_grad(x):

@@ -19,7 +19,7 @@ from torch import Tensor
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import launch, lost_ranks
-from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
+from hyper_parallel.platform.torch.private import dispatch_modes
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = ["CommunicationVerbs"]
@@ -131,7 +131,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.all_reduce`."""
         if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         backend.allreduce([local], _ALL_REDUCE[op]).wait()
         return local
 
@@ -141,7 +141,7 @@ class CommunicationVerbs(Platform):
             local = _sendable(local)
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         if local.dtype in self.moved_dtypes:
             backend._allgather_base(out, local).wait()
         else:
@@ -154,7 +154,7 @@ class CommunicationVerbs(Platform):
             local = _sendable(local)
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
         return out
 
@@ -162,7 +162,7 @@ class CommunicationVerbs(Platform):
         """See `Platform.start_collective`."""
         if MAYBE_INSIDE:
             refuse_transforms(local)
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         if collective == "all_gather":
             return backend._allgather_base(self._movable(out), self._movable(local))
         if collective == "reduce_scatter":

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.private import function_modes as modes_open
-from hyper_parallel.platform.torch.private import is_dispatch_on
+from hyper_parallel.platform.torch.private import function_modes, is_dispatch_on
 from hyper_parallel.platform.torch.tensor import Handler
 
 __all__ = ["make_methods", "make_operators"]
@@ -82,7 +81,7 @@ def make_methods(handlers: Mapping[Any, Handler], recover: Callable) -> dict[str
 def _make_method(native: Any, handler: Handler, recover: Callable) -> Any:
     @functools.wraps(native)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatch_on() or modes_open():
+        if not is_dispatch_on() or function_modes():
             return native(self, *args, **kwargs)
         try:
             return handler(native, (self, *args), kwargs)
@@ -96,7 +95,7 @@ def _make_operator(name: str, native: Any, func: Any, handler: Handler, recover:
     no_kwargs: dict[str, Any] = {}
 
     def operator(self: Any, other: Any) -> Any:
-        if is_dispatch_on() and isinstance(other, _OPERANDS) and not modes_open():
+        if is_dispatch_on() and isinstance(other, _OPERANDS) and not function_modes():
             try:
                 return handler(func, (self, other), no_kwargs)
             except RuntimeError as error:
