@@ -75,8 +75,6 @@ def _fits(value: Any, layouts: list[Any]) -> bool:
     return all(layout is None or layout.cotangent is layout for layout in others)
 
 
-#: Functions over lists whose name in torch differs from the one for a single tensor.
-_SINGLE: dict[str, Any] = {"_foreach_max": torch.amax}
 #: Their third operand beside the list is a keyword of the function for a single tensor.
 _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 
@@ -85,7 +83,7 @@ _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run the function for a single tensor on each: layouts may differ, shapes may broadcast."""
     name = func.__name__.removeprefix("_foreach_")
-    single = _SINGLE.get(func.__name__) or getattr(Tensor, name, None)
+    single = getattr(Tensor, name, None)
     if single is None:  # fused optimizers
         raise ValueError(f"{func.__name__} needs tensors that are laid out alike and are no partial sums")
     count = len(args[0])
