@@ -10,7 +10,18 @@ from benchmarks.timing import Effort
 
 __all__ = ["NAMES", "find"]
 
-NAMES = ("mlp", "llama", "collectives", "operators", "optimizer", "gloo", "loading", "mindspore", "cuda")
+NAMES = (
+    "mlp",
+    "llama",
+    "collectives",
+    "operators",
+    "optimizer",
+    "data_parallel",
+    "gloo",
+    "loading",
+    "mindspore",
+    "cuda",
+)
 
 
 def find(name: str) -> Callable[[Effort], Result]:

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import TensorFunction
-from hyper_parallel.platform.torch.private import bare_apply, graph_task
+from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_callback
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = [
@@ -65,6 +65,14 @@ class AutogradVerbs(Platform):
         """See `Platform.in_backward`."""
         return graph_task() != -1
 
+    def backward_pass(self) -> Any:
+        """See `Platform.backward_pass`."""
+        task = graph_task()
+        return None if task == -1 else task
+
+    #: See `Platform.after_backward`.
+    after_backward: Any = staticmethod(queue_callback)
+
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
@@ -100,6 +108,7 @@ class AutogradVerbs(Platform):
         """See `Platform.joint_function`."""
 
         def run_forward(ctx: Any, static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+            ctx.set_materialize_grads(False)
             with no_dispatch():
                 return tuple(y.detach() for y in forward(ctx, static, *xs))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
-from hyper_parallel.platform.torch import checkpoints, class_losses, transforms, wrappers
+from hyper_parallel.platform.torch import checkpoints, class_losses, fully_sharded, transforms, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -21,7 +21,8 @@ __all__ = ["PATCHES"]
 
 _TESTED = "2.13 to 2.15"
 _STATES = "torch.distributed._state_dict_utils"
-_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+_OF_PARAMETERS = "mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
 
 
 def _patch(target: str, reason: str, make: Callable[[Any], Any], **more: Any) -> Patch:
@@ -136,11 +137,26 @@ PATCHES = PatchSet(
         _transform("torch._functorch.vmap._add_batch_dim", transforms.remember_wrapping),
         _transform("torch._vmap_internals._create_batched_inputs", transforms.remember_opening),
         _transform("torch.autograd.forward_ad.enter_dual_level", transforms.remember_opening),
-        _optional(
-            f"{_FSDP2}.FSDPParam._init_sharded_param",
+        _patch(
+            f"{_FSDP2}._fsdp_param_group.FSDPParamGroup.__init__",
+            "``fully_shard`` changes some parameters of a module before it finds one that cannot be sharded",
+            fully_sharded.checking_parameters,
+            check=takes(f"self params modules {_OF_PARAMETERS}"),
+            after=f"{_FSDP2}._fsdp_param_group",
+        ),
+        _patch(
+            f"{_FSDP2}._fsdp_param.FSDPParam.__init__",
             "``fully_shard`` cuts distributed parameters by operations that differ from rank to rank, and hangs",
-            calling(wrappers.refuse_distributed_parameters),
-            after=_FSDP2,
+            fully_sharded.converting_parameter,
+            check=takes(f"self param module_info {_OF_PARAMETERS}"),
+            after=f"{_FSDP2}._fsdp_param",
+        ),
+        _optional(
+            f"{_FSDP2}._fsdp_common.DataParallelMeshInfo.__post_init__",
+            "``fully_shard`` takes this library's meshes for torch's, and fails where it looks closer",
+            fully_sharded.taking_meshes,
+            check=takes("self"),
+            after=f"{_FSDP2}._fsdp_common",
         ),
     ],
     classes=lambda: [State.tensor_class],

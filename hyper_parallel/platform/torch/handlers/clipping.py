@@ -9,7 +9,6 @@ A program that imported ``clip_grad_norm_`` before that has torch's own function
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import GeneratorType
@@ -21,7 +20,8 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
 from hyper_parallel.platform.torch.handlers.foreach import reduced, widened
-from hyper_parallel.platform.torch.tensor import State, is_dtensor, layout_of
+from hyper_parallel.platform.torch.native_dtensors import are_native_apart, from_native, is_native, to_native
+from hyper_parallel.platform.torch.tensor import State, layout_of
 
 __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
 
@@ -29,33 +29,13 @@ __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipp
 # ---------------------------------------------------------------------------------------------------- the functions
 
 
-def _where_distributed(original: Callable) -> Callable[[Callable], Callable]:
-    """Decorator of a function with the arguments of torch's ``original``, which is called if none of the tensors that
-    come first is distributed. Either gets a list that can be gone through twice."""
-
-    def decorate(function: Callable) -> Callable:
-        (first, *_) = inspect.signature(function).parameters
-
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = args[0] if args else kwargs.pop(first)
-            tensors = [given] if isinstance(given, Tensor) else list(given)
-            if State.tensor_class in map(type, tensors):
-                return function(tensors, *args[1:], **kwargs)
-            # An empty generator stays what it is: torch warns of one.
-            return original(given if isinstance(given, GeneratorType) and not tensors else tensors, *args[1:], **kwargs)
-
-        return run
-
-    return decorate
-
-
-def norm_clipping(original: Callable) -> Callable:
+def norm_clipping(original: Any) -> Any:
     """What stands for ``clip_grad_norm_``."""
+    tensor_class = State.tensor_class
     # Torch's own as well: nothing has been replaced yet.
     total_norm, clip_with_norm = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
-    @_where_distributed(original)
+    @functools.wraps(original)
     def clip_grad_norm_(
         parameters: Any,
         max_norm: float,
@@ -63,12 +43,16 @@ def norm_clipping(original: Callable) -> Callable:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Any:
+        parameters = _listed(parameters)
+        if are_native_apart(parameters, tensor_class) or tensor_class not in map(type, parameters):
+            # Torch's own calls the functions below.
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         max_norm = float(max_norm)
         with torch.no_grad(), no_dispatch():
-            gradients, layouts = _gradients(parameters)
+            gradients, layouts = _gradients(parameters, tensor_class)
             if not any(layouts):
                 return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-            with _plain(gradients):
+            with _plain(gradients, tensor_class):
                 total, mesh = _global_norm(total_norm, gradients, layouts, norm_type, error_if_nonfinite, foreach)
                 clip_with_norm(parameters, max_norm, total, foreach)
         return State.core.replicated(total, mesh)
@@ -76,51 +60,85 @@ def norm_clipping(original: Callable) -> Callable:
     return clip_grad_norm_
 
 
-def total_norm_of_all(original: Callable) -> Callable:
+def total_norm_of_all(original: Any) -> Any:
     """What stands for ``get_total_norm``."""
+    tensor_class = State.tensor_class
 
-    @_where_distributed(original)
+    @functools.wraps(original)
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Any:
+        tensors = _listed(tensors)
+        native = are_native_apart(tensors, tensor_class)
+        if not native and tensor_class not in map(type, tensors):
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
         with torch.no_grad():
-            tensors = [reduced(x) for x in tensors]
+            tensors = [reduced(from_native(x) if native and is_native(x) else x) for x in tensors]
             layouts = [layout_of(x) for x in tensors]
-            with no_dispatch(), _plain(tensors):
+            with no_dispatch(), _plain(tensors, tensor_class):
                 total, mesh = _global_norm(original, tensors, layouts, norm_type, error_if_nonfinite, foreach)
-        return State.core.replicated(total, mesh)
+        norm = State.core.replicated(total, mesh)
+        return to_native(norm) if native else norm
 
     return get_total_norm
 
 
-def scaling_to_norm(original: Callable) -> Callable:
+def scaling_to_norm(original: Any) -> Any:
     """What stands for ``clip_grads_with_norm_``."""
+    tensor_class = State.tensor_class
 
-    @_where_distributed(original)
+    @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
+        parameters = _listed(parameters)
+        if are_native_apart(parameters, tensor_class):
+            parameters = [_LocalGradient(p.grad) for p in parameters]
+            total_norm = from_native(total_norm) if is_native(total_norm) else total_norm
+        elif tensor_class not in map(type, parameters):
+            return original(parameters, max_norm, total_norm, foreach)
         max_norm = float(max_norm)
         with torch.no_grad():
             norm = reduced(total_norm)
-            with no_dispatch(), _plain(_gradients(parameters)[0]):
-                return original(parameters, max_norm, norm.detach() if is_dtensor(norm) else norm, foreach)
+            with no_dispatch(), _plain(_gradients(parameters, tensor_class)[0], tensor_class):
+                norm = norm.detach() if type(norm) is tensor_class else norm
+                return original(parameters, max_norm, norm, foreach)
 
     return clip_grads_with_norm_
 
 
-def value_clipping(original: Callable) -> Callable:
+def value_clipping(original: Any) -> Any:
     """What stands for ``clip_grad_value_``."""
+    tensor_class = State.tensor_class
 
-    @_where_distributed(original)
+    @functools.wraps(original)
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
-        with no_dispatch(), _plain(_gradients(parameters)[0]):
-            return original(parameters, float(clip_value), foreach)
+        parameters = _listed(parameters)
+        if tensor_class not in map(type, parameters):
+            return original(parameters, clip_value, foreach)
+        clip_value = float(clip_value)
+        with no_dispatch(), _plain(_gradients(parameters, tensor_class)[0], tensor_class):
+            return original(parameters, clip_value, foreach)
 
     return clip_grad_value_
 
 
-def _gradients(parameters: list[Any]) -> tuple[list[Any], list[Any]]:
+class _LocalGradient:
+    """What stands for a parameter whose gradient is one of torch's own DTensors: its ``grad`` is the local part."""
+
+    def __init__(self, gradient: Any) -> None:
+        self.grad = gradient.to_local() if gradient is not None and is_native(gradient) else gradient
+
+
+def _listed(tensors: Any) -> Any:
+    """A list that can be gone through twice. An empty generator stays what it is: torch warns of one."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    values = list(tensors)
+    return tensors if isinstance(tensors, GeneratorType) and not values else values
+
+
+def _gradients(parameters: list[Any], tensor_class: Any) -> tuple[list[Any], list[Any]]:
     """The gradients there are and their layouts, None for plain ones. Interception is off."""
-    tensor_class, gradients, layouts = State.tensor_class, [], []
+    gradients, layouts = [], []
     for p in parameters:
         gradient = p.grad
         if gradient is None:
@@ -135,13 +153,13 @@ def _gradients(parameters: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 @contextmanager
-def _plain(tensors: list[Any]) -> Iterator[None]:
+def _plain(tensors: list[Any], tensor_class: Any) -> Iterator[None]:
     """Let distributed tensors be plain ones: kernels over lists then take half of the time. Interception is off."""
-    tensor_class = State.tensor_class
+    plain_class = tensor_class.__bases__[-1]
     distributed = [x for x in tensors if type(x) is tensor_class]
     try:
         for x in distributed:
-            x.__class__ = tensor_class.__bases__[-1]
+            x.__class__ = plain_class
         yield
     finally:
         for x in distributed:
