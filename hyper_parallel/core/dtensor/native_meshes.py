@@ -27,6 +27,10 @@ class NativeMeshes(Slices, MeshMethods):
     #: groups, which must not outlive the default group.
     _native: Callable[[], Any] | None = None
 
+    def _get_root_mesh(self) -> Any:
+        """`get_root_mesh`, by the name that torch's wrappers ask a mesh for."""
+        return self.get_root_mesh()
+
     def _to_native(self) -> Any:
         platform, root = self.platform, self.get_root_mesh()
         if self._coordinate is None:

@@ -102,6 +102,8 @@ class AutogradVerbs(Platform):
 
         return run
 
+    tells_unused = True
+
     def joint_function(
         self, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
     ) -> Callable[..., tuple[Tensor, ...]]:

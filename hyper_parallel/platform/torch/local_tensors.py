@@ -5,15 +5,25 @@ Where torch has a function of the same arguments, that is the verb, which saves 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.torch.private import flatten, unflatten
 
 __all__ = ["LocalVerbs"]
+
+
+@lru_cache(maxsize=1 << 10)
+def _shaped(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[Tensor], bool]:
+    """Tensors without data that have these shapes, and whether one has no elements."""
+    with torch.inference_mode(False):
+        return [torch.empty(shape, device="meta") for shape in shapes], any(0 in shape for shape in shapes)
 
 
 class LocalVerbs(Platform):
@@ -31,6 +41,18 @@ class LocalVerbs(Platform):
     def clone(self, x: Tensor) -> Tensor:
         """See `Platform.clone`."""
         return x.clone(memory_format=torch.contiguous_format)
+
+    def join(self, xs: Sequence[Tensor]) -> Tensor:
+        """See `Platform.join`."""
+        return flatten(xs) if len(xs) > 1 else self.clone(xs[0]).reshape(-1)
+
+    def part(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """See `Platform.part`."""
+        wanted, any_empty = _shaped(tuple(map(tuple, shapes)))
+        if any_empty:
+            pieces = x.reshape(-1).split(list(map(math.prod, shapes)))
+            return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return list(unflatten(x.reshape(-1), wanted))
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """See `Platform.zeros`."""
