@@ -41,11 +41,11 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
     ),
     "Llama block, sequence parallel": (
         Cost(4, 0, 90, 80, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 51, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 50, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
         Cost(43, 29, 354, 82, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 62, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 61, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }
 

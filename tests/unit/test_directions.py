@@ -160,7 +160,7 @@ def test_the_arrows_themselves_go_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "arrow"),
     [
-        ("platform.torch.levels", "from hyper_parallel.core.caches import Cache", "torch may not import tools"),
+        ("platform.torch.transforms", "from hyper_parallel.core.caches import Cache", "torch may not import tools"),
         ("platform.mindspore.grad", "import hyper_parallel.core.weak", "mindspore may not import tools"),
         ("platform.contract.core", "from hyper_parallel.platform import registry", "contract may not import platforms"),
         ("core.dtensor.tensor", "from hyper_parallel.platform.torch import base", "dtensor may not import torch"),

@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import LocalForward
-from hyper_parallel.platform.contract import NOTHING_FASTER
+from hyper_parallel.platform.contract import NOTHING_FASTER, LinearCollective
 
 __all__ = ["overlap_collectives", "overlapped_first"]
 
@@ -122,7 +122,8 @@ def overlapped_first(
             return NotImplemented
         with platform.no_dispatch():
             try:
-                y = fast.linear_with_collective(collective, x, matrix, group, size, dim, record_native, chunks)
+                how = LinearCollective(collective, group, size, dim, record_native, chunks)
+                y = fast.linear_with_collective(x, matrix, how)
             except RuntimeError as error:
                 explain_along(error, collective, x, mesh, 0)
                 raise

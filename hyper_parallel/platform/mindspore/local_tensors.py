@@ -22,17 +22,15 @@ __all__ = ["LocalVerbs"]
 class LocalVerbs:
     """The groups "operations on plain local tensors" and "devices and random numbers" of the contract."""
 
-    def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
-        return mint.narrow(x, dim, start, length)
-
-    def chunk(self, x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
-        return mint.chunk(x, count, dim)
+    # Where MindSpore has a function of the same arguments, that is the verb.
+    narrow: Any = staticmethod(mint.narrow)
+    chunk: Any = staticmethod(mint.chunk)
+    contiguous: Any = staticmethod(dense)
+    log: Any = staticmethod(ops.log)
+    gather: Any = staticmethod(ops.gather_elements)
 
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
         return mint.cat(list(xs), dim)
-
-    def contiguous(self, x: Tensor) -> Tensor:
-        return dense(x)
 
     def clone(self, x: Tensor) -> Tensor:
         return copied(x)
@@ -78,12 +76,6 @@ class LocalVerbs:
     def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
         y = ops.exp(x - shift)
         return y if scale is None else y / scale
-
-    def log(self, x: Tensor) -> Tensor:
-        return ops.log(x)
-
-    def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        return ops.gather_elements(x, dim, index)
 
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         return ops.tensor_scatter_elements(x, index, source, dim, "add")
