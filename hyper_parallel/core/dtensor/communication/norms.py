@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.layouts.nesting import joined_meshes
 from hyper_parallel.core.dtensor.placement_types import Shard
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class _Share:
 def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
     """One a mesh, in the order of the tensors. Plain tensors, the same on all ranks, go with the first mesh."""
     shares = []
-    joined = _joined(list({layout.mesh: None for layout in layouts if layout is not None}))
+    joined = joined_meshes(layouts)
     first_mesh = next(iter(joined.values()))
     for mesh in dict.fromkeys(joined.values()):
         members = [i for i, layout in enumerate(layouts) if (joined[layout.mesh] if layout else first_mesh) is mesh]
@@ -82,15 +83,6 @@ def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
 
 #: layouts of all tensors -> `_shares` of them.
 _SHARES = Table(_shares, 1 << 8, "shares of norms")
-
-
-def _joined(meshes: Sequence[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
-    """For each mesh the one along all dimensions of those of the same root, if there is one, else itself."""
-    found: dict[DeviceMesh, DeviceMesh] = {}
-    for mesh in meshes:
-        same_root = [other for other in meshes if other.get_root_mesh() is mesh.get_root_mesh()]
-        found[mesh] = mesh._union(same_root) or mesh
-    return found
 
 
 def _sharding(layout: Layout | None, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
@@ -153,7 +145,7 @@ def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], ord
 def largest_over_ranks(value: Any, layouts: Iterable[Layout | None]) -> Any:
     """See `platform.contract.Core.largest_over_ranks`."""
     known = [layout for layout in layouts if layout is not None]
-    joined = _joined(list({layout.mesh: None for layout in known}))
+    joined = joined_meshes(known)
     along = {(mesh, d) for layout in known for mesh in (joined[layout.mesh],) for d in _sharding(layout, mesh)}
     # In an order that all ranks share.
     for mesh, mesh_dim in sorted(along, key=lambda pair: (pair[0].mesh.ravel().tolist(), pair[1])):
