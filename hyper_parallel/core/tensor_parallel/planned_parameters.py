@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
 __all__ = [
+    "UNIT",
     "layouts_of",
     "module_label",
     "name_module",
@@ -24,6 +25,8 @@ __all__ = [
     "remember_layouts",
 ]
 
+#: Attribute of a module that data parallelism has made a unit of.
+UNIT = "_hyper_parallel_unit"
 _PATH = "_hyper_parallel_path"
 _LAYOUTS = "_hyper_parallel_layouts"
 
@@ -106,6 +109,6 @@ def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
         f"{what} is {foreign or 'a plain tensor'}, and the style that was applied made it a DTensor of shape "
         f"{tuple(planned.shape)} placed {placements}: something has put another parameter in its place since. Copy "
         "values into the parameter that is there (loading a state dict does, unless it assigns), or assign a parameter "
-        f"made of distribute_tensor(value, mesh, {placements}). What exchanges parameters for its own in forward, such "
-        "as fully_shard, cannot be applied on top of parallelize_module"
+        f"made of distribute_tensor(value, mesh, {placements}). What exchanges parameters for its own in forward cannot "
+        "be applied on top of parallelize_module, but hyper_parallel's fully_shard can"
     )

@@ -113,12 +113,16 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     frees_storage = True
 
     def free_storage(self, x: torch.Tensor) -> None:
-        """See `Platform.free_storage`."""
-        x.untyped_storage().resize_(0)
+        """See `Platform.free_storage`. What NumPy looks at, too, torch does not free."""
+        storage = x.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
 
     def refill_storage(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """See `Platform.refill_storage`. Of what is written to ``data`` autograd does not count the writes."""
-        x.untyped_storage().resize_(x.nbytes)
+        storage = x.untyped_storage()
+        if storage.resizable():
+            storage.resize_(x.nbytes)
         x.data.copy_(values)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:

@@ -47,6 +47,7 @@ __all__ = [
     "native",
     "native_functions",
     "old_vmap_level",
+    "queue_callback",
     "run_engine",
     "same_implementation",
     "saved_tensor_hooks",
@@ -146,6 +147,10 @@ current_node: Callable[[], Any] = _take("_C._current_autograd_node", lambda f: f
 will_execute: Callable[[Any], bool] = _take("_C._will_engine_execute_node", callable, lambda _: False)
 #: -1 outside of backward.
 graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int))
+#: Called inside of backward, what it is given is called when the pass is complete.
+queue_callback: Callable[[Callable[[], None]], None] = _take(
+    "autograd.Variable._execution_engine.queue_callback", callable
+)
 run_engine: Callable[..., Any] = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
@@ -12,7 +12,7 @@ from hyper_parallel.platform.contract import NOTHING_FASTER
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["BLOCKS", "coalesce_gradients", "open_block"]
+__all__ = ["BLOCKS", "coalesce_gradients", "open_block", "sum_together"]
 
 #: The blocks that are open, the innermost last. Not one a thread: backward runs its hooks in threads of its own.
 BLOCKS: list[coalesce_gradients] = []
@@ -48,7 +48,11 @@ class coalesce_gradients:
         self._waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]] = {}
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-        """Whether the block will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient of ``parameter``."""
+        """Whether the block, or data parallelism, will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient
+        of ``parameter``."""
+        if parameter._collect is not None:
+            parameter._collect(cotangent, mesh, mesh_dims)
+            return True
         if not (mesh.platform.fast or NOTHING_FASTER).can_delay_gradient(parameter):
             return False
         self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), []).append((parameter, cotangent))
@@ -67,16 +71,18 @@ class coalesce_gradients:
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
-                flat = [cotangent.reshape((-1,)) for _, cotangent in entries]
-                summed = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
-                for mesh_dim in mesh_dims:
-                    summed = collectives.all_reduce(summed, mesh, mesh_dim)
-                start = 0
-                for parameter, cotangent in entries:
-                    shape = platform.shape_of(cotangent)
-                    part = platform.narrow(summed, 0, start, math.prod(shape))
-                    fast.add_to_gradient(parameter, part.reshape(shape))
-                    start += math.prod(shape)
+                summed = sum_together([cotangent for _, cotangent in entries], mesh, mesh_dims)
+                for (parameter, _), gradient in zip(entries, summed, strict=True):
+                    fast.add_to_gradient(parameter, gradient)
+
+
+def sum_together(cotangents: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[Any]:
+    """The sums of plain tensors of one dtype over mesh dimensions, by one all-reduce along each."""
+    platform = mesh.platform
+    summed = platform.join(cotangents) if len(cotangents) > 1 else platform.clone(cotangents[0]).reshape((-1,))
+    for mesh_dim in mesh_dims:
+        summed = collectives.all_reduce(summed, mesh, mesh_dim)
+    return platform.part(summed, [platform.shape_of(x) for x in cotangents])
 
 
 def open_block() -> coalesce_gradients | None:
