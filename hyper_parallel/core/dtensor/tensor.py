@@ -279,7 +279,11 @@ def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, 
     return rebuild(layout, *parts)
 
 
-_SERVICES = Services(restore)
+def _from_local(local: Any, layout: Layout) -> Any:
+    return DTensor.from_local(local, layout.mesh, layout.placements, shape=layout.shape)
+
+
+_SERVICES = Services(restore, _from_local)
 
 
 def dtensor_class(platform: Platform) -> type:

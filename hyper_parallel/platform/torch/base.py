@@ -59,8 +59,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
             name = f"{cls.__module__}.{cls.__qualname__}"
             if cls.__module__.startswith("torch.distributed.tensor"):
                 return (
-                    f"torch's own DTensor ({name}), which hyper_parallel's cannot be made of and cannot meet: give "
-                    "it x.full_tensor(), or parallelise the model with hyper_parallel alone"
+                    f"torch's own DTensor ({name}), which does not meet hyper_parallel's as it is: give "
+                    "hyper_parallel.torch.from_torch_dtensor(x), or x.full_tensor(); and apply parallelize_module "
+                    "before torch's fully_shard, not after it"
                 )
             return (
                 f"a {name}, which computes in its own way and is no plain tensor: give the plain tensor that it stands "

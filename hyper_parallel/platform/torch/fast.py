@@ -103,6 +103,8 @@ class TorchFast(Fast):
 
     def can_delay_gradient(self, *parameters: torch.Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
+        if any("_read_in_backward" in p.__dict__ for p in parameters):
+            return False
         # What runs now is the function's own backward, with the nodes that accumulate next to it if these are leaves.
         node = current_node()
         nodes = () if node is None else [edge[0] for edge in node.next_functions]
