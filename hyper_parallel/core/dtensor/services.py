@@ -9,7 +9,7 @@ from hyper_parallel.core.dtensor import device_mesh
 from hyper_parallel.core.dtensor.communication import local_collectives, norms
 from hyper_parallel.core.dtensor.communication.coalesce import open_block
 from hyper_parallel.core.dtensor.communication.transitions import transitions_of
-from hyper_parallel.core.dtensor.layouts import memory_order
+from hyper_parallel.core.dtensor.layouts import memory_order, nesting
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
@@ -38,6 +38,7 @@ class Services:
     total_norm = staticmethod(norms.total_norm)
     norms_over_ranks = staticmethod(norms.norms_over_ranks)
     largest_over_ranks = staticmethod(norms.largest_over_ranks)
+    on_joined_meshes = staticmethod(nesting.on_joined_meshes)
     draw, take_part = staticmethod(random.draw), staticmethod(random.take_part)
     of_first_rank = staticmethod(random.of_first_rank)
     refuse_part_of_classes = staticmethod(logit_shards.refuse_part_of_classes)

@@ -107,6 +107,11 @@ class Core(Protocol):
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
         """The largest ``value``, which may be overwritten, over all ranks that share one of the sharded tensors."""
 
+    def on_joined_meshes(self, layouts: Sequence[Layout | None]) -> Sequence[Layout | None]:
+        """The layouts on one mesh where theirs are slices of one, with the same local tensors: for functions of the
+        framework that combine tensors on several slices."""
+        ...
+
     # ------------------------------------------------------------------------------------ random numbers
     def draw(self, fill: Callable[[Tensor], Tensor], x: Tensor, layout: Layout, alike: bool = True) -> Tensor:
         """This rank's part of what ``fill(whole)`` draws, given a plain tensor of ones with the shape of the whole

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel import PackedShard, Partial, Replicate, Shard
+from hyper_parallel import PackedShard, Partial, Replicate, Shard, StridedShard
 from hyper_parallel.testing.fuzz.words import WORDS, apply, has_step
 
 __all__ = ["Leaf", "Limits", "Program", "Step", "generate", "values_of", "written_leaves"]
@@ -216,7 +216,9 @@ def _placements(
     packed = False
     for size in mesh:
         draw = rng.random()
-        if shape and draw < 0.55 and not packed:
+        if packed and draw < 0.3:
+            found.append(Shard(found[0].dim))  # what a rank holds of all parts is cut as one piece
+        elif shape and draw < 0.55 and not packed:
             found.append(Shard(int(rng.integers(0, len(shape)))))
         elif shape and draw < 0.62 and not any(p.is_shard() for p in found):
             dim = int(rng.integers(0, len(shape)))
@@ -227,6 +229,10 @@ def _placements(
             found += partial
         else:
             found.append(Replicate())
+        last_first = int(draw * 1000) % 2
+    if len(mesh) == 2 and last_first and found[0].is_shard() and found[1].is_shard(found[0].dim):
+        # The second mesh dimension cuts first.
+        return StridedShard(found[0].dim, mesh[1]), found[0] if packed else found[1]
     return tuple(found)
 
 

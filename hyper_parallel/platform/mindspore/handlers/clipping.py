@@ -33,7 +33,9 @@ def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) 
     if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
         return plain(*args, **kwargs)
     # What is not distributed is whole on every rank.
-    whole = [_distributed(t, layout) for t, layout in zip(tensors, layouts, strict=True)]
+    own = [_own_layout(t) or known for t, known in zip(tensors, layouts, strict=True)]
+    joined = InterceptedTensor._core.on_joined_meshes(own)
+    whole = [_distributed(t, layout) for t, layout in zip(tensors, joined, strict=True)]
     argument: Any = whole[0] if isinstance(given, Tensor) else tuple(whole)
     if len(args) > place:
         args = (*args[:place], argument, *args[place + 1 :])
@@ -42,14 +44,14 @@ def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) 
     with InterceptedTensor._core.implicit_replication():
         clipped = plain(*args, **kwargs)
     if isinstance(given, Tensor):
-        return _as_given(clipped, given, layouts[0])
-    parts = [_as_given(c, t, layout) for c, t, layout in zip(clipped, tensors, layouts, strict=True)]
+        return _as_given(clipped, given, own[0], joined[0])
+    parts = [_as_given(*each) for each in zip(clipped, tensors, own, joined, strict=True)]
     return tuple(parts) if isinstance(clipped, tuple) else parts
 
 
 def norm_of_all(plain: Callable, x: Any, norm_type: Any) -> Any:
     """Stands for the function that `ops.clip_by_norm` computes the norm with: one all-reduce for all gradients."""
-    layouts = [t._layout if isinstance(t, InterceptedTensor) else None for t in x]
+    layouts = list(map(_own_layout, x))
     core = InterceptedTensor._core
     if (
         not is_dispatching()
@@ -70,9 +72,11 @@ def looking(plain: Callable, inputs: Any) -> Any:
     if not is_dispatching() or not isinstance(inputs, (tuple, list)):
         return plain(inputs)
     layouts = [_layout_of(t) for t in inputs]
-    if all(layout is None for layout in layouts):
+    own = [_own_layout(t) or known for t, known in zip(inputs, layouts, strict=True)]
+    joined = InterceptedTensor._core.on_joined_meshes(own)
+    if all(layout is None for layout in layouts) and joined == own:
         return plain(inputs)
-    whole = tuple(_distributed(t, layout) for t, layout in zip(inputs, layouts, strict=True))
+    whole = tuple(_distributed(t, layout) for t, layout in zip(inputs, joined, strict=True))
     with InterceptedTensor._core.implicit_replication():
         answer = plain(whole)
     return answer.full_tensor() if isinstance(answer, InterceptedTensor) else answer
@@ -101,21 +105,32 @@ def _layout_of(tensor: Any, name: str = "") -> Any:
     return layout
 
 
+def _own_layout(tensor: Any) -> Any:
+    return tensor._layout if isinstance(tensor, InterceptedTensor) else None
+
+
 def _distributed(tensor: Any, layout: Any) -> Any:
-    if layout is None:
+    """The tensor as a DTensor of ``layout``, which differs from its own in the mesh alone."""
+    if layout is None or getattr(tensor, "_layout", None) is layout:
         return tensor
     platform = layout.mesh.platform
-    return platform.wrap(platform.alias(tensor), layout)
+    with NoDispatch():
+        return platform.wrap(platform.alias(tensor), layout)
 
 
-def _as_given(clipped: Any, given: Any, layout: Any) -> Any:
-    """The clipped gradient as it was given: the norm is distributed, and so is what it divides."""
-    if isinstance(given, InterceptedTensor) or not isinstance(clipped, InterceptedTensor):
+def _as_given(clipped: Any, given: Any, layout: Any, joined: Any) -> Any:
+    """The clipped gradient as it was given: the norm is distributed, and so is what it divides. ``joined`` is the
+    layout that it was clipped with, for the ``layout`` that it has."""
+    if not isinstance(clipped, InterceptedTensor):
         return clipped
+    if isinstance(given, InterceptedTensor):
+        if joined is layout:
+            return clipped
+        return _distributed(clipped.redistribute(placements=joined.cotangent.placements), layout.cotangent)
     if layout is None:
         local, known = clipped.full_tensor(), layout_of_gradient(given)[0]
     else:
-        local, known = clipped.redistribute(placements=layout.placements).to_local(), True
+        local, known = clipped.redistribute(placements=joined.placements).to_local(), True
     if known:
         LocalGradients.mark_one(local, layout)
     return local
