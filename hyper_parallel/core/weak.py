@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["WeakTable"]
-
 
 class WeakTable:
     """As ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by value.

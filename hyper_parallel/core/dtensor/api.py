@@ -15,13 +15,6 @@ from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 
-__all__ = [
-    "check_src_data_rank",
-    "distribute_module",
-    "distribute_parameter",
-    "distribute_tensor",
-]
-
 
 def distribute_tensor(
     tensor: Any,

@@ -20,8 +20,6 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
-
 _MESHES: dict[tuple, DeviceMesh] = {}
 #: The keys of those that were made as such, which takes all ranks; the others are dimensions of other meshes.
 _MADE: set[tuple] = set()

@@ -11,8 +11,6 @@ from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
 
-__all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
-
 
 def zeros(*size: Any, **options: Any) -> Any:
     """A DTensor of zeros. Nothing is communicated, and each rank allocates its own part only.

@@ -17,8 +17,6 @@ from hyper_parallel.core.weak import WeakTable
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["broadcast_rest", "check_call", "check_rest", "remember_plan"]
-
 #: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
 BUCKET = 1 << 17
 #: module with a style -> (the module that was given to parallelize_module with it, mesh).

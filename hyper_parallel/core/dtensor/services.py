@@ -16,8 +16,6 @@ from hyper_parallel.core.dtensor.operations.dispatch import dispatch
 from hyper_parallel.core.dtensor.operations.operands import all_replicated
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 
-__all__ = ["Services"]
-
 
 class Services:
     """`platform.contract.Core`.

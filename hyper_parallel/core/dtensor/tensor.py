@@ -18,8 +18,6 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Pl
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
 
-__all__ = ["DTensor", "bind_platform", "dtensor_class"]
-
 _BOUND: dict[Platform, type] = {}
 #: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
 _TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Cache(1 << 14, "targets of redistribute")

@@ -29,17 +29,6 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import (
 from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes, uneven_on
 from hyper_parallel.platform.contract.modules import APPLIED
 
-__all__ = [
-    "LocalForward",
-    "ModuleStyle",
-    "ParallelStyle",
-    "check_flag",
-    "is_placed",
-    "is_styled",
-    "mark_applied",
-    "of_style",
-]
-
 
 class ParallelStyle(ABC):
     """How one module is parallelised. A style of your own derives from `ModuleStyle`, or defines `_apply`.

@@ -27,8 +27,6 @@ from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.platform.contract import NOTHING_FASTER, cached_view
 
-__all__ = ["ColwiseParallel"]
-
 _FIRST = (0,)
 
 

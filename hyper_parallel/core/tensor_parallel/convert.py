@@ -17,20 +17,6 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.uneven_shards import ANY_UNEVEN, COMPARED, HANDED_OUT, compare_shapes
 
-__all__ = [
-    "as_named",
-    "as_pairs",
-    "as_single",
-    "as_slots",
-    "check_placement",
-    "check_tensor_dim",
-    "convert_outputs",
-    "to_known_placement",
-    "to_output",
-    "to_placement",
-    "too_few_inputs",
-]
-
 _WHOLE = (Replicate(),)
 #: MindSpore's limit. Torch has none that is as low, and no layer that a style is for comes near it.
 _MOST_DIMS = 8

@@ -19,8 +19,6 @@ from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
-__all__ = ["check_fused"]
-
 _OF_ATTENTION = re.compile(r"(c_attn|q_?k_?v|query_?key_?value|in_?proj)", re.IGNORECASE)
 _FUSED = re.compile(
     r"(c_attn|(to_)?w?q?_?k_?v|query_?key_?value|in_?proj|gate_?up|up_?gate|w_?1_?[23])(_?(proj|linear|layer))?$",

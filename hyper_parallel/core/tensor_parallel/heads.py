@@ -10,8 +10,6 @@ from hyper_parallel.core.dtensor.placement_types import Partial
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["as_heads", "check_heads", "local_heads", "sizes_of_heads"]
-
 
 def as_heads(heads: int | Sequence[int] | None, style: str) -> int | tuple[int, ...] | None:
     """The keyword ``heads``, checked: a number, one for each part of a packed weight, or None.

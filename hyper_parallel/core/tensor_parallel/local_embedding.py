@@ -17,8 +17,6 @@ from hyper_parallel.core.tensor_parallel.base import LocalForward
 from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
-__all__ = ["embedding_forward"]
-
 
 def embedding_forward(
     mesh: DeviceMesh, embedding: Any, weight: Layout, desired: Placement, takes_plain: bool, use_local_output: bool

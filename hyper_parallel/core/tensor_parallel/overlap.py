@@ -18,8 +18,6 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.tensor_parallel.base import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
-__all__ = ["overlap_collectives", "overlapped_first"]
-
 _MIB = 1 << 20
 
 

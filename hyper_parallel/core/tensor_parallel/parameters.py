@@ -6,8 +6,6 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.convert import as_slots, check_placement
 
-__all__ = ["ParameterParallel"]
-
 
 class ParameterParallel(ModuleStyle):
     """Shard parameters that a module holds by name; the module computes with distributed tensors.

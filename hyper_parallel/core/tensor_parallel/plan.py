@@ -20,8 +20,6 @@ from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.fused import check_fused
 from hyper_parallel.core.tensor_parallel.style_names import style_by_name
 
-__all__ = ["Plan", "did_you_mean", "path_matches", "plan_facts", "resolve_plan"]
-
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
 
 

@@ -14,16 +14,6 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = [
-    "layouts_of",
-    "module_label",
-    "name_module",
-    "parameter_check",
-    "path_of",
-    "planned_layouts",
-    "remember_layouts",
-]
-
 _PATH = "_hyper_parallel_path"
 _LAYOUTS = "_hyper_parallel_layouts"
 

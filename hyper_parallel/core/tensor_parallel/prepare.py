@@ -20,8 +20,6 @@ from hyper_parallel.core.tensor_parallel.convert import (
 )
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, path_of
 
-__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
-
 
 class PrepareModuleInput(ParallelStyle):
     """Bring the inputs of a module to the layouts it needs, by one collective for all that consume them inside.

@@ -22,8 +22,6 @@ from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
-__all__ = ["RowwiseParallel"]
-
 
 class RowwiseParallel(WeightParallel):
     """Shard the input features of a linear module, or the vocabulary of an embedding.

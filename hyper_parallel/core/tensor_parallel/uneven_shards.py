@@ -17,8 +17,6 @@ from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
-__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_shapes", "uneven_on"]
-
 #: mesh -> a list, empty until an uneven shard was handed out.
 _UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
 #: Attribute of a module: what of it was compared.

@@ -16,8 +16,6 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import module_label,
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 
-__all__ = ["WeightParallel"]
-
 
 class WeightParallel(ModuleStyle):
     """What `ColwiseParallel` and `RowwiseParallel` share."""

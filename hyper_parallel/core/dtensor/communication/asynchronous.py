@@ -12,8 +12,6 @@ from hyper_parallel.platform.contract.collectives import FINISHED, Work
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["start"]
-
 
 class _Started:
     """`Work` whose failure because of a lost rank is a `CollectiveError`."""

@@ -12,8 +12,6 @@ from hyper_parallel.platform.contract import NOTHING_FASTER
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["BLOCKS", "coalesce_gradients", "open_block"]
-
 #: The blocks that are open, the innermost last. Not one a thread: backward runs its hooks in threads of its own.
 BLOCKS: list[coalesce_gradients] = []
 

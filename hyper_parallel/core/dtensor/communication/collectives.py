@@ -21,20 +21,6 @@ from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = [
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_extreme",
-    "all_to_all",
-    "bind_all_gather",
-    "bind_all_reduce",
-    "bind_reduce_scatter",
-    "broadcast",
-    "reduce_scatter",
-    "scatter",
-]
-
 _DIM, _SIZES, _SOURCE = "the tensor dimension", "the sizes of shards", "the source"
 
 

@@ -8,16 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = [
-    "CollectiveError",
-    "RankMismatchError",
-    "describe_dim",
-    "explain",
-    "explain_along",
-    "names_of",
-    "tell_of_failure",
-]
-
 #: What local computations raise. Refusals are ValueErrors and TypeErrors: the same on all ranks.
 _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 

@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Extreme", "bind_extreme", "differs"]
-
 
 class Extreme:
     """What a rule says of an extreme value.

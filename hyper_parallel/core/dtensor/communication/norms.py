@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
     from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = ["largest_over_ranks", "norms_over_ranks", "total_norm"]
-
 
 def total_norm(
     tensors: Sequence[Any], layouts: Sequence[Layout | None], order: float, norm_of: Callable[[Sequence[Any]], Any]

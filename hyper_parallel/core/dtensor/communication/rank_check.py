@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
     from hyper_parallel.core.dtensor.placement_types import Placement
 
-__all__ = ["CHECKS", "Check", "check_ranks", "check_replicated", "check_values"]
-
 Facts = Mapping[str, str]
 
 #: The checks that are on, the innermost last; it is the one that counts.

@@ -23,16 +23,6 @@ from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 
-__all__ = [
-    "linear_key",
-    "parameter_view",
-    "partial_grad_view",
-    "plan_redistribution",
-    "redistribute",
-    "redistribute_local",
-    "redistribution_cost",
-]
-
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 

@@ -16,8 +16,6 @@ from hyper_parallel.platform.contract import NOTHING_FASTER
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["AllToAll", "Gather", "GatherForParts", "ReduceScatter", "Slice", "by_rank", "take_packed"]
-
 
 class Gather(Move):
     """For consumers that return the full cotangent."""

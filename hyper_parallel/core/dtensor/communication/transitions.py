@@ -45,20 +45,6 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
     from hyper_parallel.platform.contract import Platform
 
-__all__ = [
-    "AllReduce",
-    "Move",
-    "OneSummand",
-    "ReduceExtreme",
-    "ReduceProduct",
-    "Step",
-    "Transitions",
-    "identity_reduce_grad",
-    "one_summand",
-    "summation",
-    "transitions_of",
-]
-
 
 class Transitions:
     """The differentiable functions of one platform's autograd. Get it with `transitions_of`.

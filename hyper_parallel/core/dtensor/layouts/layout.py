@@ -13,8 +13,6 @@ from hyper_parallel.core.lookalikes import import_hint
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "get_layout", "normalize_placements"]
-
 
 class Layout:
     """Mesh, placements and global shape of a distributed tensor, and what follows from them for this rank.

@@ -14,8 +14,6 @@ from hyper_parallel.core.dtensor.layouts.strides import Strides, contiguous_stri
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = ["UNKNOWN", "is_contiguous_whole", "ones_like_whole", "strides_of"]
-
 #: `DTensor._strides` of a tensor whose elements may lie in any order.
 UNKNOWN: Any = "unknown"
 

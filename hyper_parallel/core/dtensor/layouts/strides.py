@@ -11,18 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = [
-    "Strides",
-    "contiguous_only",
-    "contiguous_strides",
-    "dense_strides",
-    "expanded_strides",
-    "indexed_strides",
-    "is_contiguous",
-    "permuted_strides",
-    "reshaped_strides",
-]
-
 Shape: TypeAlias = "tuple[int, ...]"
 Strides: TypeAlias = "tuple[int, ...]"
 

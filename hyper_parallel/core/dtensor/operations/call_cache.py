@@ -13,8 +13,6 @@ from typing import Any
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.operations.rules import CanonicalOp
 
-__all__ = ["call_key", "remembered_call"]
-
 _VALUES = frozenset({bool, int, float, str})
 #: What stands in a key for False and True, before named arguments, and for an argument that cannot be compared.
 _TRUTHS = (object(), object())

@@ -13,8 +13,6 @@ from hyper_parallel.core.dtensor.operations.classes import Classes, ClassFunctio
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["ClassSoftmax"]
-
 
 class ClassSoftmax(ClassFunctions):
     """The functions on one platform. Results have the dtype of the statistics: float32, or float64 for float64

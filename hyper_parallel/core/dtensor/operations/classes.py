@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.layouts.layout import Layout
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["ClassFunctions", "Classes"]
-
 
 @dataclass(frozen=True)
 class Classes:

@@ -37,8 +37,6 @@ from hyper_parallel.core.dtensor.operations.views import after_write, apart, bef
 from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.platform.contract import NativeOp
 
-__all__ = ["CALLS", "dispatch"]
-
 _MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
 _PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
 

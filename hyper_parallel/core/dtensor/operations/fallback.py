@@ -23,8 +23,6 @@ from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.views import after_write, before_write, follow, forget_value, share
 from hyper_parallel.platform.contract import NativeOp, Platform
 
-__all__ = ["run_gathered", "tell_of_failure_in"]
-
 _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
 

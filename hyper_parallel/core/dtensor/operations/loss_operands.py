@@ -11,8 +11,6 @@ from hyper_parallel.core.dtensor.operations.rules.labels import without
 from hyper_parallel.core.dtensor.operations.rules.loss import class_dim
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 
-__all__ = ["distribute_targets"]
-
 
 def distribute_targets(operands: tuple) -> tuple:
     """The operands of a loss with plain targets and class weights made DTensors.

@@ -29,8 +29,6 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.communication.extremes import Extreme
 
-__all__ = ["OpSharding", "Label"]
-
 Label = Hashable
 
 

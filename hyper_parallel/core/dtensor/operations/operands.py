@@ -9,16 +9,6 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.contract.interception import name_of
 
-__all__ = [
-    "DTENSOR_CLASSES",
-    "all_replicated",
-    "common_mesh",
-    "mixed_error",
-    "name_of",
-    "operand_key",
-    "refuse_foreign",
-]
-
 #: The DTensor classes of the platforms in use.
 DTENSOR_CLASSES: set[type] = set()
 _SCALARS = frozenset({int, float, bool, complex, type(None), str})

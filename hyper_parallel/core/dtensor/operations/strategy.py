@@ -19,8 +19,6 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Pl
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["Strategy", "solve"]
-
 
 @dataclass(frozen=True)
 class Strategy:

@@ -21,8 +21,6 @@ from hyper_parallel.core.dtensor.operations.classes import Classes
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["ClassStatistics", "VocabParallel", "vocab_parallel_of"]
-
 
 @dataclass(frozen=True)
 class ClassStatistics:

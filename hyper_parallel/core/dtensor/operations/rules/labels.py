@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["FULL_SLICE", "Labels", "Shape", "all_elements", "axes", "axis", "broadcast", "named", "whole", "without"]
-
 Shape: TypeAlias = "tuple[int, ...]"
 Labels: TypeAlias = "tuple[Any, ...]"
 
