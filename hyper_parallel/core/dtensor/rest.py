@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_values
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.operations.random import check_generators
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.weak import WeakTable
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 #: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
 BUCKET = 1 << 17

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Shard
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
 
 
 def total_norm(

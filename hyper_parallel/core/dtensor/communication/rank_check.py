@@ -19,11 +19,11 @@ from hyper_parallel.core.dtensor.communication.errors import (
     names_of,
 )
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent
+from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.platform import Platform, get_platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.placement_types import Placement
 
 Facts = Mapping[str, str]
 

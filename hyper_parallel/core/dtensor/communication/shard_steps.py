@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.transitions import Move, Step
 from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
-from hyper_parallel.platform.contract import NOTHING_FASTER
-
-if TYPE_CHECKING:
-    from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 
 
 class Gather(Move):

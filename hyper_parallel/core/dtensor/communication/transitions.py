@@ -39,11 +39,10 @@ from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS
 from hyper_parallel.core.dtensor.communication.extremes import differs
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
-from hyper_parallel.platform.contract import NOTHING_FASTER
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.platform.contract import Platform
 
 
 class Transitions:

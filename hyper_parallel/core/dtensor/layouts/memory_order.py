@@ -7,12 +7,10 @@ order gets lost where data moves: what that gives is contiguous.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.strides import Strides, contiguous_strides, dense_strides, is_contiguous
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
 
 #: `DTensor._strides` of a tensor whose elements may lie in any order.
 UNKNOWN: Any = "unknown"

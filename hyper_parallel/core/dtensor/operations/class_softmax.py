@@ -6,12 +6,10 @@ probabilities are computed again. Backward of softmax and log_softmax sums once 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.dtensor.operations.classes import Classes, ClassFunctions
-
-if TYPE_CHECKING:
-    from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract import Platform
 
 
 class ClassSoftmax(ClassFunctions):

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
-    from hyper_parallel.platform.contract import Platform
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.platform.contract import Platform
 
 
 @dataclass(frozen=True)

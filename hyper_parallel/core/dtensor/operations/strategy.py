@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hyper_parallel.core.dtensor.communication.redistribute import redistribution_cost
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import Label, OpSharding
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

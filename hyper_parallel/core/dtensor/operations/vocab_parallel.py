@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.operations.class_softmax import ClassSoftmax
 from hyper_parallel.core.dtensor.operations.classes import Classes
-
-if TYPE_CHECKING:
-    from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract import Platform
 
 
 @dataclass(frozen=True)
