@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.communication.extremes import Extreme
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute_local
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, unary, whole, without
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
@@ -23,12 +23,7 @@ _EXTREME = f'{_DIMS}, `"whole"` where NaNs share the gradient'
 
 def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSharding:
     reduced, labels = axes(dims, len(x)), named(x)
-    return OpSharding(
-        operands=(labels,),
-        results=(without(labels, reduced, keepdim, None),),
-        result_shapes=(without(x, reduced, keepdim, 1),),
-        **how,
-    )
+    return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), **how)
 
 
 @rule("sum", static_args=_DIMS, repeatable=True, memory="fresh")
@@ -102,11 +97,8 @@ def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSharding:
     reduced = axes(static_args[0], len(x))
     labels = whole(named(x), reduced)
-    return OpSharding(
-        operands=(labels,),
-        results=(without(labels, reduced, static_args[1], None),) * results,
-        result_shapes=(without(x, reduced, static_args[1], 1),) * results,
-    )
+    keepdim = static_args[1]
+    return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), results)
 
 
 @rule("vector_norm", static_args=f"p, {_DIMS}")
