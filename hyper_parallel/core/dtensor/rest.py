@@ -78,14 +78,9 @@ def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
     if len(values) == 1 and math.prod(platform.shape_of(values[0])) > BUCKET:
         platform.write(tensors[0], collectives.broadcast(platform.contiguous(values[0]), mesh, 0, src))
         return
-    flat = [x.reshape((-1,)) for x in values]
-    sent = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
-    sent, start = collectives.broadcast(sent, mesh, 0, src), 0
-    for x in tensors:
-        shape = platform.shape_of(x)
-        count = math.prod(shape)
-        platform.write(x, platform.narrow(sent, 0, start, count).reshape(shape))
-        start += count
+    received = collectives.together(values, lambda x: collectives.broadcast(x, mesh, 0, src), platform)
+    for x, value in zip(tensors, received, strict=True):
+        platform.write(x, value)
 
 
 # ---------------------------------------------------------------------- comparison

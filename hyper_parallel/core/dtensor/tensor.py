@@ -9,7 +9,7 @@ from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import to_owner, to_summands, transitions_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
@@ -132,7 +132,7 @@ class DTensor:
                 wanted = get_layout(mesh, normalize_placements(grad_placements, mesh, layout.ndim), layout.shape)
                 local = _with_cotangent(local, layout.cotangent, wanted, platform)
             if layout.summed_mesh_dims:
-                local = _to_summands(local, layout, platform)
+                local = _for_summands(local, layout, to_owner)
             x = platform.wrap(local, layout)
             if platform.requires_grad(local_tensor) and grad_placements is None and not layout.summed_mesh_dims:
                 x._origin = local_tensor
@@ -151,7 +151,7 @@ class DTensor:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             if grad_placements is None:
-                return platform.alias(_of_summands(self, layout, platform) if layout.summed_mesh_dims else self)
+                return platform.alias(_for_summands(self, layout, to_summands) if layout.summed_mesh_dims else self)
             given = layout.with_placements(
                 normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
             )
@@ -162,7 +162,7 @@ class DTensor:
             )
             local = partial_grad_view(self, partial) if partial else self
             if layout.summed_mesh_dims:
-                local = _of_summands(local, layout, platform)
+                local = _for_summands(local, layout, to_summands)
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
             if rest is not layout.cotangent:
                 local = _with_cotangent(local, rest, layout.cotangent, platform)
@@ -319,21 +319,14 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platfor
     return transitions_of(platform).convert_cotangent(local, lambda g: redistribute_local(g, given, wanted))
 
 
-def _to_summands(local: Any, layout: Layout, platform: Platform) -> Any:
-    """``local``, which the user holds, as the local tensor of ``layout``: identity in forward and backward. Gradients
-    of gradients of summands are counted otherwise outside of DTensors than inside."""
+def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
+    """``local``, which a DTensor of ``layout`` is made of (``convert`` is `to_owner`) or which its user gets
+    (`to_summands`): identity in forward and backward. Gradients of gradients of summands are counted otherwise outside
+    of DTensors than inside."""
+    platform = layout.mesh.platform
     if not platform.requires_grad(local):
         return local
-    transitions = transitions_of(platform)
-    return transitions.convert_cotangent(local, lambda g: transitions.to_owner(g, layout))
-
-
-def _of_summands(local: Any, layout: Layout, platform: Platform) -> Any:
-    """The local tensor of ``layout`` as its user gets it: the inverse of `_to_summands`."""
-    if not platform.requires_grad(local):
-        return local
-    transitions = transitions_of(platform)
-    return transitions.convert_cotangent(local, lambda g: transitions.to_summands(g, layout))
+    return transitions_of(platform).convert_cotangent(local, lambda g: convert(g, layout))
 
 
 def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
@@ -65,16 +65,12 @@ class coalesce_gradients:
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
-                flat = [cotangent.reshape((-1,)) for _, cotangent in entries]
-                summed = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
-                for mesh_dim in mesh_dims:
-                    summed = collectives.all_reduce(summed, mesh, mesh_dim)
-                start = 0
-                for parameter, cotangent in entries:
-                    shape = platform.shape_of(cotangent)
-                    part = platform.narrow(summed, 0, start, math.prod(shape))
-                    fast.add_to_gradient(parameter, part.reshape(shape))
-                    start += math.prod(shape)
+                parameters, cotangents = zip(*entries, strict=True)
+                add_up = partial(collectives.all_reduce_over, mesh=mesh, mesh_dims=mesh_dims)
+                for parameter, total in zip(
+                    parameters, collectives.together(cotangents, add_up, platform), strict=True
+                ):
+                    fast.add_to_gradient(parameter, total)
 
 
 def open_block() -> coalesce_gradients | None:

@@ -4,14 +4,14 @@ Nothing here is differentiable; `transitions` pairs these into autograd function
 tensor without elements cause no communication. Where a rank is lost, each raises `CollectiveError`. All pass `_bind`,
 which tells the recorder of them.
 
-``bind_all_reduce`` and its like give the collective as a function of the tensor alone, for code that runs it often:
-what can be looked up is looked up then.
+Those that run often are given as a function of the tensor alone (`bind_all_reduce` and its like): what can be looked up
+is looked up once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
@@ -118,13 +118,26 @@ def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
     return platform.masked_fill(values, flags != 0, math.nan).reshape(shape)
 
 
-def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Any:
-    """Concatenate along tensor dimension ``dim``, of which rank i of the mesh dimension holds ``sizes[i]``."""
-    return bind_all_gather(mesh, mesh_dim, dim, sizes)(x)
+def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str = "sum") -> Any:
+    """`all_reduce` along several mesh dimensions, one after the other."""
+    for mesh_dim in mesh_dims:
+        x = all_reduce(x, mesh, mesh_dim, op)
+    return x
+
+
+def together(tensors: Sequence[Any], collective: Callable[[Any], Any], platform: Any) -> list[Any]:
+    """What an element-wise ``collective`` gives for each of several tensors of one dtype, which travel in one message:
+    it is called with all elements in one new tensor, which it may overwrite."""
+    shapes = [tuple(platform.shape_of(x)) for x in tensors]
+    counts = [math.prod(shape) for shape in shapes]
+    flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
+    results = collective(platform.cat(flat, 0) if len(flat) > 1 else platform.clone(flat[0]))
+    return [_part(results, 0, counts, i, platform).reshape(shape) for i, shape in enumerate(shapes)]
 
 
 def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Callable[[Any], Any]:
-    """`all_gather` as ``gather(x)``."""
+    """``gather(x)`` concatenates along tensor dimension ``dim``, of which rank i of the mesh dimension holds
+    ``sizes[i]``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself
@@ -155,15 +168,11 @@ def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     )
 
 
-def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], op: str = "sum") -> Any:
-    """Reduce over the mesh dimension and keep this rank's ``sizes[rank]`` of tensor dimension ``dim``."""
-    return bind_reduce_scatter(mesh, mesh_dim, dim, sizes, op)(x)
-
-
 def bind_reduce_scatter(
     mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], op: str = "sum"
 ) -> Callable[[Any], Any]:
-    """`reduce_scatter` as ``scatter(x)``."""
+    """``scatter(x)`` reduces over the mesh dimension and keeps this rank's ``sizes[rank]`` of tensor dimension
+    ``dim``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself

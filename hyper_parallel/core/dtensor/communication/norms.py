@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
@@ -109,13 +110,10 @@ def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: flo
         for mesh_dim in mesh_dims:
             norms = collectives.all_reduce_extreme(norms, mesh, mesh_dim, "max" if order > 0 else "min")
         return norms
-    along, is_sum = [d for d in mesh_dims if mesh.shape[d] > 1], order in (0, 1)
-    if not along:
-        return norms
-    powers = norms if is_sum else norms**order
-    for mesh_dim in along:
-        powers = collectives.all_reduce(powers, mesh, mesh_dim)
-    return powers if is_sum else powers ** (1.0 / order)
+    along = [d for d in mesh_dims if mesh.shape[d] > 1]
+    if order in (0, 1) or not along:
+        return collectives.all_reduce_over(norms, mesh, along)
+    return collectives.all_reduce_over(norms**order, mesh, along) ** (1.0 / order)
 
 
 def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], order: float) -> list[Any]:
@@ -126,11 +124,10 @@ def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], ord
             groups.setdefault((layout.mesh, mesh_dims), []).append(i)
     found = list(norms)
     for (mesh, mesh_dims), indices in groups.items():
-        platform = mesh.platform
-        together = platform.cat([norms[i].reshape((1,)) for i in indices], 0)
-        together = _combined(together, mesh, mesh_dims, order)
-        for position, i in enumerate(indices):
-            found[i] = platform.narrow(together, 0, position, 1).reshape(())
+        combine = partial(_combined, mesh=mesh, mesh_dims=mesh_dims, order=order)
+        combined = collectives.together([norms[i] for i in indices], combine, mesh.platform)
+        for i, norm in zip(indices, combined, strict=True):
+            found[i] = norm
     return found
 
 

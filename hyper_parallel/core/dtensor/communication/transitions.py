@@ -72,18 +72,6 @@ class Transitions:
         ctx.convert = convert
         return self.platform.detach(x)
 
-    def to_owner(self, g: Any, layout: Layout) -> Any:
-        """The gradient ``g`` of each rank's part of a tensor of ``layout``, for who reads it as a replicated tensor:
-        what is computed from it is the same on all ranks, and counts once."""
-        for mesh_dim in layout.summed_mesh_dims:
-            g = one_summand(layout.mesh, mesh_dim).back(g)
-        return g
-
-    def to_summands(self, g: Any, layout: Layout) -> Any:
-        """The other way round: ``g``, the same on all ranks, as the gradient of each rank's part, of which each rank
-        makes something else."""
-        return identity_reduce_grad(layout.mesh, layout.summed_mesh_dims)(g) if layout.summed_mesh_dims else g
-
 
 class Step(ABC):
     """A differentiable function of a local tensor; not to be changed.
@@ -258,7 +246,7 @@ class ReduceProduct(AllReduce):
         platform, rank = self.platform, self.mesh.get_local_rank(self.mesh_dim)
         shape = tuple(platform.shape_of(x))
         column = x.reshape((1, *shape))
-        everyone = collectives.all_gather(column, self.mesh, self.mesh_dim, 0, (1,) * self.size)
+        everyone = collectives.bind_all_gather(self.mesh, self.mesh_dim, 0, (1,) * self.size)(column)
         parts = [part.reshape(shape) for part in platform.chunk(everyone, self.size, 0)]
         others = platform.ones(shape, x)
         for part in (*parts[:rank], *parts[rank + 1 :]):
@@ -318,3 +306,16 @@ def one_summand(mesh: DeviceMesh, mesh_dim: int) -> OneSummand:
 def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> IdentityReduceGrad:
     """The partial-gradient view over some mesh dimensions, Megatron's f, made once."""
     return _STEPS[IdentityReduceGrad, mesh, mesh_dims]
+
+
+def to_owner(gradient: Any, layout: Layout) -> Any:
+    """See `platform.contract.Core.to_owner`."""
+    for mesh_dim in layout.summed_mesh_dims:
+        gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
+    return gradient
+
+
+def to_summands(gradient: Any, layout: Layout) -> Any:
+    """See `platform.contract.Core.to_summands`."""
+    dims = layout.summed_mesh_dims
+    return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient
