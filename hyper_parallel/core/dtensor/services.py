@@ -9,10 +9,9 @@ from hyper_parallel.core.dtensor import device_mesh
 from hyper_parallel.core.dtensor.communication import local_collectives, norms, transitions
 from hyper_parallel.core.dtensor.communication.coalesce import open_block
 from hyper_parallel.core.dtensor.layouts import memory_order
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.layouts.layout import get_layout, replicated_layout
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
-from hyper_parallel.core.dtensor.operations.operands import all_replicated
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 
 
@@ -45,4 +44,4 @@ class Services:
     def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
         """See `platform.contract.Core`."""
         platform = mesh.platform
-        return platform.wrap(local, get_layout(mesh, all_replicated(mesh), tuple(platform.shape_of(local))))
+        return platform.wrap(local, replicated_layout(mesh, platform.shape_of(local)))

@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_r
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.communication.transitions import to_owner, to_summands, transitions_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.operations.views import CurrentLayout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
@@ -129,7 +129,7 @@ class DTensor:
         with platform.no_dispatch():
             local = platform.alias(local_tensor)
             if grad_placements is not None:
-                wanted = get_layout(mesh, normalize_placements(grad_placements, mesh, layout.ndim), layout.shape)
+                wanted = requested_layout(mesh, grad_placements, layout.shape)
                 local = _with_cotangent(local, layout.cotangent, wanted, platform)
             if layout.summed_mesh_dims:
                 local = _for_summands(local, layout, to_owner)
@@ -152,9 +152,7 @@ class DTensor:
         with platform.no_dispatch():
             if grad_placements is None:
                 return platform.alias(_for_summands(self, layout, to_summands) if layout.summed_mesh_dims else self)
-            given = layout.with_placements(
-                normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
-            )
+            given = requested_layout(layout.mesh, grad_placements, layout.shape, "the gradient")
             partial = tuple(
                 i
                 for i, (g, p) in enumerate(zip(given.placements, layout.placements, strict=True))
@@ -289,8 +287,7 @@ def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> La
         ValueError, TypeError: as there.
     """
     mesh = layout.mesh
-    normal = normalize_placements(placements, mesh, layout.ndim, f"a tensor of shape {tuple(layout.shape)}")
-    target = get_layout(mesh, normal, layout.shape)
+    target = requested_layout(mesh, placements, layout.shape, f"a tensor of shape {tuple(layout.shape)}")
     for mesh_dim, (have, want) in enumerate(zip(layout.placements, target.placements, strict=True)):
         if want.is_partial() and have is not want:
             raise ValueError(

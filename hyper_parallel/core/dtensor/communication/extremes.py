@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 
-class Extreme:
+class Extreme(NamedTuple):
     """What a rule says of an extreme value.
 
     Attributes:
-        dims: the dimensions that are reduced.
+        dims: the dimensions that are reduced, in ascending order.
         keepdim: whether they stay, with size 1.
         nan_ties: whether NaNs tie with each other, or the gradient is NaN where there is one.
     """
 
-    __slots__ = ("dims", "keepdim", "nan_ties")
-
-    def __init__(self, dims: frozenset[int], keepdim: bool, nan_ties: bool) -> None:
-        self.dims, self.keepdim, self.nan_ties = tuple(sorted(dims)), keepdim, nan_ties
+    dims: tuple[int, ...]
+    keepdim: bool
+    nan_ties: bool
 
 
 def differs(x: Any, y: Any) -> Any:
@@ -36,7 +35,7 @@ def differs(x: Any, y: Any) -> Any:
 def bind_extreme(extreme: Extreme, op: str, platform: Any) -> Callable[[Any, Callable[[Any], Any], Any], Any]:
     """``finish(x, native, y)`` for the extreme value ``y = native(x)`` of local elements, still to be compared with
     those of other ranks: gives ``y``, with NaN where there is one, and counts ties where a gradient asks for them."""
-    dims, keepdim, nan_ties = extreme.dims, extreme.keepdim, extreme.nan_ties
+    dims, keepdim, nan_ties = extreme
     keeps_nan, flag = platform.extremes_keep_nan, 1.0 if op == "max" else -1.0
 
     def finish(x: Any, native: Callable[[Any], Any], y: Any) -> Any:

@@ -74,14 +74,9 @@ class Check:
         """
         shared = {"what comes next": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
-        digests = self._gather((mine.rank, _digest(mine.facts), mine.row, _digest(mine.row_facts)))
-        rows = {rank: members for rank, _, members, _ in digests}
-        same = len({digest for _, digest, _, _ in digests}) == 1
-        same = same and all(rows.get(r, members) == members for members in rows.values() for r in members)
-        if same and len({(members, digest) for _, _, members, digest in digests}) == len(set(rows.values())):
-            return
-        steps = self._gather(mine)
-        raise _difference(sorted(steps), step)
+        digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
+        if _first_difference(self._gather(digest)) is not None:
+            raise _mismatch(self._gather(mine), step)
 
     def compare(self, event: CollectiveEvent) -> None:
         """Compare a collective, where no other check is open inside this one."""
@@ -224,26 +219,13 @@ def _report_exception(check: Check, error: Exception) -> None:
         return
 
 
-def _digest(facts: Facts) -> str:
-    return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
+def _digest(facts: Facts) -> Facts:
+    return {"digest": hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()}
 
 
-def _difference(steps: Sequence[_Step], step: str) -> RankMismatchError:
-    """The first difference between steps that are not all alike."""
-    found = _first_difference({s.rank: s.facts for s in steps})
-    if found is None:
-        rows = {s.rank: s.row for s in steps}
-        found = _first_difference(
-            {
-                rank: {"the ranks of the mesh dimension": str(row)}
-                for rank, row in rows.items()
-                if any(rows.get(r, row) != row for r in row)
-                or any(rank in other and other != row for other in rows.values())
-            }
-        )
-    for row in sorted({s.row for s in steps}):
-        found = found or _first_difference({s.rank: s.row_facts for s in steps if s.row == row})
-    what, values = found or ("the order of the facts", {})
+def _mismatch(steps: Sequence[_Step], step: str) -> RankMismatchError:
+    """The error that tells of the first difference between steps that are not all alike."""
+    what, values = _first_difference(steps) or ("what they compare", {"": [s.rank for s in steps]})
     usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
     odd = tuple(sorted(r for value, ranks in values.items() if value != usual for r in ranks))
     parts = [f"{names_of(ranks)}: {value}" for value, ranks in values.items() if value != usual]
@@ -252,13 +234,20 @@ def _difference(steps: Sequence[_Step], step: str) -> RankMismatchError:
     return RankMismatchError(message + "; ".join([*parts, f"{names_of(values[usual])}: {usual}"]), odd)
 
 
-def _first_difference(facts_of: Mapping[int, Facts]) -> tuple[str, dict[str, list[int]]] | None:
-    """Name of the first fact that is not equal everywhere, and the ranks that have each value of it."""
-    names = list(dict.fromkeys(name for facts in facts_of.values() for name in facts))
-    for name in names:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, facts in sorted(facts_of.items()):
-            ranks_of.setdefault(facts.get(name, "nothing"), []).append(rank)
-        if len(ranks_of) > 1:
-            return name, ranks_of
+def _first_difference(steps: Sequence[_Step]) -> tuple[str, dict[str, list[int]]] | None:
+    """Name of the first fact that is not equal where it should be, and the ranks that have each value of it."""
+    rows = {s.rank: s.row for s in steps}
+    clashing = {r for s in steps for other in s.row if rows.get(other, s.row) != s.row for r in (s.rank, other)}
+    to_compare: list[dict[int, Facts]] = [
+        {s.rank: s.facts for s in steps},
+        {rank: {"the ranks of the mesh dimension": str(rows[rank])} for rank in clashing},
+        *({s.rank: s.row_facts for s in steps if s.row == row} for row in sorted(set(rows.values()))),
+    ]
+    for facts_of in to_compare:
+        for name in dict.fromkeys(name for _, facts in sorted(facts_of.items()) for name in facts):
+            ranks_of: dict[str, list[int]] = {}
+            for rank, facts in sorted(facts_of.items()):
+                ranks_of.setdefault(facts.get(name, "nothing"), []).append(rank)
+            if len(ranks_of) > 1:
+                return name, ranks_of
     return None

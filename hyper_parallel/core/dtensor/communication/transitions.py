@@ -309,13 +309,13 @@ def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Identi
 
 
 def to_owner(gradient: Any, layout: Layout) -> Any:
-    """See `platform.contract.Core.to_owner`."""
+    """See `platform.contract.Core.to_owner`. What is computed from it is the same on all ranks, and counts once."""
     for mesh_dim in layout.summed_mesh_dims:
         gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
     return gradient
 
 
 def to_summands(gradient: Any, layout: Layout) -> Any:
-    """See `platform.contract.Core.to_summands`."""
+    """See `platform.contract.Core.to_summands`. Each rank makes something else of it."""
     dims = layout.summed_mesh_dims
     return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient

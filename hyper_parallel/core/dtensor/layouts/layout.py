@@ -198,6 +198,18 @@ def get_layout(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Seque
     return layout
 
 
+def replicated_layout(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
+    """The layout of a tensor of which every rank of ``mesh`` has all."""
+    return get_layout(mesh, (Replicate(),) * mesh.ndim, shape)
+
+
+def requested_layout(
+    mesh: DeviceMesh, placements: Sequence[Placement] | None, shape: Sequence[int], what: str = "a tensor"
+) -> Layout:
+    """`get_layout` of placements as users give them, see `normalize_placements`."""
+    return get_layout(mesh, normalize_placements(placements, mesh, len(shape), what), shape)
+
+
 def normalize_placements(
     placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int, what: str = "a tensor"
 ) -> tuple[Placement, ...]:

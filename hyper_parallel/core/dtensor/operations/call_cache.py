@@ -98,14 +98,9 @@ def remembered_call(
 
 def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
     """For a plan that only reads tensors, runs the native operation and wraps the result."""
-    call, no_dispatch, wrap, result, wrap_several = (
-        plan.call,
-        plan.no_dispatch,
-        plan.wrap,
-        plan.result,
-        plan.wrap_several,
-    )
-    reads, copies, after, clone = plan.reads, plan.copies, plan.after, plan.mesh.platform.clone
+    call, no_dispatch, wrap, result = plan.call, plan.no_dispatch, plan.wrap, plan.result
+    wrap_several, reads, copies, after = plan.wrap_several, plan.reads, plan.copies, plan.after
+    clone = plan.mesh.platform.clone
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():
@@ -113,14 +108,6 @@ def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
             return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
 
     def read_and_run(func: Any, args: tuple, kwargs: dict) -> Any:
-        operands = [*take(args, kwargs)]
-        with no_dispatch():
-            for i, read in reads:
-                operands[i] = read(operands[i])
-            y = call(func, operands, static_args)
-            return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
-
-    def run_and_note(func: Any, args: tuple, kwargs: dict) -> Any:
         operands = args if take is _all else take(args, kwargs)
         with no_dispatch():
             local_operands = [*operands]
@@ -134,9 +121,7 @@ def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
                 after(operands, y)
             return y
 
-    if after is not None or copies is not None:
-        return run_and_note
-    return read_and_run if reads else run
+    return run if not reads and after is copies is None else read_and_run
 
 
 def _is_value(x: Any) -> bool:

@@ -8,11 +8,10 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, replicated_layout
 from hyper_parallel.core.dtensor.operations.aliasing import is_moved
 from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operations.operands import (
-    all_replicated,
     common_mesh,
     mixed_error,
     name_of,
@@ -60,13 +59,12 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
     if writes:
         before_write(found[0])
     with platform.no_dispatch():
-        replicated = all_replicated(mesh)
         given: list[_Given] = []
 
         def gather(x: Any) -> Any:
             if getattr(x, "_layout", None) is None:
                 return x
-            whole = redistribute(x, x._layout.with_placements(replicated))
+            whole = redistribute(x, replicated_layout(mesh, x._layout.shape))
             # Plain for code that looks at it; what is written to must stay the object that it is.
             whole = whole if writes else platform.alias(whole)
             if not meant:
@@ -88,7 +86,7 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
                 return written[id(y)]
             if not platform.is_tensor(y) or getattr(y, "_layout", None) is not None:
                 return y
-            return platform.wrap(y, get_layout(mesh, replicated, platform.shape_of(y)))
+            return platform.wrap(y, replicated_layout(mesh, platform.shape_of(y)))
 
         result = _map(wrap, result)
     for operand in changed:
@@ -107,8 +105,6 @@ class _Given:
         x: the DTensor.
         whole: its whole value.
     """
-
-    __slots__ = ("_how", "whole", "x")
 
     def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
         self.x, self.whole = x, whole
@@ -138,7 +134,7 @@ class _Given:
                     "written that way: redistribute it to Replicate() first, or let the operation return a new tensor"
                 )
             with platform.no_grad():
-                whole = platform.wrap(platform.detach(self.whole), layout.with_placements(all_replicated(layout.mesh)))
+                whole = platform.wrap(platform.detach(self.whole), replicated_layout(layout.mesh, layout.shape))
                 platform.write(x, platform.detach(redistribute(whole, layout)))
         forget_value(x, platform)
         return True

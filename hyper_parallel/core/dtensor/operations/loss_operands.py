@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.operands import all_replicated
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.dtensor.operations.rules.labels import without
 from hyper_parallel.core.dtensor.operations.rules.loss import class_dim
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
@@ -41,7 +40,7 @@ def _distributed(x: Any, layout: Layout | None) -> Any:
 
 
 def _whole(logits: Layout, x: Any) -> Layout:
-    return get_layout(logits.mesh, all_replicated(logits.mesh), logits.mesh.platform.shape_of(x))
+    return replicated_layout(logits.mesh, logits.mesh.platform.shape_of(x))
 
 
 def _sample_layout(logits: Layout, target: Any) -> Layout | None:

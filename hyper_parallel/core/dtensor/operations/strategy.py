@@ -35,13 +35,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One way to run on one mesh dimension: ``label`` is sharded, if any is; ``packed`` if the shards are packed."""
+    """One way to run on one mesh dimension: ``label`` is sharded, if any is; ``packed`` if the shards are packed. Where
+    not all ranks compute the same (``splits``), each gives a part of the gradients of replicated operands."""
 
     operands: tuple[Placement | None, ...]
-    partial_grad: tuple[bool, ...]
     results: tuple[Placement, ...]
     label: Label | None = None
     packed: bool = False
+    splits: bool = True
 
 
 def solve(
@@ -90,7 +91,7 @@ def solve(
     partial = tuple(
         ()
         if i in sharding.unread
-        else tuple(d for d, c in enumerate(chosen) if c.partial_grad[i] and mesh.shape[d] > 1)
+        else tuple(d for d, c in enumerate(chosen) if c.splits and c.operands[i] is Replicate() and mesh.shape[d] > 1)
         for i in range(len(layouts))
     )
     results = tuple(
@@ -100,26 +101,14 @@ def solve(
 
 
 def _choices(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, mesh_size: int) -> list[_Choice]:
-    choices = [_replicated(sharding)]
-    for label, shard in _sharded_labels(sharding, layouts, mesh_dim):
-        choice = _sharded(sharding, label, shard)
-        if choice is not None:
-            choices.append(choice)
-    if sharding.unpack and (choice := _unpacked(sharding, layouts, mesh_dim, mesh_size)) is not None:
-        choices.append(choice)
-    for reduce_op in ("sum", "avg"):
-        choice = _partial(sharding, layouts, mesh_dim, reduce_op)
-        if choice is not None:
-            choices.append(choice)
-    return choices
-
-
-def _replicated(sharding: OpSharding) -> _Choice:
-    return _Choice(
-        tuple(None if labels is None else Replicate() for labels in sharding.operands),
-        (False,) * len(sharding.operands),
-        (Replicate(),) * len(sharding.results),
-    )
+    replicated = tuple(None if labels is None else Replicate() for labels in sharding.operands)
+    choices = [
+        _Choice(replicated, (Replicate(),) * len(sharding.results), splits=False),
+        *(_sharded(sharding, label, shard) for label, shard in _sharded_labels(sharding, layouts, mesh_dim)),
+        _unpacked(sharding, layouts, mesh_dim, mesh_size),
+        *(_partial(sharding, layouts, mesh_dim, reduce_op) for reduce_op in ("sum", "avg")),
+    ]
+    return [choice for choice in choices if choice is not None]
 
 
 def _sharded_labels(
@@ -143,7 +132,7 @@ def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim
             after = tuple(shape[result_dim] for shape in sharding.result_shapes)
             if sizes == after or all(n % size == 0 for n in (*sizes, *after)):
                 results = (Shard(result_dim),) * len(after)
-                return _Choice((packed,), (False,), results, ("unpacked", dim), packed=True)
+                return _Choice((packed,), results, ("unpacked", dim), packed=True)
     return None
 
 
@@ -152,34 +141,31 @@ def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None
     if packed and sharding.call is not None:
         # What replaces the local call may ask at which index the shard begins.
         return None
-    contracted = not any(label in labels for labels in sharding.results)
-    if contracted and sharding.reduce is None and label not in sharding.combined:
-        return None
-    # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
-    whole_terms = (
-        [t for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)] if contracted else []
-    )
-    to_partial = {t[0] for t in whole_terms}
-    operands: list[Placement | None] = []
-    partial_grad: list[bool] = []
-    for i, labels in enumerate(sharding.operands):
-        if labels is None:
-            operands.append(None)
-        elif label in labels:
-            operands.append(shard.with_dim(labels.index(label)))
-        else:
-            operands.append(Partial() if i in to_partial else Replicate())
-        partial_grad.append(operands[-1] is Replicate())
-    if not contracted and any(label not in labels for labels in sharding.results):
-        return None
+    to_partial: set[int] = set()
     results: tuple[Placement, ...]
-    if not contracted:
+    if all(label in labels for labels in sharding.results):
         results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
-    else:
-        called = sharding.reduce == "call" or label in sharding.combined
-        combined = Replicate() if called else Partial(sharding.reduce or "sum")
-        results = (combined,) * len(sharding.results)
-    return _Choice(tuple(operands), tuple(partial_grad), results, label, packed)
+    elif any(label in labels for labels in sharding.results):
+        return None
+    else:  # contracted
+        combined = label in sharding.combined
+        if sharding.reduce is None and not combined:
+            return None
+        # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
+        to_partial = {t[0] for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)}
+        called = combined or sharding.reduce == "call"
+        results = (Replicate() if called else Partial(sharding.reduce or "sum"),) * len(sharding.results)
+    operands = tuple(
+        None
+        if labels is None
+        else shard.with_dim(labels.index(label))
+        if label in labels
+        else Partial()
+        if i in to_partial
+        else Replicate()
+        for i, labels in enumerate(sharding.operands)
+    )
+    return _Choice(operands, results, label, packed)
 
 
 def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
@@ -191,8 +177,7 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
     operands = tuple(
         None if labels is None else kind if i in summands else Replicate() for i, labels in enumerate(sharding.operands)
     )
-    partial_grad = tuple(p is Replicate() for p in operands)
-    return _Choice(operands, partial_grad, (kind,) * len(sharding.results))
+    return _Choice(operands, (kind,) * len(sharding.results))
 
 
 def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
@@ -201,25 +186,20 @@ def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice:
     label = choice.label
     if label is None:
         return True
-    shapes = tuple(None if layout is None else layout.shape for layout in layouts)
-    sizes = _sizes_of(label, (*sharding.operands, *sharding.results), (*shapes, *sharding.result_shapes))
+    shapes = (*(None if x is None else x.shape for x in layouts), *sharding.result_shapes)
+    sizes = [
+        size
+        for labels, shape in zip((*sharding.operands, *sharding.results), shapes, strict=True)
+        if labels is not None and shape is not None
+        for own, size in zip(labels, shape, strict=True)
+        if own == label
+    ]
     if not choice.packed:
         if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
             return False
         whole_units = [number for own, number in sharding.units if own == label]
         return len(set(sizes)) == 1 or all(size % shards == 0 for size in (*sizes, *whole_units))
     return len(set(sizes)) <= 1 and label not in sharding.nonempty
-
-
-def _sizes_of(label: Label, named: tuple, shapes: tuple) -> list[int]:
-    """Sizes of the dimensions that are called ``label``."""
-    return [
-        shape[i]
-        for labels, shape in zip(named, shapes, strict=True)
-        if labels is not None and shape is not None
-        for i, own in enumerate(labels)
-        if own == label
-    ]
 
 
 def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) -> tuple[float, float]:

@@ -74,7 +74,7 @@ def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
     dims, keepdim = static_args[:2]
     reduced = axes(dims, len(x))
-    extreme = Extreme(reduced, keepdim, nan_ties="whole" in static_args[2:])
+    extreme = Extreme(tuple(sorted(reduced)), keepdim, nan_ties="whole" in static_args[2:])
     return _reduction(x, dims, keepdim, reduce=op, nonempty=_only(x, reduced), extreme=extreme)
 
 
