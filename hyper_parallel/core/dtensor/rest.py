@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.operations.random import check_generators
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.weak import WeakTable
+from hyper_parallel.platform import Platform
 
 #: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
 BUCKET = 1 << 17
@@ -36,7 +37,7 @@ def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
         return
     platform = mesh.platform
     by_dtype: dict[Any, list[tuple[Any, int]]] = {}
-    for _, x in _held(module, mesh):
+    for _, _, x in held_tensors(module, platform):
         if isinstance(x, DTensor) or not platform.has_values(x):
             continue
         count = math.prod(platform.shape_of(x))
@@ -48,16 +49,16 @@ def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
                 _broadcast(bucket, mesh, src_data_rank)
 
 
-def _held(module: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Any]]:
-    """(what it is, tensor) of all parameters and buffers, those that are tied once."""
-    platform, seen = mesh.platform, set()
+def held_tensors(module: Any, platform: Platform) -> Iterator[tuple[str, str, Any]]:
+    """(``"parameter"`` or ``"buffer"``, path, tensor) of all that a module holds, of tied ones the first."""
+    seen = set()
     for path, submodule in platform.named_modules(module):
         held = [("parameter", *named) for named in platform.named_parameters(submodule)]
         held += [("buffer", *named) for named in platform.named_buffers(submodule)]
         for kind, name, x in held:
             if id(x) not in seen:
                 seen.add(id(x))
-                yield f"{kind} {f'{path}.{name}' if path else name!r}", x
+                yield kind, f"{path}.{name}" if path else name, x
 
 
 def _buckets(entries: list[tuple[Any, int]]) -> Iterator[list[Any]]:
@@ -78,7 +79,7 @@ def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
     if len(values) == 1 and math.prod(platform.shape_of(values[0])) > BUCKET:
         platform.write(tensors[0], collectives.broadcast(platform.contiguous(values[0]), mesh, 0, src))
         return
-    received = collectives.together(values, lambda x: collectives.broadcast(x, mesh, 0, src), platform)
+    received = collectives.together(values, platform, collectives.broadcast, mesh, 0, src)
     for x, value in zip(tensors, received, strict=True):
         platform.write(x, value)
 
@@ -118,8 +119,8 @@ def check_rest(module: Any, mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         return
     held = {
-        what: x
-        for what, x in _held(module, mesh)
+        f"{kind} {path!r}": x
+        for kind, path, x in held_tensors(module, mesh.platform)
         if not isinstance(x, DTensor) or (x.device_mesh is mesh and x.placements[0] is Replicate())
     }
     check_values(

@@ -101,7 +101,7 @@ class WeightParallel(ModuleStyle):
             layout = needed if layout is Shard(-1) else layout
         if isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
             # The weight knows the number of features, so uneven shards of them need no word from the user.
-            size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
+            size, _ = linear_sizes(module, platform)
         return to_placement(x, mesh, layout, needed, what, size, module)
 
     def known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
@@ -148,6 +148,12 @@ class WeightParallel(ModuleStyle):
         except ValueError as error:
             name = type(self).__name__
             raise ValueError(f"{name}(packed={self.packed}) on {where or type(module).__name__!r}: {error}") from None
+
+
+def linear_sizes(module: Any, platform: Platform) -> tuple[int, int]:
+    """How many features a linear module takes, and how many it gives, on all ranks together."""
+    shape, out_dim = _weight_shape(module, platform), platform.kind_of(module).out_dim
+    return shape[1 - out_dim], shape[out_dim]
 
 
 def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
@@ -42,8 +41,7 @@ class coalesce_gradients:
     Source: Megatron-LM, ``finalize_model_grads`` (Korthikanti et al. 2022).
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]] = {}
+    _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]]
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
         """Whether the block will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient of ``parameter``."""
@@ -53,6 +51,7 @@ class coalesce_gradients:
         return True
 
     def __enter__(self) -> coalesce_gradients:
+        self._waiting = {}
         BLOCKS.append(self)
         return self
 
@@ -66,10 +65,8 @@ class coalesce_gradients:
             fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
                 parameters, cotangents = zip(*entries, strict=True)
-                add_up = partial(collectives.all_reduce_over, mesh=mesh, mesh_dims=mesh_dims)
-                for parameter, total in zip(
-                    parameters, collectives.together(cotangents, add_up, platform), strict=True
-                ):
+                totals = collectives.together(cotangents, platform, collectives.all_reduce_over, mesh, mesh_dims)
+                for parameter, total in zip(parameters, totals, strict=True):
                     fast.add_to_gradient(parameter, total)
 
 

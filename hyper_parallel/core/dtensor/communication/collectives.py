@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
@@ -121,18 +122,19 @@ def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
 def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str = "sum") -> Any:
     """`all_reduce` along several mesh dimensions, one after the other."""
     for mesh_dim in mesh_dims:
-        x = all_reduce(x, mesh, mesh_dim, op)
+        x = _ALL_REDUCE[mesh, mesh_dim, op](x)
     return x
 
 
-def together(tensors: Sequence[Any], collective: Callable[[Any], Any], platform: Any) -> list[Any]:
+def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
     """What an element-wise ``collective`` gives for each of several tensors of one dtype, which travel in one message:
-    it is called with all elements in one new tensor, which it may overwrite."""
-    shapes = [tuple(platform.shape_of(x)) for x in tensors]
+    it is called once, with all their elements in a new tensor, which it may overwrite, and ``args``."""
+    shapes = [platform.shape_of(x) for x in tensors]
     counts = [math.prod(shape) for shape in shapes]
     flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
-    results = collective(platform.cat(flat, 0) if len(flat) > 1 else platform.clone(flat[0]))
-    return [_part(results, 0, counts, i, platform).reshape(shape) for i, shape in enumerate(shapes)]
+    whole = collective(platform.cat(flat, 0) if len(flat) > 1 else platform.clone(flat[0]), *args)
+    parts = zip(accumulate(counts, initial=0), counts, shapes, strict=False)
+    return [platform.narrow(whole, 0, start, count).reshape(shape) for start, count, shape in parts]
 
 
 def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Callable[[Any], Any]:

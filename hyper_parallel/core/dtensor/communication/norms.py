@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
@@ -124,8 +123,8 @@ def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], ord
             groups.setdefault((layout.mesh, mesh_dims), []).append(i)
     found = list(norms)
     for (mesh, mesh_dims), indices in groups.items():
-        combine = partial(_combined, mesh=mesh, mesh_dims=mesh_dims, order=order)
-        combined = collectives.together([norms[i] for i in indices], combine, mesh.platform)
+        own = [norms[i] for i in indices]
+        combined = collectives.together(own, mesh.platform, _combined, mesh, mesh_dims, order)
         for i, norm in zip(indices, combined, strict=True):
             found[i] = norm
     return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
@@ -84,8 +83,8 @@ class ClassFunctions:
     # ------------------------------------------------------------ statistics, outside autograd
     def _sums(self, parts: list[Any], classes: Classes) -> list[Any]:
         """The sums over ranks of several tensors, in one collective."""
-        add_up = partial(collectives.all_reduce_over, mesh=classes.mesh, mesh_dims=classes.mesh_dims)
-        return collectives.together(parts, add_up, self.platform)
+        add_up = collectives.all_reduce_over
+        return collectives.together(parts, self.platform, add_up, classes.mesh, classes.mesh_dims)
 
     def _largest(self, x: Any, classes: Classes) -> Any:
         largest = self.platform.clone(self.platform.amax(x, classes.dim))
