@@ -11,7 +11,7 @@ import pytest
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, expected_results, mesh_of_rank, run, same
 
@@ -57,7 +57,24 @@ def _any_layout(x: np.ndarray, mesh: object, chance: random.Random) -> Layout:
     kinds: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim))]
     if x.dtype.kind == "f":
         kinds.append(Partial())
-    return get_layout(mesh, tuple(chance.choice(kinds) for _ in mesh.shape), x.shape)
+    kinds += [PackedShard(d, (size // 3 + 1, size - size // 3 - 1)) for d, size in enumerate(x.shape) if size > 1]
+    while True:
+        try:
+            return get_layout(mesh, tuple(chance.choice(kinds) for _ in mesh.shape), x.shape)
+        except ValueError:  # packed shards do not nest
+            continue
+
+
+def test_packed_shards_stay_where_the_native_operation_runs() -> None:
+    """What replaces it may ask where a shard begins, and gets the tensor whole."""
+    mesh = mesh_of_rank((2,), 0)
+    rule, packed = OPERATIONS["amax"].rule, get_layout(mesh, (PackedShard(0, (4, 2)),), (6, 5))
+    for dims, stays in (((1,), True), ((0,), False)):
+        sharding = rule(((6, 5),), (dims, False))
+        assert sharding is not None
+        strategy = solve(sharding, (packed,), mesh)
+        assert strategy is not None
+        assert (strategy.operands[0] is packed) is stays
 
 
 #: Of these the kernels for nothing are others than for something, with other graphs: see their rules.

@@ -26,7 +26,7 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import (
     path_of,
     remember_layouts,
 )
-from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes, uneven_on
+from hyper_parallel.core.tensor_parallel.uneven_shards import UNEVEN, compare_shapes
 from hyper_parallel.platform.contract.modules import APPLIED
 
 
@@ -255,9 +255,8 @@ class ModuleStyle(ParallelStyle):
             return convert
         by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
         shard, run_plain = local.shard, local.plain
-        uneven: Any = ()
+        compares = shard is not None and run_plain is not None
         if shard is not None and run_plain is not None:
-            uneven = uneven_on(mesh)
 
             def compare(module: Any, x: Any) -> Any:
                 """In the first call, and in all calls once shards are uneven."""
@@ -271,7 +270,7 @@ class ModuleStyle(ParallelStyle):
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), run, module, *args, **kwargs)
             if len(args) == 1 and not kwargs and not CHECKS:
-                if uneven:
+                if compares and mesh in UNEVEN:
                     by_class[plain] = compare
                 run_local = by_class.get(type(args[0]))
                 if run_local is not None:

@@ -85,17 +85,15 @@ def vocab_parallel_cross_entropy(
     for name, x in (("local_logits", local_logits), ("target", target), ("weight", weight)):
         _check_plain(platform, name, x, optional=name == "weight")
     logits, dim = _layout_of_logits(local_logits, mesh, dim, vocab_size)
-    layouts = (
-        logits,
-        _layout_of_target(target, logits, dim),
-        None if weight is None else _layout_of_weight(weight, logits, dim),
-    )
+    layouts, total = (logits, _layout_of_target(target, logits, dim)), logits.shape[dim]
+    if weight is not None and tuple(platform.shape_of(weight)) != (total,):
+        shape = tuple(platform.shape_of(weight))
+        raise ValueError(f"weight must have one entry for each of {total} classes, got shape {shape}")
     with platform.no_dispatch():
-        mine = weight
-        if layouts[2] is not None:
-            mine = platform.narrow(weight, 0, layouts[2].local_offset[0], layouts[2].local_shape[0])
+        if weight is not None:
+            weight = platform.narrow(weight, 0, logits.local_offset[dim], logits.local_shape[dim])
         static_args = (reduction, ignore_index, float(label_smoothing))
-        return sharded_cross_entropy(platform, (local_logits, target, mine), static_args, layouts, dim)
+        return sharded_cross_entropy(platform, (local_logits, target, weight), static_args, layouts, dim)
 
 
 def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:
@@ -136,15 +134,12 @@ def _layout_of_logits(
     key = (dim, vocab_size, shape[dim] if vocab_size is None else 0)
     if size > 1 and key not in compared:
         # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
-        everyone = all_gather_object((shape, dim, vocab_size), mesh, 0)
+        given = dict(enumerate(all_gather_object((shape, dim, vocab_size), mesh, 0)))
     else:
-        everyone = [(shape, dim, vocab_size) if i == rank else None for i in range(size)]
+        given = {rank: (shape, dim, vocab_size)}
     total = shape[dim] * size if vocab_size is None else vocab_size
     parts = chunk_sizes(total, size)
-    for other, seen in enumerate(everyone):
-        if seen is None:
-            continue
-        theirs, their_dim, their_total = seen
+    for other, (theirs, their_dim, their_total) in given.items():
         samples, their_samples = without(shape, (dim,)), without(theirs, (their_dim,))
         if their_dim != dim or their_total != vocab_size or samples != their_samples:
             raise ValueError(
@@ -176,10 +171,3 @@ def _layout_of_target(target: Any, logits: Layout, dim: int) -> Layout:
         f"with the classes in dimension {dim} it must hold integers of shape {samples}, or probabilities of shape "
         f"{tuple(logits.local_shape)}; dim=-1 when the classes come last"
     )
-
-
-def _layout_of_weight(weight: Any, logits: Layout, dim: int) -> Layout:
-    shape = tuple(logits.mesh.platform.shape_of(weight))
-    if shape != (logits.shape[dim],):
-        raise ValueError(f"weight must have one entry for each of {logits.shape[dim]} classes, got shape {shape}")
-    return get_layout(logits.mesh, (Shard(0),), shape)

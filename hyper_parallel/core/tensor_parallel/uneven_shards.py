@@ -7,22 +7,19 @@ end the process where nothing can be raised.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from hyper_parallel.core.caches import Table
+from hyper_parallel.core.caches import Cache, Table
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
-#: mesh -> a list, empty until an uneven shard was handed out.
-_UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
 #: Attribute of a module: what of it was compared.
 COMPARED = "_hyper_parallel_compared"
-#: Not empty when there is such a list on some mesh.
-ANY_UNEVEN: list[bool] = []
+#: The meshes on which an uneven shard was handed out.
+UNEVEN: dict[DeviceMesh, bool] = Cache(1 << 14, "meshes with uneven shards")
 
 
 def _hand_out(layout: Layout) -> None:
@@ -33,17 +30,11 @@ def _hand_out(layout: Layout) -> None:
         return
     sizes = shard_sizes(placement, layout.shape[placement.dim], mesh.size())
     if min(sizes) != max(sizes):
-        uneven_on(mesh).append(True)
-        ANY_UNEVEN.append(True)
+        UNEVEN[mesh] = True
 
 
 #: ``HANDED_OUT[layout]`` is to be read when a local tensor of that layout, on a 1-D mesh, is handed out.
 HANDED_OUT = Table(_hand_out, 1 << 14, "layouts handed out")
-
-
-def uneven_on(mesh: DeviceMesh) -> list[bool]:
-    """A list that is empty until an uneven shard is handed out on the mesh, always the same one."""
-    return _UNEVEN.setdefault(mesh, [])
 
 
 def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, taker: Any) -> None:
@@ -57,7 +48,7 @@ def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, ta
     """
     mesh.require_member(what)
     compared = taker.__dict__.get(COMPARED, ())
-    if mesh.size() > 1 and (what not in compared or uneven_on(mesh)):
+    if mesh.size() > 1 and (what not in compared or mesh in UNEVEN):
         shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)
         if len(set(shapes)) > 1:
             seen = (f"{shape} (rank {r})" for r, shape in zip(mesh.ranks_along(0), shapes, strict=True))

@@ -138,7 +138,10 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     if mesh is not None and mesh.get_coordinate() is None:
         yield
         return
-    check = _check_of_world() if mesh is None else Check(mesh.platform, _axes(mesh))
+    if mesh is None:
+        check = _check_of_world()
+    else:
+        check = Check(mesh.platform, [(mesh.platform_group(d), mesh.ranks_along(d)) for d in range(mesh.ndim)])
     CHECKS.append(check)
     LISTENERS.insert(0, check.compare)  # before it is counted
     try:
@@ -205,10 +208,6 @@ def _check_of_world() -> Check:
         platform.init_process_group()
     ranks = tuple(range(platform.world_size()))
     return Check(platform, [(platform.new_group([list(ranks)]), ranks)])
-
-
-def _axes(mesh: DeviceMesh) -> list[tuple[Any, tuple[int, ...]]]:
-    return [(mesh.platform_group(dim), mesh.ranks_along(dim)) for dim in range(mesh.ndim)]
 
 
 def _report_exception(check: Check, error: Exception) -> None:

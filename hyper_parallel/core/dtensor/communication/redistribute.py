@@ -210,7 +210,7 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
     local = math.prod(layout.shape) / math.prod(layout.shard_count(d) for d in range(layout.ndim))
     moves: list[tuple[Placement, float]] = []
     if isinstance(placement, Shard):
-        if _innermost(layout, placement.dim) != mesh_dim:
+        if layout.shard_mesh_dims(placement.dim)[-1] != mesh_dim:  # the innermost split
             return moves
         moves.append((Replicate(), 1.0 + local * (size - 1)))
         if not isinstance(placement, PackedShard):
@@ -233,10 +233,6 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
         ):
             moves.append((wanted, 0.0))
     return moves
-
-
-def _innermost(layout: Layout, dim: int) -> int:
-    return layout.shard_mesh_dims(dim)[-1]
 
 
 def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS
-from hyper_parallel.core.dtensor.communication.extremes import differs
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
@@ -210,6 +209,11 @@ class AllReduce(Move):
 class _AllReduceInPlace(AllReduce):
     def forward(self, ctx: Any, x: Any) -> Any:
         return collectives.all_reduce(x, self.mesh, self.mesh_dim)
+
+
+def differs(x: Any, y: Any) -> Any:
+    """Where ``x`` is not ``y``; NaN is NaN."""
+    return (x != y) & ((x == x) | (y == y))
 
 
 class ReduceExtreme(AllReduce):

@@ -32,7 +32,9 @@ def call_key(func: Any, args: tuple, kwargs: dict) -> tuple:
     positional = [x._layout if type(x) in classes else x if type(x) is int else _key_of(x) for x in args]
     if not kwargs:
         return (func, *positional)
-    return (func, *positional, _NAMED, *kwargs, *[_key_of_named(x) for x in kwargs.values()])
+    # A float that is given by name is no operand, so its value counts, and the sign of a zero.
+    named = [(float, x, math.copysign(1, x)) if type(x) is float else _key_of(x) for x in kwargs.values()]
+    return (func, *positional, _NAMED, *kwargs, *named)
 
 
 def _key_of(x: Any) -> Any:
@@ -53,11 +55,6 @@ def _key_of(x: Any) -> Any:
         if kinds <= DTENSOR_CLASSES:
             return tuple([y._layout for y in x])
     return _OTHER
-
-
-def _key_of_named(x: Any) -> Any:
-    """A float that is given by name is no operand, so its value counts, and the sign of a zero."""
-    return (float, x, math.copysign(1, x)) if type(x) is float else _key_of(x)
 
 
 def remembered_call(

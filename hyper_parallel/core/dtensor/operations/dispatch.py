@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
-from hyper_parallel.core.dtensor.communication.extremes import bind_extreme
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -33,7 +32,7 @@ from hyper_parallel.core.dtensor.operations.operands import (
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, CanonicalOp
 from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
 from hyper_parallel.core.dtensor.operations.views import after_write, apart, before_write, forget_value
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
+from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.contract import NativeOp
 
 _MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
@@ -55,7 +54,6 @@ class _Plan:
         inplace: whether operand 0 is written.
         copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
         after: what is to be noted of operands and result, or None; see `aliasing`.
-        extreme: what is to be done with the largest or smallest of local elements, or None.
         only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
     """
 
@@ -97,10 +95,7 @@ class _Plan:
         if aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
         self.copies, self.after = aliasing.copies, aliasing.after
-        self.extreme = None
-        if sharding.extreme is not None and (compared_by := _compared(self.results[0])):
-            self.extreme = bind_extreme(sharding.extreme, compared_by, mesh.platform)
-        more = self.inplace or self.replacement or self.extreme or self.plain
+        more = self.inplace or self.replacement or self.plain
         self.only_local = not more and self.mixes is None
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
@@ -132,9 +127,6 @@ class _Plan:
                 local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
             if self.replacement is None:
                 result = self.call(func, local_operands, static_args)
-                if self.extreme is not None:
-                    x = local_operands[0]
-                    result = self.extreme(x, lambda mask: self.call(func, (mask,), static_args), result)
             else:
                 result = self.replacement(
                     self.mesh.platform,
@@ -169,14 +161,6 @@ class _Plan:
         promoted = platform.wrap(platform.alias(x), replicated_layout(self.mesh, platform.shape_of(x)))
         promoted._origin = x
         return promoted
-
-
-def _compared(layout: Layout) -> str:
-    """The operation that compares the extreme values of several ranks; empty where there is nothing to compare."""
-    for mesh_dim, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial) and layout.mesh.shape[mesh_dim] > 1:
-            return placement.reduce_op
-    return ""
 
 
 def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:

@@ -46,7 +46,11 @@ class _Choice:
 
 
 def solve(
-    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh: DeviceMesh, pinned: int | None = None
+    sharding: OpSharding,
+    layouts: tuple[Layout | None, ...],
+    mesh: DeviceMesh,
+    pinned: int | None = None,
+    packed: bool = True,
 ) -> Strategy | None:
     """Choose a strategy.
 
@@ -55,6 +59,7 @@ def solve(
         layouts: the layouts that the operands have; a promoted plain tensor counts as replicated.
         mesh: the mesh of all of them.
         pinned: index of an operand that is written in place and must keep its layout.
+        packed: whether operands may be read as packed shards.
 
     Returns:
         The strategy, or None when ``pinned`` cannot keep its layout.
@@ -73,6 +78,7 @@ def solve(
             for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim])
             if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
             and c.label not in whole_labels
+            and (packed or not c.packed)
             and not (c.packed and (whole_labels or c.label in shards_of_label))
             and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
         ]
@@ -88,6 +94,10 @@ def solve(
         None if layout is None else layout.with_placements(tuple(c.operands[i] or Replicate() for c in chosen))
         for i, layout in enumerate(layouts)
     )
+    is_native = sharding.call is None or (sharding.native_if is not None and sharding.native_if(operands))
+    if not is_native and any(c.packed for c in chosen):
+        # What replaces the local call may ask at which index the shard begins.
+        return solve(sharding, layouts, mesh, pinned, packed=False)
     partial = tuple(
         ()
         if i in sharding.unread
@@ -137,10 +147,6 @@ def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim
 
 
 def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None:
-    packed = isinstance(shard, PackedShard)
-    if packed and sharding.call is not None:
-        # What replaces the local call may ask at which index the shard begins.
-        return None
     to_partial: set[int] = set()
     results: tuple[Placement, ...]
     if all(label in labels for labels in sharding.results):
@@ -165,7 +171,7 @@ def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None
         else Replicate()
         for i, labels in enumerate(sharding.operands)
     )
-    return _Choice(operands, results, label, packed)
+    return _Choice(operands, results, label, packed=isinstance(shard, PackedShard))
 
 
 def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
