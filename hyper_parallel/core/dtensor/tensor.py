@@ -9,7 +9,7 @@ from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
-from hyper_parallel.core.dtensor.communication.transitions import to_owner, to_summands, transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import ConvertCotangent, to_owner, to_summands
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
@@ -130,7 +130,7 @@ class DTensor:
             local = platform.alias(local_tensor)
             if grad_placements is not None:
                 wanted = requested_layout(mesh, grad_placements, layout.shape)
-                local = _with_cotangent(local, layout.cotangent, wanted, platform)
+                local = _with_cotangent(local, layout.cotangent, wanted)
             if layout.summed_mesh_dims:
                 local = _for_summands(local, layout, to_owner)
             x = platform.wrap(local, layout)
@@ -162,9 +162,7 @@ class DTensor:
             if layout.summed_mesh_dims:
                 local = _for_summands(local, layout, to_summands)
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
-            if rest is not layout.cotangent:
-                local = _with_cotangent(local, rest, layout.cotangent, platform)
-            return platform.alias(local)
+            return platform.alias(_with_cotangent(local, rest, layout.cotangent))
 
     def redistribute(
         self,
@@ -309,21 +307,18 @@ def _even_global_shape(
     return tuple(shape)
 
 
-def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platform) -> Any:
+def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
     """Identity whose cotangent arrives laid out as ``given`` and leaves as ``wanted``."""
     if given is wanted:
         return local
-    return transitions_of(platform).convert_cotangent(local, lambda g: redistribute_local(g, given, wanted))
+    return ConvertCotangent(given.mesh.platform, lambda g: redistribute_local(g, given, wanted))(local)
 
 
 def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
     """``local``, which a DTensor of ``layout`` is made of (``convert`` is `to_owner`) or which its user gets
     (`to_summands`): identity in forward and backward. Gradients of gradients of summands are counted otherwise outside
     of DTensors than inside."""
-    platform = layout.mesh.platform
-    if not platform.requires_grad(local):
-        return local
-    return transitions_of(platform).convert_cotangent(local, lambda g: convert(g, layout))
+    return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 
 
 def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.collectives import bind_all_reduce
-from hyper_parallel.core.dtensor.communication.redistribute import linear_key, partial_grad_view
-from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
+from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view
+from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, linear_key, summation
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.transitions import Move, Step
+from hyper_parallel.core.dtensor.communication.transitions import Move, Step, linear_key
 from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
@@ -47,8 +47,24 @@ class Gather(Move):
             self.mesh, self.mesh_dim, self.source, self.target, self.source_sizes, self.target_sizes, self.layout
         )
 
-    def bind_with_view(self) -> Callable[[Any], tuple[Any, Any, Any]]:
-        """As `bind`, for both kinds of consumers.
+    def move(self, x: Any) -> Any:
+        platform = self.platform
+        local, partial, data = self.take_both(x)
+        y = platform.wrap(local, self.layout)
+        if partial is not None:
+            platform.write_cache(y, self.view_key, partial)
+        if partial is not None or platform.requires_grad(x):
+            y._gathered = (x, self, data, (x._writes, x._version))
+        return y
+
+    @cached_property
+    def view_key(self) -> Any:
+        """See `linear_key`."""
+        return linear_key(self.mesh, (self.mesh_dim,))
+
+    @cached_property
+    def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
+        """Bound, for both kinds of consumers.
 
         Gives the whole tensor for consumers that return its full cotangent; the same 2-D, its leading dimensions as
         one, for those that return a partial one, where that costs next to nothing, else None; and the data of both.

@@ -44,44 +44,15 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 
-class Transitions:
-    """The differentiable functions of one platform's autograd. Get it with `transitions_of`.
-
-    Attributes:
-        take: class of steps -> ``take(x, step, *more)``: the step, recorded. ``more`` is for its `Step.forward`.
-    """
-
-    def __init__(self, platform: Platform) -> None:
-        self.platform = platform
-        self.take: Table = Table(self._function_of)
-        #: ``convert_cotangent(x, convert)``: identity whose backward applies ``convert`` to the cotangent.
-        self.convert_cotangent = platform.autograd_function(self._alias, lambda ctx, g: ctx.convert(g))
-
-    def _function_of(self, kind: type[Step]) -> Callable[..., Any]:
-        detach = self.platform.detach
-
-        def forward(ctx: Any, x: Any, step: Step, *more: Any) -> Any:
-            ctx.step = step
-            return step.forward(ctx, detach(x), *more)
-
-        forward.__name__ = forward.__qualname__ = kind.__name__  # what frameworks call the node in the graph
-        return self.platform.autograd_function(forward, lambda ctx, g: ctx.step.backward(ctx, g))
-
-    def _alias(self, ctx: Any, x: Any, convert: Callable[[Any], Any]) -> Any:
-        ctx.convert = convert
-        return self.platform.detach(x)
-
-
 class Step(ABC):
     """A differentiable function of a local tensor; not to be changed.
 
     Attributes:
-        mesh, platform: where.
+        platform: whose autograd records it.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.platform = mesh, mesh.platform
-        self._take = transitions_of(mesh.platform).take[type(self)]
+    def __init__(self, platform: Platform) -> None:
+        self.platform, self._take = platform, _FUNCTIONS[platform, type(self)]
 
     def __call__(self, x: Any) -> Any:
         """Take the step. Differentiable."""
@@ -106,13 +77,24 @@ class _View(Step):
         return x
 
 
+class ConvertCotangent(_View):
+    """Identity whose backward applies ``convert`` to the cotangent."""
+
+    def __init__(self, platform: Platform, convert: Callable[[Any], Any]) -> None:
+        super().__init__(platform)
+        self.convert = convert
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        return self.convert(g)
+
+
 class IdentityReduceGrad(_View):
     """Identity whose backward all-reduces over ``mesh_dims``: for consumers whose cotangents are summands. Get it with
     `identity_reduce_grad`."""
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
-        super().__init__(mesh)
-        self.mesh_dims = mesh_dims
+        super().__init__(mesh.platform)
+        self.mesh, self.mesh_dims = mesh, mesh_dims
 
     def backward(self, ctx: Any, g: Any) -> Any:
         for mesh_dim in self.mesh_dims:
@@ -142,7 +124,7 @@ class Move(Step):
     """One change of placement on one mesh dimension.
 
     Attributes:
-        mesh_dim: on which.
+        mesh, mesh_dim: on which.
         source, target: the placements before and after.
         source_sizes, target_sizes: for `Shard`, how many elements of the sharded dimension each rank of the mesh
             dimension holds; empty otherwise.
@@ -160,13 +142,17 @@ class Move(Step):
         target_sizes: tuple[int, ...] = (),
         layout: Layout | None = None,
     ) -> None:
-        super().__init__(mesh)
-        self.mesh_dim, self.source, self.target, self.layout = mesh_dim, source, target, layout
+        super().__init__(mesh.platform)
+        self.mesh, self.mesh_dim, self.source, self.target, self.layout = mesh, mesh_dim, source, target, layout
         self.source_sizes, self.target_sizes, self.size = source_sizes, target_sizes, mesh.shape[mesh_dim]
 
     @property
     @abstractmethod
     def back(self) -> Step: ...
+
+    def move(self, x: Any) -> Any:
+        """The step of a DTensor: gives one of `layout`. To be called under `Platform.no_dispatch`."""
+        return self.platform.wrap(self(x), self.layout)
 
     def bind(self) -> Callable[[Any], Any]:
         """The step as a function of the tensor alone that is called often, under `Platform.no_dispatch`."""
@@ -287,14 +273,22 @@ class SummandGradient(_View, Move):
         return self.back(g)
 
 
-_TRANSITIONS: Table = Table(Transitions)
+def _make_function(key: tuple[Platform, type[Step]]) -> Callable[..., Any]:
+    """``take(x, step, *more)``: a step of one class, recorded. ``more`` is for its `Step.forward`."""
+    platform, kind = key
+    detach = platform.detach
+
+    def forward(ctx: Any, x: Any, step: Step, *more: Any) -> Any:
+        ctx.step = step
+        return step.forward(ctx, detach(x), *more)
+
+    forward.__name__ = forward.__qualname__ = kind.__name__  # what frameworks call the node in the graph
+    return platform.autograd_function(forward, lambda ctx, g: ctx.step.backward(ctx, g))
+
+
+_FUNCTIONS: Table = Table(_make_function)
 #: (class, mesh, mesh dimension or dimensions, ...) -> the step.
 _STEPS: Table = Table(lambda key: key[0](*key[1:]), 1 << 12, "steps of sums")
-
-
-def transitions_of(platform: Platform) -> Transitions:
-    """The `Transitions` of a platform, made once."""
-    return _TRANSITIONS[platform]
 
 
 def summation(mesh: DeviceMesh, mesh_dim: int) -> AllReduce:
@@ -310,6 +304,12 @@ def one_summand(mesh: DeviceMesh, mesh_dim: int) -> OneSummand:
 def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> IdentityReduceGrad:
     """The partial-gradient view over some mesh dimensions, Megatron's f, made once."""
     return _STEPS[IdentityReduceGrad, mesh, mesh_dims]
+
+
+def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
+    2-D with its leading dimensions as one."""
+    return mesh, mesh_dims, "linear"
 
 
 def to_owner(gradient: Any, layout: Layout) -> Any:

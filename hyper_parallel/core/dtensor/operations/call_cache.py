@@ -82,7 +82,7 @@ def remembered_call(
         if found is None:
             return None
         places = found
-        take = _all if places == [*range(len(args))] else _taking(places)
+        take = _all if places == [*range(len(args))] else _from(places)
     # The value of a float or a DTensor that is no operand may count, and the key has only its type or layout.
     if any(type(x) is float or type(x) in DTENSOR_CLASSES for i, x in enumerate(args) if i not in places):
         return None
@@ -134,16 +134,9 @@ def _elements(args: tuple, kwargs: dict) -> tuple:
     return tuple(args[0])
 
 
-def _taking(places: list[Any]) -> Take:
+def _from(places: list[Any]) -> Take:
     """A function that takes the operands from these places in the arguments."""
-    count = len(places)
-    if places == [*range(count)]:
-        return lambda args, kwargs: args[:count]
-
-    def take(args: tuple, kwargs: dict) -> tuple:
-        return tuple([args[p] if type(p) is int else kwargs[p] if p else None for p in places])
-
-    return take
+    return lambda args, kwargs: tuple([args[p] if type(p) is int else kwargs[p] if p else None for p in places])
 
 
 def _places(op: CanonicalOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:
