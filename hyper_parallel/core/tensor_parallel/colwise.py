@@ -22,7 +22,6 @@ from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
 from hyper_parallel.core.tensor_parallel.convert import to_output
 from hyper_parallel.core.tensor_parallel.heads import local_heads
-from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.platform.contract import NOTHING_FASTER, cached_view
@@ -104,8 +103,6 @@ class ColwiseParallel(WeightParallel):
         layouts = None if whole else self.known_layouts(module, mesh)
         if layouts is None:
             return None
-        if not mesh.platform.is_linear_module(module):
-            return embedding_forward(mesh, module, layouts[0], desired, given is Replicate(), use_local)
         local = _column_forward(mesh, *layouts, given is Replicate(), use_local)
         return overlapped_first(local, mesh, *layouts, given, desired, use_local)
 

@@ -16,7 +16,6 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
-from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
@@ -63,8 +62,6 @@ class RowwiseParallel(WeightParallel):
         layouts = None if unknown else self.known_layouts(module, mesh)
         if layouts is None:
             return None
-        if not mesh.platform.is_linear_module(module):
-            return embedding_forward(mesh, module, layouts[0], desired, given is Replicate(), use_local)
         local = _row_forward(mesh, *layouts, desired, given is Shard(-1), use_local)
         return overlapped_first(local, mesh, *layouts, given, desired, use_local)
 

@@ -105,9 +105,8 @@ class WeightParallel(ModuleStyle):
         return to_placement(x, mesh, layout, needed, what, size, module)
 
     def known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
-        """Layouts of weight and bias for a module of the framework's own, whose forward is known; else None."""
-        fast = mesh.platform.fast or NOTHING_FASTER
-        if not (fast.is_plain_linear(module) or fast.is_plain_embedding(module)):
+        """Layouts of weight and bias for a linear module of the framework's own, whose forward is known; else None."""
+        if not (mesh.platform.fast or NOTHING_FASTER).is_plain_linear(module):
             return None
         held: Any = planned_layouts(module)
         weight = held[mesh.platform.kind_of(module).weight]
