@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
-from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_ranks, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.communication.transitions import ConvertCotangent, to_owner, to_summands
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
@@ -18,6 +17,7 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Pl
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
 
+_GIVEN = "the local tensor given to DTensor.from_local"
 _BOUND: dict[Platform, type] = {}
 #: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
 _TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Cache(1 << 14, "targets of redistribute")
@@ -116,14 +116,14 @@ class DTensor:
                     f"a tensor of global shape {whole} placed {list(normal)} on {mesh} has local shape "
                     f"{tuple(layout.local_shape)} on rank {platform.rank()}, got {local_shape}"
                 )
-            if run_check:
+            if run_check and mesh.get_coordinate() is not None:
                 _check_over_ranks(local_tensor, layout, misfit)
-            elif misfit is not None:
+            if misfit is not None:
                 raise ValueError(misfit)
             if key is not None:
                 _EVEN_LAYOUTS[key] = layout
         if CHECKS:
-            check_replicated(local_tensor, mesh, layout.placements, "the local tensor given to DTensor.from_local")
+            check_replicated(local_tensor, mesh, layout.placements, _GIVEN)
         if mesh._coordinate is None:
             local_tensor = platform.zeros((0,), local_tensor)  # this rank has no part
         with platform.no_dispatch():
@@ -321,43 +321,13 @@ def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], A
     return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 
 
-def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:
-    """Raise ValueError on every rank of the mesh when ranks differ, or when one of them has a ``problem`` already."""
-    mesh, platform = layout.mesh, layout.mesh.platform
-    if mesh.get_coordinate() is None:
-        return
-    communicating = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
-    for mesh_dim in communicating:
-        mine = (tuple(layout.shape), str(local.dtype))
-        everyone = collectives.all_gather_object((mine, problem), mesh, mesh_dim)
-        problem = _difference(everyone, mesh.ranks_along(mesh_dim))
-        if problem is None and layout.placements[mesh_dim].is_replicate():
-            with platform.no_dispatch(), platform.no_grad():
-                plain = platform.detach(local)
-                first = collectives.broadcast(platform.clone(plain), mesh, mesh_dim, 0)
-                same = platform.bytes_of(first) == platform.bytes_of(plain)
-            if not same:
-                problem = (
-                    f"DTensor.from_local: the values on rank {platform.rank()} differ from those of rank "
-                    f"{mesh.ranks_along(mesh_dim)[0]}, but the placement on mesh dimension {mesh.dim_label(mesh_dim)} "
-                    "is Replicate()"
-                )
-    for mesh_dim in communicating:
-        problems = collectives.all_gather_object(problem, mesh, mesh_dim)
-        problem = next((p for p in problems if p is not None), None)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def _difference(everyone: list[tuple], ranks: Sequence[int]) -> str | None:
-    """What is wrong with the ((shape, dtype), problem) of ``ranks``."""
-    for _, problem in everyone:
-        if problem is not None:
-            return problem
-    for rank, (theirs, _) in zip(ranks, everyone, strict=True):
-        if theirs != everyone[0][0]:
-            return (
-                f"DTensor.from_local: rank {rank} has global shape and dtype {theirs}, rank {ranks[0]} has "
-                f"{everyone[0][0]}; for uneven shards pass the global shape"
-            )
-    return None
+def _check_over_ranks(local: Any, layout: Layout, misfit: str | None) -> None:
+    """Raise ValueError on every rank of the mesh when ranks differ, or not all of them have the same ``misfit``."""
+    facts = {
+        "what does not fit": misfit or "nothing",
+        "the global shape, which follows from the local one where it is not given": str(tuple(layout.shape)),
+        "the dtype": str(local.dtype),
+    }
+    with check_ranks(layout.mesh):
+        CHECKS[-1].agree("DTensor.from_local", facts)
+        check_replicated(local, layout.mesh, layout.placements, _GIVEN)

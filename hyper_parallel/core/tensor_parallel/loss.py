@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
+from hyper_parallel.core.dtensor.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
@@ -132,27 +132,24 @@ def _layout_of_logits(
     rank, size = mesh.get_local_rank(0), mesh.shape[0]
     compared = _COMPARED.setdefault(mesh, set())
     key = (dim, vocab_size, shape[dim] if vocab_size is None else 0)
-    if size > 1 and key not in compared:
-        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
-        given = dict(enumerate(all_gather_object((shape, dim, vocab_size), mesh, 0)))
-    else:
-        given = {rank: (shape, dim, vocab_size)}
     total = shape[dim] * size if vocab_size is None else vocab_size
-    parts = chunk_sizes(total, size)
-    for other, (theirs, their_dim, their_total) in given.items():
-        samples, their_samples = without(shape, (dim,)), without(theirs, (their_dim,))
-        if their_dim != dim or their_total != vocab_size or samples != their_samples:
-            raise ValueError(
-                f"local_logits must differ between ranks in their classes only: rank {rank} gave shape {tuple(shape)}, "
-                f"dim {dim} and vocab_size={vocab_size}, rank {other} gave shape {tuple(theirs)}, dim {their_dim} and "
-                f"vocab_size={their_total}"
-            )
-        if theirs[dim] != parts[other]:
-            raise ValueError(
-                f"rank {other} of {size} holds {parts[other]} of {total} classes, and its local_logits of shape "
-                f"{tuple(theirs)} have {theirs[dim]} in dimension {dim}: give vocab_size= where the parts are not "
-                "equal, and dim=-1 where the classes come last"
-            )
+    part, misfit = chunk_sizes(total, size)[rank], ""
+    if shape[dim] != part:
+        misfit = (
+            f"rank {rank} of {size} holds {part} of {total} classes, and its local_logits of shape {tuple(shape)} have "
+            f"{shape[dim]} in dimension {dim}: give vocab_size= where the parts are not equal, and dim=-1 where the "
+            "classes come last"
+        )
+    if key not in compared:
+        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
+        facts = {
+            "the samples of local_logits": f"{without(shape, (dim,))} beside dim={dim}",
+            "the number of classes: give vocab_size= where the parts are not equal": str(total),
+            "what does not fit": misfit or "nothing",
+        }
+        check_of(mesh).agree("vocab_parallel_cross_entropy", facts)
+    if misfit:
+        raise ValueError(misfit)
     compared.add(key)  # not before: where parts do not fit, the ranks' keys differ
     shape[dim] = total
     return get_layout(mesh, (Shard(dim),), shape), dim

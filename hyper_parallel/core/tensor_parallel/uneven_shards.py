@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
-from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
@@ -38,7 +38,7 @@ HANDED_OUT = Table(_hand_out, 1 << 14, "layouts handed out")
 
 
 def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, taker: Any) -> None:
-    """Raise ValueError, on all ranks, where a plain shard differs in shape from those of the other ranks.
+    """Raise RankMismatchError, on all ranks, where a plain shard differs in shape from those of the other ranks.
 
     Args:
         x: the plain tensor.
@@ -49,14 +49,13 @@ def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, ta
     mesh.require_member(what)
     compared = taker.__dict__.get(COMPARED, ())
     if mesh.size() > 1 and (what not in compared or mesh in UNEVEN):
-        shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)
-        if len(set(shapes)) > 1:
-            seen = (f"{shape} (rank {r})" for r, shape in zip(mesh.ranks_along(0), shapes, strict=True))
-            raise ValueError(
-                f"{what} is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}, and "
-                f"the ranks have {', '.join(seen)}: for a size that does not divide, pass DTensors between modules "
-                "(use_local_output=False in the module before, or DTensor.from_local(x, mesh, "
-                f"[{placement!r}], shape=...)), or pad"
-            )
+        check_of(mesh).agree(
+            "a call",
+            row=mesh.ranks_along(0),
+            row_facts={f"the shape of {what}": str(tuple(x.shape))},
+            remedy=f"it is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}. For "
+            "a size that does not divide, pass DTensors between modules (use_local_output=False in the module before, "
+            f"or DTensor.from_local(x, mesh, [{placement!r}], shape=...)), or pad",
+        )
     if what not in compared:
         object.__setattr__(taker, COMPARED, (*compared, what))

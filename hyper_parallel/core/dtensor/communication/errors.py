@@ -40,7 +40,8 @@ class CollectiveError(RuntimeError):
 
 
 class RankMismatchError(ValueError):
-    """Inside `check_ranks`, the ranks were about to do different things. All ranks raise it, before they do them.
+    """Ranks have given what does not belong together or, inside `check_ranks`, were about to do different things. All
+    ranks raise it, before anything is done.
 
     Attributes:
         ranks: global ranks whose value is not that of the majority; without a majority, not that of the first rank.

@@ -59,7 +59,12 @@ class Check:
         self.at_end: dict[Any, Callable[[], None]] = {}
 
     def agree(
-        self, step: str, facts: Facts | None = None, row: Sequence[int] = (), row_facts: Facts | None = None
+        self,
+        step: str,
+        facts: Facts | None = None,
+        row: Sequence[int] = (),
+        row_facts: Facts | None = None,
+        remedy: str = "",
     ) -> None:
         """Return when all ranks are at the same step.
 
@@ -68,6 +73,7 @@ class Check:
             facts: what must be equal on all ranks, by name, in the order in which to compare.
             row: global ranks between which ``row_facts`` must be equal, the same tuple on each of them.
             row_facts: see there.
+            remedy: the end of the message where these differ.
 
         Raises:
             RankMismatchError: on all ranks, when something differs.
@@ -76,7 +82,7 @@ class Check:
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
         digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
         if _first_difference(self._gather(digest)) is not None:
-            raise _mismatch(self._gather(mine), step)
+            raise _mismatch(self._gather(mine), step, remedy)
 
     def compare(self, event: CollectiveEvent) -> None:
         """Compare a collective, where no other check is open inside this one."""
@@ -138,10 +144,7 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     if mesh is not None and mesh.get_coordinate() is None:
         yield
         return
-    if mesh is None:
-        check = _check_of_world()
-    else:
-        check = Check(mesh.platform, [(mesh.platform_group(d), mesh.ranks_along(d)) for d in range(mesh.ndim)])
+    check = _check_of_world() if mesh is None else check_of(mesh)
     CHECKS.append(check)
     LISTENERS.insert(0, check.compare)  # before it is counted
     try:
@@ -181,12 +184,7 @@ def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, rem
                 digest = hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]
                 facts[f"the values of {what}"] = f"{x.dtype} {tuple(platform.shape_of(x))} with digest {digest}"
     step = f"the comparison of what is the same on all ranks {describe_dim(mesh, mesh_dim)}"
-    try:
-        CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts)
-    except RankMismatchError as error:
-        if any(f"differ in {what}." in str(error) for what in facts):
-            raise RankMismatchError(f"{error}: {remedy}", error.ranks) from None
-        raise
+    CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts, remedy)
 
 
 def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
@@ -200,6 +198,11 @@ def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], 
                 "it is taken to be the same on every rank: give all ranks the same, or say with input_layouts=... or "
                 "placements=... how it is sharded",
             )
+
+
+def check_of(mesh: DeviceMesh) -> Check:
+    """What compares steps over the ranks of a mesh, of which this rank is one."""
+    return Check(mesh.platform, [(mesh.platform_group(d), mesh.ranks_along(d)) for d in range(mesh.ndim)])
 
 
 def _check_of_world() -> Check:
@@ -222,7 +225,7 @@ def _digest(facts: Facts) -> Facts:
     return {"digest": hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()}
 
 
-def _mismatch(steps: Sequence[_Step], step: str) -> RankMismatchError:
+def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchError:
     """The error that tells of the first difference between steps that are not all alike."""
     what, values = _first_difference(steps) or ("what they compare", {"": [s.rank for s in steps]})
     usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
@@ -230,7 +233,9 @@ def _mismatch(steps: Sequence[_Step], step: str) -> RankMismatchError:
     parts = [f"{names_of(ranks)}: {value}" for value, ranks in values.items() if value != usual]
     place = "" if what == "what comes next" else f"before {step}, "
     message = f"{place}{names_of(odd)} and {names_of(values[usual])} differ in {what}. "
-    return RankMismatchError(message + "; ".join([*parts, f"{names_of(values[usual])}: {usual}"]), odd)
+    message += "; ".join([*parts, f"{names_of(values[usual])}: {usual}"])
+    remedied = remedy and any(what in s.row_facts for s in steps)
+    return RankMismatchError(f"{message}: {remedy}" if remedied else message, odd)
 
 
 def _first_difference(steps: Sequence[_Step]) -> tuple[str, dict[str, list[int]]] | None:
