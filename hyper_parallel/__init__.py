@@ -10,6 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at run time
+    from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard
+    from hyper_parallel.core.data_parallel.module_methods import FSDPModule as FSDPModule
+    from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy as CPUOffloadPolicy
+    from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from hyper_parallel.core.data_parallel.policies import OffloadPolicy as OffloadPolicy
     from hyper_parallel.core.dtensor.communication.coalesce import coalesce_gradients as coalesce_gradients
     from hyper_parallel.core.dtensor.communication.errors import CollectiveError as CollectiveError
     from hyper_parallel.core.dtensor.communication.errors import RankMismatchError as RankMismatchError
@@ -36,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.dtensor.placement_types import Placement as Placement
     from hyper_parallel.core.dtensor.placement_types import Replicate as Replicate
     from hyper_parallel.core.dtensor.placement_types import Shard as Shard
+    from hyper_parallel.core.dtensor.placement_types import StridedShard as StridedShard
     from hyper_parallel.core.tensor_parallel.api import parallelize_module as parallelize_module
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel as loss_parallel
     from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -61,14 +67,18 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
 __version__ = "0.1.0.dev0"  # the only place that says it: pyproject.toml reads it here
 
 _HOME_OF = {
+    "CPUOffloadPolicy": "hyper_parallel.core.data_parallel.policies",
     "CollectiveError": "hyper_parallel.core.dtensor.communication.errors",
     "CommDebugMode": "hyper_parallel.debug",
     "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
+    "FSDPModule": "hyper_parallel.core.data_parallel.module_methods",
     "HeadNormParallel": "hyper_parallel.core.tensor_parallel.style",
+    "MixedPrecisionPolicy": "hyper_parallel.core.data_parallel.policies",
     "ModuleStyle": "hyper_parallel.core.tensor_parallel.style",
     "NoParallel": "hyper_parallel.core.tensor_parallel.style",
+    "OffloadPolicy": "hyper_parallel.core.data_parallel.policies",
     "OpSharding": "hyper_parallel.core.dtensor.operations.op_sharding",
     "PackedShard": "hyper_parallel.core.dtensor.placement_types",
     "ParallelStyle": "hyper_parallel.core.tensor_parallel.style",
@@ -84,6 +94,7 @@ _HOME_OF = {
     "RowwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",
     "Shard": "hyper_parallel.core.dtensor.placement_types",
+    "StridedShard": "hyper_parallel.core.dtensor.placement_types",
     "available_platforms": "hyper_parallel.platform",
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
     "coalesce_gradients": "hyper_parallel.core.dtensor.communication.coalesce",
@@ -92,6 +103,7 @@ _HOME_OF = {
     "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",
     "empty": "hyper_parallel.core.dtensor.factories",
     "full": "hyper_parallel.core.dtensor.factories",
+    "fully_shard": "hyper_parallel.core.data_parallel.fully_shard",
     "get_platform": "hyper_parallel.platform",
     "implicit_replication": "hyper_parallel.core.dtensor.operations.modes",
     "init_device_mesh": "hyper_parallel.core.dtensor.device_mesh",

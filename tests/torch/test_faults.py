@@ -184,7 +184,7 @@ import gc, os, sys
 import torch
 import torch.distributed as dist
 import hyper_parallel as hp
-from hyper_parallel.core.dtensor import device_mesh
+from hyper_parallel.core.dtensor import mesh_slices
 from hyper_parallel.core.dtensor.operations import dispatch
 from hyper_parallel.core.dtensor.layouts import layout
 from hyper_parallel.core.dtensor.communication import redistribute
@@ -217,7 +217,7 @@ def census():
     found = {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
     for kind in (hp.DeviceMesh, layout.Layout, dist.ProcessGroup, hp.DTensor):
         found[kind.__name__] = sum(isinstance(o, kind) for o in gc.get_objects())
-    found["interned"] = len(device_mesh._MESHES), len(layout._LAYOUTS)
+    found["interned"] = len(mesh_slices.MESHES), len(layout._LAYOUTS)
     found["plans"] = len(dispatch._PLANS), len(redistribute._PLANS)
     found["torch"] = len(distributed_c10d._world.pg_map), len(distributed_c10d._world.pg_names)
     return found

@@ -252,18 +252,18 @@ def test_another_world(pool: Any) -> None:
 @on_mesh(2, 2, names=("dp", "tp"))
 def slices(mesh: Any) -> None:
     """The mesh of a DTensor is found as the dimension of another, without making groups."""
-    from hyper_parallel.core.dtensor import device_mesh as module
+    from hyper_parallel.core.dtensor.mesh_slices import MESHES
 
     data = pickle.dumps(distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)]))
     known = mesh["tp"]
-    every = module._MESHES
-    module._MESHES = {key: m for key, m in every.items() if m is not known}
+    every = dict(MESHES)
+    del MESHES[next(key for key, m in every.items() if m is known)]
     found = pickle.loads(data).device_mesh
     assert found is not known and found is mesh["tp"] and found.mesh.tolist() == known.mesh.tolist()
     whole = DeviceMesh(None, [0, 1, 2, 3])
-    del module._MESHES[next(key for key, m in module._MESHES.items() if m is whole)]
+    del MESHES[next(key for key, m in MESHES.items() if m is whole)]
     assert pickle.loads(pickle.dumps(whole)) is DeviceMesh(None, [0, 1, 2, 3])  # needs no group
-    module._MESHES = every  # those of the other tests
+    MESHES.update(every)  # those of the other tests
 
 
 def test_slices_of_meshes(pool: Any) -> None:

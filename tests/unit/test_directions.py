@@ -22,7 +22,12 @@ LAYERS = {
     "placements": ["core.dtensor.placement_types"],
     "layouts": ["core.dtensor.layouts"],
     "communication": ["core.dtensor.communication"],
-    "mesh": ["core.dtensor.device_mesh"],
+    "mesh": [
+        "core.dtensor.device_mesh",
+        "core.dtensor.mesh_arrays",
+        "core.dtensor.mesh_slices",
+        "core.dtensor.native_meshes",
+    ],
     "operations": ["core.dtensor.operations"],
     "dtensor": ["core.dtensor"],
     "tensor_parallel": ["core.tensor_parallel"],
@@ -33,6 +38,7 @@ LAYERS = {
     "adapters": ["testing.adapters"],
     "names": [""],
     "names of mindspore": ["mindspore"],
+    "names of torch": ["torch"],
 }
 _BELOW_OPERATIONS = {"contract", "platforms", "tools", "placements", "layouts", "communication", "mesh"}
 _BELOW_STYLES = {*_BELOW_OPERATIONS, "operations", "dtensor"}
@@ -57,6 +63,7 @@ MAY_IMPORT = {
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
     "names of mindspore": {"mindspore", "platforms"},
+    "names of torch": {"torch", "platforms"},
 }
 
 

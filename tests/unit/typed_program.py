@@ -13,11 +13,15 @@ from hyper_parallel import (
     CollectiveError,
     ColwiseParallel,
     CommDebugMode,
+    CPUOffloadPolicy,
     DeviceMesh,
     DTensor,
+    FSDPModule,
     HeadNormParallel,
+    MixedPrecisionPolicy,
     ModuleStyle,
     NoParallel,
+    OffloadPolicy,
     OpSharding,
     PackedShard,
     ParallelStyle,
@@ -33,6 +37,7 @@ from hyper_parallel import (
     RowwiseParallel,
     SequenceParallel,
     Shard,
+    StridedShard,
     available_platforms,
     check_ranks,
     coalesce_gradients,
@@ -41,6 +46,7 @@ from hyper_parallel import (
     distribute_tensor,
     empty,
     full,
+    fully_shard,
     get_platform,
     implicit_replication,
     init_device_mesh,
@@ -85,7 +91,8 @@ def train(model: Any, x: Any) -> None:
     assert_type(get_platform(), Platform)
     assert_type(available_platforms(), dict[str, str | None])
     assert_type(Shard(0).is_shard(), bool)
-    placements: list[Placement] = [Shard(0), Replicate(), Partial(), PackedShard(0, (4, 2))]
+    placements: list[Placement] = [Shard(0), Replicate(), Partial(), PackedShard(0, (4, 2)), StridedShard(0, 2)]
+    assert_type(mesh["tp"].get_root_mesh(), DeviceMesh)
     manual_seed(0)
     parallelize_module(model, mesh["tp"], {"up": STYLES[0], "down": "rowwise"})
     distribute_module(model, mesh)

@@ -253,8 +253,14 @@ class NumpyPlatform(Platform):
     ) -> Any:
         return _registered(module._after, (hook, with_kwargs), prepend)
 
-    def replace_forward(self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        module.__dict__["_replaced_forward"] = make(type(module).forward)
+    def replace_forward(
+        self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+    ) -> None:
+        cls = type(module)
+        forward = module.__dict__.get("_replaced_forward", cls.forward)
+        module.__dict__["_replaced_forward"] = make(forward)
+        if methods is not None:
+            module.__class__ = type(cls.__name__, (methods, cls), {})
 
     # ------------------------------------------------------------------------------ devices and random numbers
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Array:

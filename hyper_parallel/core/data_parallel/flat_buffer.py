@@ -2,123 +2,195 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
 
+from hyper_parallel.core.data_parallel.blocks import Block, columns_of
 from hyper_parallel.core.dtensor.communication import asynchronous
-from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["Call", "FlatBuffer"]
-
-
-class Call:
-    """One call of a unit; it lives as long as its graph.
-
-    Attributes:
-        shards: of each buffer of the unit, the parameters.
-        recorded: whether there will be a backward.
-    """
-
-    def __init__(self, shards: dict[FlatBuffer, list[Any]], recorded: bool) -> None:
-        self.shards, self.recorded = shards, recorded
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [p._version for parameters in self.shards.values() for p in parameters]
-
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError when a parameter was written to since, as frameworks do for what autograd keeps: backward
-        would read other values than forward has read."""
-        if self._versions_now() != self._versions:
-            raise RuntimeError(
-                "a parameter under fully_shard was changed in place between a forward and its backward: run backward "
-                "before the optimizer's step, or forward again"
-            )
+__all__ = ["FlatBuffer", "Reduction"]
 
 
 class FlatBuffer:
     """Whole parameters as views of one storage.
 
-    Each rank sends its shards one after the other, and zeros: as many elements as rank 0, whose shards are the largest.
+    Each rank sends its shards one after the other, in a row of as many elements as rank 0 has, whose shards are the
+    largest. All tensors here are plain local ones, and operations are not intercepted.
+
+    Args:
+        mesh: of one dimension, which shards, or of two, of which the first replicates.
+        blocks: the parameters.
+        dtype: in which they are gathered and read.
+        reduce_dtype: in which their gradients are reduced.
 
     Attributes:
-        whole: the storage, as a 1-D tensor, which has no memory between the forward and the backward of a call. None
-            before there is one; a call without backward, or on a platform that frees no storage, has its own.
+        whole: the storage, as a 1-D tensor, which has no memory while the parameters are sharded. None before it is
+            first needed in a forward that is recorded; others have their own.
     """
 
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        self.mesh, self._dtype = parameters[0].device_mesh, parameters[0].dtype
-        self.platform, self._size = self.mesh.platform, self.mesh.shape[0]
-        self._shapes = [tuple(p._layout.shape) for p in parameters]
-        rows = [chunk_sizes(shape[0], self._size) for shape in self._shapes]
-        local = [[(n[i], *s[1:]) for n, s in zip(rows, self._shapes, strict=True)] for i in range(self._size)]
-        counts = [sum(map(math.prod, shapes)) for shapes in local]
-        self._length = counts[0]
-        #: Of each rank, the shapes of what it sends.
-        self._sent = [[*shapes, (self._length - n,)] for shapes, n in zip(local, counts, strict=True)]
+    def __init__(self, mesh: DeviceMesh, blocks: Sequence[Block], dtype: Any, reduce_dtype: Any) -> None:
+        self.mesh, self.platform, self.blocks = mesh, mesh.platform, list(blocks)
+        self._dim, self._size = mesh.ndim - 1, mesh.shape[-1]
+        self._dtype, self._reduce_dtype = dtype, reduce_dtype
+        self._columns = columns_of([b.sent for b in blocks])
+        self._length = sum(b.sent for b in blocks)
+        self._room = columns_of([b.room for b in blocks])
         self.whole: Any = None
-        self._freed = False
-        #: The calls whose backward is under way. One that does not get to all buffers is there until its graph is gone.
-        self._active: WeakSet[Call] = WeakSet()
-        #: ``views(call, *parameters)``: the whole parameters, differentiable.
-        self.views = self.platform.joint_function(self._views_forward, self._views_backward)
+        self._under_way: Any = None
 
-    def _views_forward(self, ctx: Any, call: Call, *shards: Any) -> Sequence[Any]:
-        ctx.call = call
-        return self.platform.part(self.platform.detach(self._fill(call)), self._shapes)
+    # ---------------------------------------------------------------------- parameters
+    def start(self, shards: Sequence[Any]) -> None:
+        """Begin to gather, unless that has begun; ``shards`` are this rank's, and are not written to before `take`."""
+        if self._under_way is not None:
+            return
+        platform, work, gathered = self.platform, None, None
+        shards = [platform.to_dtype(x, self._dtype) for x in shards]
+        if self._length:
+            pieces = []
+            for block, x in zip(self.blocks, shards, strict=True):
+                if block.sent:
+                    pieces.append(x)
+                    if block.local_count < block.sent:
+                        pieces.append(platform.zeros((block.sent - block.local_count,), x))
+            mine = platform.join(pieces)
+            gathered = platform.factory("empty", (self._size * self._length,), None, self._dtype)
+            work = asynchronous.start("all_gather", gathered, mine, self.mesh, self._dim)
+        self._under_way = work, gathered, shards
 
-    def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
-        platform, mesh = self.platform, self.mesh
-        if any(map(platform.requires_grad, cotangents)):
-            raise RuntimeError(
-                "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
-                "modules that they go through"
-            )
-        # Parameter by parameter what each rank gets, then rank by rank.
-        *of_parameters, padding = zip(*self._sent, strict=True)
-        parts = [platform.part(x, shapes) for x, shapes in zip(cotangents, of_parameters, strict=True)]
-        parts.append([platform.zeros(shape, cotangents[0]) for shape in padding])
-        summands = platform.join([x for of_rank in zip(*parts, strict=True) for x in of_rank])
-        mine = platform.factory("empty", (self._length,), None, self._dtype)
-        asynchronous.start("reduce_scatter", mine, summands, mesh, 0, "avg").wait()
-        self._active.discard(ctx.call)
-        self.free()
-        return [platform.clone(x) for x in platform.part(mine, self._sent[mesh.get_local_rank(0)])[:-1]]
-
-    def _fill(self, call: Call) -> Any:
-        platform, sent = self.platform, self._sent
-        shards = [platform.detach(p) for p in call.shards[self]]
-        mine = platform.join([*shards, platform.zeros(sent[self.mesh.get_local_rank(0)][-1], shards[0])])
-        gathered = platform.factory("empty", (self._size * self._length,), None, self._dtype)
-        asynchronous.start("all_gather", gathered, mine, self.mesh, 0).wait()
-        pieces = platform.part(gathered, [shape for shapes in sent for shape in shapes])
-        values = platform.join([x for i in range(len(shards)) for x in pieces[i :: len(shards) + 1]])
-        if not (platform.frees_storage and call.recorded):
+    def take(self, keep: bool) -> Any:
+        """Wait for what was begun: the storage of whole parameters; with ``keep`` it is `whole`."""
+        platform, (work, gathered, shards) = self.platform, self._under_way
+        self._under_way = None
+        columns: Any = [None] * len(self.blocks)
+        if work is not None:
+            work.wait()
+            rows = gathered.reshape((self._size, self._length))
+            columns = [
+                platform.narrow(rows, 1, start, block.sent) if block.sent else None
+                for start, block in zip(self._columns, self.blocks, strict=True)
+            ]
+        parts = [
+            part
+            for block, of_block, shard in zip(self.blocks, columns, shards, strict=True)
+            for part in block.whole_from(of_block, shard)
+        ]
+        values = platform.join(parts)
+        if not keep:
             return values
         if self.whole is None:
             self.whole = values
         else:
             platform.refill_storage(self.whole, values)
-        self._freed = False
         return self.whole
 
-    def open(self, call: Call) -> None:
-        """Have the whole parameters there for the backward of ``call``, which begins."""
-        call.check_unchanged()
-        self._active.add(call)
-        if self._freed:
-            self._fill(call)
+    def drop(self) -> None:
+        """Forget what was begun: nobody needs it."""
+        if self._under_way is not None:
+            work, _, _ = self._under_way
+            self._under_way = None
+            if work is not None:
+                work.wait()
 
-    def free(self) -> None:
-        """Give the whole parameters back, unless a backward reads them."""
-        if self.whole is not None and not self._freed and not self._active:
-            self._freed = True
-            self.platform.free_storage(self.whole)
+    @property
+    def is_under_way(self) -> bool:
+        """Whether gathering has begun, and nobody has waited for it."""
+        return self._under_way is not None
+
+    def views(self, values: Any) -> list[Any]:
+        """Each whole tensor, as a view of what `take` gave."""
+        platform = self.platform
+        return [
+            platform.narrow(values, 0, start, block.count).reshape(block.shape)
+            for start, block in zip(self._room, self.blocks, strict=True)
+        ]
 
     def holds(self, x: Any) -> bool:
-        """Whether a plain tensor lies in the storage that `free` gives back."""
+        """Whether a plain tensor lies in the storage that is freed."""
         if self.whole is None or 0 in (*self.whole.shape, *self.platform.shape_of(x)):
             return False
         return self.platform.same_memory(self.whole, x)
+
+    # ---------------------------------------------------------------------- gradients
+    def reduce(self, indices: Sequence[int], cotangents: Sequence[Any], op: str) -> Reduction:
+        """Begin to reduce cotangents of the whole tensors.
+
+        Args:
+            indices: which of the blocks they belong to, the same on all ranks.
+            cotangents: one each; None for a tensor that this rank has not used.
+            op: ``"sum"`` or ``"avg"``.
+        """
+        platform, size = self.platform, self._size
+        blocks = [self.blocks[i] for i in indices]
+        like = next((g for g in cotangents if g is not None), None)
+        if like is None:
+            like = platform.factory("empty", (0,), None, self._reduce_dtype)
+        like = platform.to_dtype(like, self._reduce_dtype)
+        rows = []
+        for block, g in zip(blocks, cotangents, strict=True):
+            if not block.reduced:
+                continue
+            if g is None:
+                rows.append(platform.zeros((size, block.reduced), like))
+            else:
+                rows.append(block.rows_of(platform.to_dtype(g, self._reduce_dtype)))
+        used = [g is not None for g in cotangents]
+        rows.extend(_flags(used, size, platform, like))
+        summands = platform.join([platform.cat(rows, 1)])
+        length = sum(b.reduced for b in blocks) + len(blocks)
+        return Reduction(self.mesh, blocks, used, summands, length, op)
+
+
+def _flags(used: Sequence[bool], size: int, platform: Any, like: Any) -> list[Any]:
+    """Columns that say for each parameter whether this rank has used it."""
+    if all(used):
+        return [platform.ones((size, len(used)), like)]
+    return [(platform.ones if use else platform.zeros)((size, 1), like) for use in used]
+
+
+class Reduction:
+    """Gradients on their way to the ranks that hold the shards.
+
+    Args:
+        mesh, blocks: of the buffer.
+        used: of each block, whether this rank has a cotangent.
+        summands: the rows of all ranks, one after the other.
+        length: of a row.
+        op: as in `FlatBuffer.reduce`.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, blocks: Sequence[Block], used: Sequence[bool], summands: Any, length: int, op: str
+    ) -> None:
+        self.mesh, self.platform, self.blocks, self.used = mesh, mesh.platform, blocks, used
+        self._op, self._mine = op, self.platform.factory("empty", (length,), None, summands.dtype)
+        self._summands = summands  # until it was sent
+        self._work: Any = asynchronous.start("reduce_scatter", self._mine, summands, mesh, mesh.ndim - 1, op)
+
+    def row(self) -> Any:
+        """Wait. This rank's row."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._summands = None
+        return self._mine
+
+    def all_reduce(self, more: Any) -> None:
+        """Begin to reduce the row, to which ``more`` is added unless it is None, over the dimension that replicates."""
+        self._mine = self.row() if more is None else self.row() + more
+        self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
+
+    def shards(self, factor: float = 1.0) -> list[Any]:
+        """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used."""
+        platform, whole = self.platform, self.row()
+        start = sum(b.reduced for b in self.blocks)
+        flags = platform.narrow(whole, 0, start, len(self.blocks))
+        mine = whole if factor == 1.0 else whole * factor
+        found: list[Any] = []
+        start = 0
+        for i, block in enumerate(self.blocks):
+            row = platform.narrow(mine, 0, start, block.reduced)
+            start += block.reduced
+            # Another rank may have used it; those that have know without looking.
+            unused = not self.used[i] and not float(platform.narrow(flags, 0, i, 1).sum())
+            found.append(None if unused else block.shard_from(row))
+        return found

@@ -1,228 +1,239 @@
-"""`fully_shard`: one module as one unit. Mirrors ``torch.distributed.fsdp.fully_shard``.
+"""`fully_shard`: parameters are sharded over data-parallel ranks. Mirrors ``torch.distributed.fsdp.fully_shard``.
 
-A call of the module gathers its parameters, and its forward reads the whole ones as plain tensors. Their storage is
-freed after the forward, and filled again when the first cotangent comes back to what the forward returned.
+Each call makes a unit (`unit.py`) of the parameters below a module that belong to none yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hyper_parallel.core.data_parallel.flat_buffer import Call, FlatBuffer
-from hyper_parallel.core.dtensor.api import distribute_parameter
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.module_methods import FSDPModule
+from hyper_parallel.core.data_parallel.places import Slot
+from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.data_parallel.units import is_unit, make_unit, unit_of
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
+from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
-from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.weak import WeakTable
 
 __all__ = ["buffers_of", "fully_shard"]
 
-#: module -> its `_Unit`, made when it is first called. A copy of a module makes its own.
-_UNITS = WeakTable()
+#: parameter -> what it is called in the unit that it belongs to.
+_OWNED = WeakTable()
 
 
-def fully_shard(module: Any, *, mesh: DeviceMesh | None = None) -> Any:
-    """Shard the parameters of a module, its children's included, over the ranks of a mesh (ZeRO-3).
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[Any], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - cannot be changed
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Iterable[Any] | None = None,
+) -> Any:
+    """Shard the parameters of a module over data-parallel ranks (ZeRO-3), in place.
 
-    The parameters become DTensors placed ``[Shard(0)]``. Each rank calls the module with plain tensors, its own part of
-    the batch, and has a loss of its own. Gradients are averaged over the ranks, and placed as the parameters. Each rank
-    shards the values that it has: they must be the same on all ranks.
+    The parameters below ``module`` that belong to no unit yet become one: apply it to the blocks of a model, then to the
+    model. They become DTensors, each rank holds its shards, and so do gradients and the state of optimizers. While the
+    module runs, in forward and in backward, its parameters are gathered, by one all-gather a dtype, and read as what they
+    were before; in backward one reduce-scatter a dtype averages the gradients over the ranks, each of which has its own
+    part of the batch and its own loss.
 
-    Gradients come back through what the module returns and nothing else: through an auxiliary loss that its forward
-    sets as an attribute, or an activation that a hook inside has kept, backward would read memory that is freed.
-    Activation checkpointing goes around the module, not inside: what runs again in backward finds shards there.
+    Each rank shards the values that it has: they must be the same on all ranks. Gradients come back through what the
+    module returns and nothing else: not through an auxiliary loss that its forward sets as an attribute.
 
     Args:
-        module: module of the selected platform; changed in place.
-        mesh: 1-D mesh; None is the one entered with ``with mesh:``.
+        module: module of the selected platform.
+        mesh: of one dimension, over which is sharded, or of two, of which the first replicates and the second shards.
+            None is the one entered with ``with mesh:``, or else all ranks in one dimension.
+        reshard_after_forward: give the whole parameters back after forward, and gather again in backward. None is True
+            for all but the outermost unit, with which backward begins.
+        shard_placement_fn: ``shard_placement_fn(parameter)`` gives the `Shard` by which a parameter is cut; None is
+            ``Shard(0)``. Sizes need not divide.
+        mp_policy: in which dtypes to compute and communicate.
+        offload_policy: where shards are kept.
+        ignored_params: parameters that are left as they are.
 
     Returns:
-        ``module``.
+        ``module``, which is an `FSDPModule` too.
 
     Raises:
-        TypeError: for a module of another framework; when it is called, for a result that is no tensor, nor tensors in
-            tuples, lists and dicts.
-        ValueError: on all ranks, before anything is changed, for a mesh that is not 1-D and a parameter that is a
-            DTensor already, because it is tensor parallel or belongs to another unit, nested or tied, that has no
-            dimension, or has no values. When it is called, before communication, for inputs that are DTensors, a
-            parameter that is frozen, and one that something has put in the place of another.
+        TypeError: for a module of another framework, and arguments of other types; when it is called, for a result that
+            is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
+        ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module to which it was
+            applied already, and a parameter that belongs to another unit. When the module is called, before
+            communication, where something has taken the place of a parameter.
         RuntimeError: when it is called inside what a compiler traces; for gradients of gradients; for a parameter that
             was changed between forward and backward.
 
+    Example:
+        >>> from torch import nn
+        >>> from hyper_parallel import fully_shard, init_device_mesh
+        >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> for block in model:
+        ...     _ = fully_shard(block, mesh=mesh)
+        >>> fully_shard(model, mesh=mesh)[0].weight.placements
+        (Shard(dim=0),)
+
     Source: ``torch.distributed.fsdp.fully_shard``; Rajbhandari et al. 2020.
     """
-    mesh = resolve_mesh(mesh, "fully_shard")
+    mesh = _mesh(mesh)
     platform = bind_platform(mesh.platform)
     if not isinstance(module, platform.Module):
         raise TypeError(
             f"fully_shard takes a {platform.Module.__name__} of the platform {platform.name!r}, got "
             f"{type(module).__name__}"
         )
-    if mesh.ndim != 1:
-        raise ValueError(f"fully_shard needs a 1-D mesh, got one of shape {mesh.shape}: pass mesh['dp']")
+    _check_options(reshard_after_forward, mp_policy, offload_policy)
     mesh.require_member("fully_shard")
-    modules = platform.named_modules(module)
-    held = [(path, submodule, *named) for path, submodule in modules for named in platform.named_parameters(submodule)]
-    for path, _, name, p in held:
-        what = f"fully_shard: parameter {_join(path, name)!r} of {type(module).__name__}"
-        if isinstance(p, DTensor):
-            raise ValueError(
-                f"{what} is placed {list(p.placements)} on {p.device_mesh} already: it is tensor parallel, or belongs "
-                "to another unit, nested or tied. Apply fully_shard once, to the module that holds all modules that "
-                "share the parameter, and without parallelize_module"
-            )
-        refuse_foreign(p, platform, what)
-        if not platform.shape_of(p):
-            raise ValueError(f"{what} has no dimension to shard: give it the shape (1,)")
-        if not platform.has_values(p):
-            raise ValueError(f"{what} has no values: initialise the model on this rank's device first")
-    for _, submodule, name, _ in held:
-        distribute_parameter(submodule, name, mesh, [Shard(0)], src_data_rank=None)
-    if held:
-        slots = [(path, name, _layout_of(platform.own_parameters(at)[name])) for path, at, name, _ in held]
-        platform.replace_forward(module, lambda forward: _sharded(forward, mesh, slots))
+    name_of_unit = type(module).__name__
+    if is_unit(module):
+        raise ValueError(f"fully_shard was applied to this {name_of_unit} already")
+    ignored = {id(p) for p in ignored_params or ()}
+    slots: list[Slot] = []
+    placed: dict[int, tuple[int, Layout, Layout | None, int | None]] = {}  # by id: index, layouts, dimension
+    parameters: list[tuple[Any, str, Any]] = []
+    for path, holder in _modules_of(module, platform):
+        for name, p in platform.named_parameters(holder):
+            if id(p) in ignored:
+                continue
+            what = f"fully_shard: parameter {_join(path, name)!r} of {name_of_unit}"
+            if id(p) not in placed:
+                placed[id(p)] = (len(parameters), *_placement(p, mesh, shard_placement_fn, what))
+                parameters.append((holder, name, p))
+            index, layout, _, _ = placed[id(p)]
+            slots.append(Slot(path, name, index, layout))
+    entries = list(placed.values())
+    shapes = [tuple(platform.shape_of(p)) for _, _, p in parameters]
+    for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
+        with platform.no_grad(), platform.no_dispatch():
+            local = _shard_of(platform.detach(p), mesh, dim)
+        platform.set_distributed_parameter(holder, name, local, layout)
+        _OWNED.set(platform.own_parameters(holder)[name], f"{name!r} of {type(holder).__name__}")
+    inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
+    make_unit(module, Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy))
+    platform.replace_forward(module, _sharded, FSDPModule)
     return module
 
 
 def buffers_of(module: Any) -> list[FlatBuffer]:
     """The flat buffers of a unit, one a dtype; none before its first call."""
-    unit = _UNITS.get(module)
-    return [] if unit is None else unit.buffers
+    return unit_of(module).buffers if is_unit(module) else []
 
 
-def _sharded(
-    forward: Callable[..., Any], mesh: DeviceMesh, slots: Sequence[tuple[str, str, Any]]
-) -> Callable[..., Any]:
-    """``forward(module, ...)`` with whole parameters in place of ``slots``: (path of a module, name, layout)."""
-    platform = mesh.platform
-    find = {path: attrgetter(path) if path else lambda module: module for path, _, _ in slots}
+def _sharded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward(module, ...)`` with whole parameters."""
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        what = f"{type(module).__name__} under fully_shard"
-        if platform.is_compiling():
-            raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
-        for x in (*args, *kwargs.values()):
-            _refuse_distributed(x, f"{what} was called with")
-        places = []
-        for path, name, layout in slots:
-            holder = find[path](module)
-            p: Any = platform.own_parameters(holder).get(name)
-            if _layout_of(p) is not layout:
-                raise ValueError(
-                    f"{what}: something has taken the place of its parameter {_join(path, name)!r}. Copy values into "
-                    "the parameter that is there instead"
-                )
-            if not p.requires_grad:
-                raise ValueError(f"{what}: its parameter {_join(path, name)!r} is frozen: let it be trained")
-            places.append((holder, name, p))
-        unit, dtypes = _UNITS.get(module), [p.dtype for _, _, p in places]
-        if unit is None or unit.dtypes != dtypes:
-            unit = _Unit(platform, [p for _, _, p in places], dtypes)
-            _UNITS.set(module, unit)
-        return unit.run(places, lambda: forward(module, *args, **kwargs), what)
+        return unit_of(module).run(module, forward, args, kwargs)
 
     return run
 
 
-class _Unit:
-    """What the calls of one module share."""
+def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        mesh = current_mesh() or init_device_mesh()
+    mesh = resolve_mesh(mesh, "fully_shard")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"fully_shard takes a mesh of one dimension, which shards, or of two, of which the first replicates; got one "
+            f"of shape {mesh.shape}: pass mesh['dp'], or mesh['dp_replicate', 'dp_shard']"
+        )
+    return mesh
 
-    def __init__(self, platform: Any, parameters: Sequence[Any], dtypes: list[Any]) -> None:
-        self.platform, self.dtypes = platform, dtypes
-        self.buffers = [FlatBuffer(same) for same in _by_dtype(parameters)]
-        self._opened = platform.joint_function(self._opened_forward, self._opened_backward)
 
-    def run(self, places: Sequence[tuple[Any, str, Any]], forward: Callable[[], Any], what: str) -> Any:
-        """``forward()`` with whole parameters in ``places``: (module, name, parameter)."""
-        platform = self.platform
-        whole: dict[int, Any] = {}
-        try:
-            with platform.no_dispatch():
-                shards = dict(zip(self.buffers, _by_dtype([p for _, _, p in places]), strict=True))
-                call = Call(shards, platform.requires_grad(places[0][2]))
-                for buffer, parameters in call.shards.items():
-                    whole.update(zip(map(id, parameters), buffer.views(call, *parameters), strict=True))
-            for holder, name, p in places:
-                object.__setattr__(holder, name, whole[id(p)])  # see `ModuleRole.own_parameters`
-            try:
-                output = forward()
-            finally:
-                for holder, name, _ in places:
-                    object.__delattr__(holder, name)
-            return self._returned(output, call, what)
-        finally:
-            for buffer in self.buffers:
-                buffer.free()
+def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"fully_shard(reshard_after_forward=...) is True, False or None, got {reshard_after_forward!r}; to "
+            "shard over fewer ranks after forward, which is what a number means elsewhere, is not supported"
+        )
+    for keyword, given, kind in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"fully_shard({keyword}=...) takes a hyper_parallel {kind.__name__}, got a {type(given).__module__}."
+                f"{type(given).__name__}"
+            )
 
-    def _returned(self, output: Any, call: Call, what: str) -> Any:
-        """``output``, whose cotangents open the buffers before they reach what the forward has computed."""
-        platform = self.platform
-        found: list[Any] = []
 
-        def collect(x: Any) -> Any:
-            _refuse_distributed(x, f"{what} returns")
-            if any(buffer.holds(x) for buffer in self.buffers):
-                x = platform.clone(x)
-            if platform.requires_grad(x):
-                found.append(x)
-            return x
+def _modules_of(module: Any, platform: Any) -> Iterator[tuple[str, Any]]:
+    """The modules below that are in no unit yet, with their paths."""
+    inside: tuple[str, ...] = ()
+    for path, submodule in platform.named_modules(module):
+        if path.startswith(inside):
+            continue
+        if is_unit(submodule):
+            inside = (*inside, f"{path}.")
+        else:
+            yield path, submodule
 
-        # Tensors of one dtype go through one function: then it does not matter which of them the loss needs.
-        output = _map_tensors(output, collect, platform, what)
-        new: dict[int, Any] = {}
-        with platform.no_dispatch():
-            for same in _by_dtype(found):
-                new.update(zip(map(id, same), self._opened(call, *same), strict=True))
-        return _map_tensors(output, lambda x: new.get(id(x), x), platform, what)
 
-    def _opened_forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
-        ctx.call = call
-        return [self.platform.detach(x) for x in xs]
+def _placement(
+    p: Any, mesh: DeviceMesh, shard_placement_fn: Callable[[Any], Any] | None, what: str
+) -> tuple[Layout, Layout | None, int | None]:
+    """The layout that a parameter gets, the one that it has, and the dimension that is cut."""
+    owner = _OWNED.get(p)
+    if owner is not None:
+        raise ValueError(
+            f"{what} belongs to another unit already, as {owner}: apply fully_shard once, to the module that holds all "
+            "modules that share the parameter"
+        )
+    refuse_foreign(p, mesh.platform, what)
+    inner = p._layout if isinstance(p, DTensor) else None
+    if inner is not None:
+        _check_inner(inner, mesh, what)
+    shape = tuple(p.shape)
+    wanted = None if shard_placement_fn is None else shard_placement_fn(p)
+    if wanted is None:
+        wanted = Shard(0) if shape else Replicate()
+    elif not isinstance(wanted, Shard) or isinstance(wanted, PackedShard):
+        raise TypeError(f"{what}: shard_placement_fn gives a Shard or None, got {wanted!r}")
+    elif not -len(shape) <= wanted.dim < len(shape):
+        raise ValueError(f"{what}, of shape {shape}: shard_placement_fn gives {wanted!r}, which it has no dimension for")
+    else:
+        wanted = Shard(wanted.dim % len(shape))
+    placements: tuple[Placement, ...] = (*(Replicate(),) * (mesh.ndim - 1), wanted)
+    return nest(inner, mesh, placements, shape), inner, wanted.dim if isinstance(wanted, Shard) else None
 
-    def _opened_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
-        for buffer in self.buffers:
-            buffer.open(ctx.call)
-        return cotangents
+
+def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
+    """Raise ValueError for a tensor-parallel parameter on another mesh than one beside ``mesh``."""
+    root, names = inner.mesh.get_root_mesh(), mesh.mesh_dim_names or ()
+    if root is not mesh.get_root_mesh():
+        raise ValueError(
+            f"{what} is placed {list(inner.placements)} on {inner.mesh}, which is no dimension of the mesh that {mesh} "
+            "is of: make one mesh with init_device_mesh, as of ('dp', 'tp'), and give mesh['tp'] to parallelize_module "
+            "and mesh['dp'] to fully_shard"
+        )
+    if inner.mesh is mesh or set(names) & set(inner.mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the mesh "
+            "than parallelize_module was given, such as mesh['dp'] beside mesh['tp']"
+        )
+
+
+def _shard_of(local: Any, mesh: DeviceMesh, dim: int | None) -> Any:
+    """This rank's chunk of a plain tensor, as a new one on its device."""
+    platform = mesh.platform
+    local = platform.to_device(local)
+    if dim is not None:
+        sizes = chunk_sizes(platform.shape_of(local)[dim], mesh.shape[-1])
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        local = platform.narrow(local, dim, sum(sizes[:rank]), sizes[rank])
+    return platform.clone(local)
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _layout_of(p: Any) -> Any:
-    return getattr(p, "_layout", None)
-
-
-def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
-    """The tensors, each once, in lists of one dtype."""
-    lists: dict[Any, dict[int, Any]] = {}
-    for x in xs:
-        lists.setdefault(x.dtype, {})[id(x)] = x
-    return [list(same.values()) for same in lists.values()]
-
-
-def _refuse_distributed(x: Any, where: str) -> None:
-    """Raise ValueError for a DTensor: the batch is distributed then, and all ranks have one loss, of which gradients
-    are sums. One that is deeper in the inputs meets whole plain parameters, which is refused too."""
-    if isinstance(x, DTensor):
-        raise ValueError(
-            f"{where} a DTensor of shape {tuple(x._layout.shape)} placed {list(x.placements)}: give and compute plain "
-            "tensors, this rank's part of the batch, as in x.to_local()"
-        )
-
-
-def _map_tensors(tree: Any, convert: Callable[[Any], Any], platform: Any, what: str) -> Any:
-    """``tree`` of tuples, lists and dicts with ``convert(x)`` in place of each tensor. Raises TypeError for what could
-    hold a tensor otherwise."""
-    if platform.is_tensor(tree):
-        return convert(tree)
-    if type(tree) in (tuple, list):
-        return type(tree)([_map_tensors(item, convert, platform, what) for item in tree])
-    if type(tree) is dict:
-        return {key: _map_tensors(value, convert, platform, what) for key, value in tree.items()}
-    if not isinstance(tree, (type(None), bool, int, float, str)):
-        raise TypeError(f"{what} returns a {type(tree).__name__}: return tensors, or tuples, lists and dicts of them")
-    return tree

@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.shard_steps import by_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.cuts import in_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
@@ -200,8 +201,8 @@ def _shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
         if mesh.get_coordinate() is None:
             return platform.zeros((0,), local)
         source = None if platform.is_meta(local) else src_data_rank
-        for mesh_dim, placement in enumerate(layout.placements):
-            rank = mesh.get_local_rank(mesh_dim)
+        for mesh_dim in in_order(layout.placements, mesh.shape):
+            placement, rank = layout.placements[mesh_dim], mesh.get_local_rank(mesh_dim)
             if isinstance(placement, Shard):
                 sizes = shard_sizes(placement, platform.shape_of(local)[placement.dim], mesh.shape[mesh_dim])
                 local = by_rank(local, placement, mesh.shape[mesh_dim], platform)

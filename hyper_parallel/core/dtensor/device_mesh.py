@@ -1,33 +1,35 @@
 """DeviceMesh: ranks arranged in a named n-dimensional array. Mirrors ``torch.distributed.device_mesh``.
 
 Meshes are interned: building the same mesh again (same platform, ranks, shape and names) gives the same object and no
-new process groups, and equality is identity.
+new process groups, and equality is identity. A mesh that was sliced from another one knows it, its root: meshes of the
+same ranks and other roots are different meshes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from hyper_parallel.core.caches import clear_caches
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, rows_along
+from hyper_parallel.core.dtensor.mesh_slices import MESHES, new_mesh
+from hyper_parallel.core.dtensor.native_meshes import NativeMeshes, made_of, remember_made, slice_like
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-_MESHES: dict[tuple, DeviceMesh] = {}
-#: The keys of those that were made as such, which takes all ranks; the others are dimensions of other meshes.
-_MADE: set[tuple] = set()
 _WORLDS: dict[Platform, weakref.ref[Any]] = {}
 _ACTIVE = threading.local()
 
 
-class DeviceMesh:
+class DeviceMesh(NativeMeshes):
     """Ranks arranged in an n-dimensional array, with a process group for each row along each dimension.
 
     All ranks of the world must construct it, in the same order as other meshes, also those that are not in it.
@@ -59,26 +61,32 @@ class DeviceMesh:
     Source: ``torch.distributed.device_mesh.DeviceMesh``.
     """
 
-    device_type: str
-    platform: Platform
-    mesh: np.ndarray
-    mesh_dim_names: tuple[str, ...] | None
-    shape: tuple[int, ...]
-    ndim: int
-    _coordinate: tuple[int, ...] | None
-    _groups: tuple[Any, ...]
-
     def __new__(cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         platform = _platform_for(device_type)
         ranks = np.asarray(mesh, dtype=np.int64)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         if platform.world() is None:
             platform.init_process_group()
-        _check(ranks, names, platform.world_size())
+        check_ranks_of_mesh(ranks, names, platform.world_size())
         if CHECKS:
             facts = {"the ranks of the mesh": str(ranks.tolist()), "mesh_dim_names": str(names)}
             CHECKS[-1].agree("a DeviceMesh", facts)
-        return _intern(platform, ranks, names, None)
+        return _root_mesh(platform, ranks, names)
+
+    @classmethod
+    def _of_native(cls, platform: Platform, native: Any) -> DeviceMesh:
+        made = made_of(native, platform.world())
+        if made is not None:
+            return cast("DeviceMesh", made)
+        known = platform.describe_native_mesh(native)
+        if known.root is not None:
+            mesh: DeviceMesh = slice_like(cls._of_native(platform, known.root), known)
+        else:
+            mesh = _root_mesh(platform, known.ranks, known.names, known.groups)
+            if mesh._groups is known.groups:
+                mesh._native = weakref.ref(native)
+        remember_made(native, platform.world(), mesh)
+        return mesh
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """This rank's index in each dimension; None on a rank that is not in the mesh."""
@@ -137,30 +145,6 @@ class DeviceMesh:
         name = f" ({self.mesh_dim_names[mesh_dim]!r})" if self.mesh_dim_names else ""
         return f"{mesh_dim}{name}"
 
-    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
-        """The mesh of this rank along the named dimensions: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
-
-        Raises:
-            KeyError: when the mesh has no names or not these.
-        """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
-        own = self.mesh_dim_names
-        if own is None:
-            raise KeyError(f"{self} has no mesh_dim_names: give them to init_device_mesh to slice by name")
-        for name in wanted:
-            if name not in own:
-                raise KeyError(f"{self} has no dimension {name!r}; it has {', '.join(map(repr, own))}")
-        if len(set(wanted)) != len(wanted):
-            raise KeyError(f"a dimension is named twice in {wanted}")
-        if wanted == own:
-            return self
-        dims = [own.index(name) for name in wanted]
-        coordinate = self._coordinate or (0,) * self.ndim
-        index = tuple(slice(None) if i in dims else coordinate[i] for i in range(self.ndim))
-        kept = sorted(dims)
-        ranks = self.mesh[index].transpose([kept.index(d) for d in dims])
-        return _intern(self.platform, ranks, wanted, tuple(self._groups[d] for d in dims))
-
     def __enter__(self) -> DeviceMesh:
         _active_stack().append(self)
         return self
@@ -169,7 +153,9 @@ class DeviceMesh:
         _active_stack().pop()
 
     def __reduce__(self) -> tuple:
-        return (_rebuild, (self.device_type, self.mesh.tolist(), self.mesh_dim_names))
+        arguments = (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
+        root = self._root
+        return (_rebuild, arguments if root is None else (*arguments, root.mesh.tolist(), root.mesh_dim_names))
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -275,84 +261,60 @@ def _platform_for(device_type: str | None) -> Platform:
     return get_platform() if device_type is None else get_platform_for_device(device_type)
 
 
-def _check(ranks: np.ndarray, names: tuple[str, ...] | None, world_size: int) -> None:
-    if ranks.ndim == 0 or ranks.size == 0:
-        raise ValueError(f"a mesh is a non-empty array of ranks, got {ranks.tolist()!r}")
-    flat = ranks.ravel().tolist()
-    if len(set(flat)) != len(flat):
-        raise ValueError(f"a rank stands twice in the mesh {ranks.tolist()}")
-    if min(flat) < 0 or max(flat) >= world_size:
-        raise ValueError(f"the mesh {ranks.tolist()} has ranks outside the world of {world_size} rank(s)")
-    if names is not None:
-        if len(names) != ranks.ndim:
-            raise ValueError(f"a mesh of shape {ranks.shape} needs {ranks.ndim} mesh_dim_names, got {names}")
-        if len(set(names)) != len(names):
-            raise ValueError(f"mesh_dim_names must differ from each other, got {names}")
-
-
-def _intern(
-    platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None, groups: tuple[Any, ...] | None
+def _root_mesh(
+    platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None, groups: tuple[Any, ...] | None = None
 ) -> DeviceMesh:
+    """The mesh that is no slice, made where it is not there yet, of ``groups`` or new ones."""
     world = platform.world()
     if platform not in _WORLDS or _WORLDS[platform]() is not world:
         _forget(platform)
         _WORLDS[platform] = weakref.ref(world)
     key = (platform, ranks.shape, tuple(ranks.ravel().tolist()), names)
-    if groups is None and key not in _MADE:
-        # By all ranks, also where this one has the mesh already, as a dimension of another one that others do not have.
-        groups = _new_groups(platform, ranks)
-        _MADE.add(key)
-    found = _MESHES.get(key)
-    if found is not None:
-        return found
-    mesh = object.__new__(DeviceMesh)
-    mesh.platform = platform
-    mesh.device_type = platform.device_type
-    mesh.mesh = ranks
-    mesh.mesh_dim_names = names
-    mesh.shape = tuple(int(n) for n in ranks.shape)
-    mesh.ndim = ranks.ndim
-    where = np.argwhere(ranks == platform.rank())
-    mesh._coordinate = tuple(int(i) for i in where[0]) if len(where) else None
-    mesh._groups = groups or ()
-    _MESHES[key] = mesh
-    return mesh
+    found = MESHES.get(key)
+    if found is None:
+        if groups is None:
+            groups = tuple(platform.new_group(rows_along(ranks, (dim,))) for dim in range(ranks.ndim))
+        found = MESHES[key] = new_mesh(DeviceMesh, platform, ranks, names, groups)
+        found._root, found._along = None, tuple((dim,) for dim in range(ranks.ndim))
+        found._flat_groups, found._flat_names = {}, {}
+    return found
 
 
 def _forget(platform: Platform) -> None:
     """Drop what belongs to process groups that were destroyed: a mesh with the same ranks gets new groups."""
-    for key in [key for key in _MESHES if key[0] is platform]:
-        del _MESHES[key]
-    _MADE.difference_update([key for key in _MADE if key[0] is platform])
+    for key in [key for key in MESHES if key[0] is platform]:
+        del MESHES[key]
     clear_caches()  # which keep meshes alive
 
 
-def _new_groups(platform: Platform, ranks: np.ndarray) -> tuple[Any, ...]:
-    groups = []
-    for dim in range(ranks.ndim):
-        rows = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
-        groups.append(platform.new_group(rows.tolist()))
-    return tuple(groups)
-
-
-def _rebuild(device_type: str, ranks: list, names: tuple[str, ...] | None) -> DeviceMesh:
+def _rebuild(
+    device_type: str,
+    ranks: list,
+    names: tuple[str, ...] | None,
+    root_ranks: list | None = None,
+    root_names: tuple[str, ...] | None = None,
+) -> DeviceMesh:
     """The mesh that was pickled, in this process. Making process groups takes all ranks of the world, and nobody knows
-    whether all are loading: so it must be there already, or be a dimension of one, or need no group.
+    whether all are loading: so it must be there already, or be a dimension of one (of the one that it was sliced from,
+    if that is there), or need no group.
 
     Raises:
         RuntimeError: when it does not.
     """
     platform, wanted = _platform_for(device_type), np.asarray(ranks, dtype=np.int64)
     world = platform.world()
-    if world is None or platform.world_size() == 1:
-        if wanted.size == 1 and not wanted.any():
+    for exactly in (True, False):
+        if not exactly and (world is None or platform.world_size() == 1):
+            if wanted.size == 1 and not wanted.any():
+                return DeviceMesh(device_type, wanted, mesh_dim_names=names)
+        elif not exactly and wanted.ndim == 1 and ranks == list(range(platform.world_size())):
             return DeviceMesh(device_type, wanted, mesh_dim_names=names)
-    elif wanted.ndim == 1 and ranks == list(range(platform.world_size())):
-        return DeviceMesh(device_type, wanted, mesh_dim_names=names)
-    for mesh in list(_MESHES.values()):
-        if mesh.platform is platform and _WORLDS[platform]() is world:
-            if names is not None and mesh.mesh_dim_names is not None and set(names) <= set(mesh.mesh_dim_names):
-                mesh = mesh[names]
+        for mesh in [m for m in list(MESHES.values()) if m.platform is platform and _WORLDS[platform]() is world]:
+            root = mesh.get_root_mesh()
+            if exactly and (root.mesh.tolist(), root.mesh_dim_names) != (root_ranks or ranks, root_names or names):
+                continue
+            with contextlib.suppress(KeyError):  # it has other names
+                mesh = mesh if names is None else mesh[names]
             if mesh.mesh_dim_names == names and mesh.mesh.tolist() == ranks:
                 return mesh
     size = 1 if world is None else platform.world_size()

@@ -84,7 +84,9 @@ class Shard(Placement):
     """Tensor dimension ``dim`` is split over the ranks along the mesh dimension.
 
     It is split as `torch.chunk` does it: every part has the size of the dimension divided by the number of ranks,
-    rounded up, as long as something is left. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0 elements.
+    rounded up, as long as something is left. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0 elements. Where
+    several mesh dimensions shard one tensor dimension they cut it in their order, each what the ones before it have
+    left; `StridedShard` says otherwise.
 
     Args:
         dim: tensor dimension; negative counts from the end and is resolved where the number of dimensions is known.
@@ -122,13 +124,69 @@ class Shard(Placement):
         return f"Shard(dim={self.dim})"
 
 
+class StridedShard(Shard):
+    """Tensor dimension ``dim`` is split over the ranks along the mesh dimension, after mesh dimensions to the right
+    have split it.
+
+    It is what sharding a parameter by tensor parallelism first and by data parallelism then gives, on a mesh
+    ``("dp", "tp")``: each rank of tp has a consecutive part of the weight, which the ranks of dp share. Seen from dp,
+    the first rank's elements are not the first half of the tensor; they lie a stride apart. The order of the cuts
+    follows: of the mesh dimensions to the right that shard ``dim``, those whose sizes multiply to ``split_factor`` come
+    before, the others after.
+
+    Args:
+        dim: tensor dimension, as in `Shard`.
+        split_factor: product of the sizes of the mesh dimensions to the right that cut ``dim`` before this one. With 1
+            the placement is ``Shard(dim)``, and a DTensor has that.
+
+    Raises:
+        TypeError: when ``dim`` or ``split_factor`` is not an int.
+        ValueError: when ``split_factor`` is not positive. That mesh dimensions multiply to it is checked where the mesh
+            is known.
+
+    Example:
+        >>> from hyper_parallel import StridedShard
+        >>> StridedShard(0, split_factor=2)
+        StridedShard(dim=0, split_factor=2)
+
+    Source: ``torch.distributed.tensor.placement_types._StridedShard``. Where sizes do not divide, the order of the cuts
+    decides here.
+    """
+
+    __slots__ = ("split_factor",)
+    split_factor: int
+
+    def __new__(cls, dim: int, split_factor: int) -> StridedShard:
+        for value in (dim, split_factor):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"StridedShard(dim, split_factor) takes ints, got {value!r}")
+        if split_factor < 1:
+            raise ValueError(
+                f"StridedShard(dim, split_factor) takes a product of sizes of mesh dimensions, got {split_factor}"
+            )
+        placement = cls._intern(dim, split_factor)
+        object.__setattr__(placement, "dim", dim)
+        object.__setattr__(placement, "split_factor", split_factor)
+        return placement
+
+    def with_dim(self, dim: int) -> StridedShard:
+        return StridedShard(dim, self.split_factor)
+
+    def __reduce__(self) -> tuple:
+        return (StridedShard, (self.dim, self.split_factor))
+
+    def __repr__(self) -> str:
+        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor})"
+
+
 class PackedShard(Shard):
     """Tensor dimension ``dim`` holds several parts one after the other, and each part is split over the mesh dimension.
 
     It is for weights that are several matrices in one, such as query, key and value: rank 0 of two holds the first half
     of each part, where ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element
     along the dimension by itself keep the placement. Operations that take the parts apart (``split``, ``chunk``, a
-    view) give each part as ``Shard(dim)``, without communication.
+    view) give each part as ``Shard(dim)``, without communication. Other mesh dimensions may shard the dimension
+    further: they cut what a rank holds of all parts, as one piece (see `StridedShard` for those to the left).
 
     Args:
         dim: tensor dimension, as in `Shard`.

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import device_mesh
 from hyper_parallel.core.dtensor.communication import local_collectives, norms, transitions
 from hyper_parallel.core.dtensor.communication.coalesce import open_block
 from hyper_parallel.core.dtensor.layouts import memory_order
-from hyper_parallel.core.dtensor.layouts.layout import get_layout, replicated_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
+from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard
+from hyper_parallel.platform.registry import get_platform_for_device
+
+_PLACEMENTS = {cls.__name__: cls for cls in (Replicate, Shard, StridedShard, Partial)}
 
 
 class Services:
     """`platform.contract.Core`.
 
     Args:
-        restore: see there.
+        restore, from_local: see there.
     """
 
     dispatch = dispatch
@@ -37,9 +41,32 @@ class Services:
     check_local_collective = staticmethod(local_collectives.check_local_collective)
     check_rows = staticmethod(local_collectives.check_rows)
 
-    def __init__(self, restore: Callable[..., Any]) -> None:
-        self.restore = restore
-        self.unpickling = (restore, get_layout, device_mesh._rebuild, Replicate, Shard, PackedShard, Partial)
+    def __init__(self, restore: Callable[..., Any], from_local: Callable[[Any, Layout], Any]) -> None:
+        self.restore, self.from_local = restore, from_local
+        self.unpickling = (
+            restore,
+            get_layout,
+            device_mesh._rebuild,
+            Replicate,
+            Shard,
+            PackedShard,
+            StridedShard,
+            Partial,
+        )
+
+    def layout_of_native(
+        self, native: Any, device_type: str, placements: Sequence[tuple[Any, ...]], shape: Sequence[int]
+    ) -> Layout:
+        """See `platform.contract.Core`."""
+        mesh = device_mesh.DeviceMesh._of_native(get_platform_for_device(device_type), native)
+        return get_layout(mesh, tuple(_PLACEMENTS[name](*arguments) for name, *arguments in placements), shape)
+
+    def strides_of_whole(self, x: Any) -> tuple[int, ...]:
+        """See `platform.contract.Core`."""
+        layout: Layout = x._layout
+        with layout.mesh.platform.no_dispatch():
+            strides = memory_order.strides_of(x, layout)
+        return contiguous_strides(layout.shape) if strides is memory_order.UNKNOWN else tuple(strides)
 
     def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
         """See `platform.contract.Core`."""

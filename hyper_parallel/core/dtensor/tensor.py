@@ -60,6 +60,9 @@ class DTensor:
     _origin: Any = None
     #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
     _ties: Any = None
+    #: ``_collect(cotangent, mesh, mesh_dims)`` of an instance that stands for a parameter of `fully_shard`: takes a part
+    #: of its gradient that is still to be summed over these mesh dimensions, inside `coalesce_gradients`.
+    _collect: Any = None
     #: How often dispatch has let the instance be written to.
     _writes: int = 0
 
@@ -270,7 +273,11 @@ def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, 
     return rebuild(layout, *parts)
 
 
-_SERVICES = Services(restore)
+def _from_local(local: Any, layout: Layout) -> Any:
+    return DTensor.from_local(local, layout.mesh, layout.placements, shape=layout.shape)
+
+
+_SERVICES = Services(restore, _from_local)
 
 
 def dtensor_class(platform: Platform) -> type:
@@ -300,10 +307,11 @@ def _even_global_shape(
 ) -> tuple[int, ...]:
     shape = list(local_shape)
     for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= mesh.shape[mesh_dim]
+    for placement in placements:
         if isinstance(placement, PackedShard) and isinstance(placement.sizes, tuple):
             shape[placement.dim] = sum(placement.sizes)
-        elif isinstance(placement, Shard):
-            shape[placement.dim] *= mesh.shape[mesh_dim]
     return tuple(shape)
 
 

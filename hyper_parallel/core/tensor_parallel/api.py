@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.rest import broadcast_rest, check_rest, remembe
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
-from hyper_parallel.core.tensor_parallel.planned_parameters import name_module
+from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT, name_module
 
 __all__ = ["parallelize_module"]
 
@@ -77,6 +77,12 @@ def parallelize_module(
             "mesh['tp']"
         )
     check_src_data_rank(src_data_rank, mesh)
+    for path, submodule in mesh.platform.named_modules(module):
+        if hasattr(submodule, UNIT):
+            raise ValueError(
+                f"parallelize_module: fully_shard was applied to {path or 'the module'!r} already, which has cut its "
+                "parameters: apply parallelize_module first"
+            )
     matches = resolve_plan(parallelize_plan, module, mesh)
     guards = guard_forgotten_layers(matches, dict(mesh.platform.named_modules(module)), mesh)
     if CHECKS:

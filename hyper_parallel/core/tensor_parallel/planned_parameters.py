@@ -14,6 +14,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
+#: Attribute of a module that data parallelism has made a unit of.
+UNIT = "_hyper_parallel_unit"
 _PATH = "_hyper_parallel_path"
 _LAYOUTS = "_hyper_parallel_layouts"
 
@@ -96,6 +98,6 @@ def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
         f"{what} is {foreign or 'a plain tensor'}, and the style that was applied made it a DTensor of shape "
         f"{tuple(planned.shape)} placed {placements}: something has put another parameter in its place since. Copy "
         "values into the parameter that is there (loading a state dict does, unless it assigns), or assign a parameter "
-        f"made of distribute_tensor(value, mesh, {placements}). What exchanges parameters for its own in forward, such "
-        "as fully_shard, cannot be applied on top of parallelize_module"
+        f"made of distribute_tensor(value, mesh, {placements}). A parameter that fully_shard has taken over is there "
+        "while the module runs that fully_shard was applied to: call that one, or its unshard()"
     )

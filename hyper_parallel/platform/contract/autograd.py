@@ -42,6 +42,16 @@ class AutogradRole(ABC):
         `CollectiveEvent.direction`. A backend that cannot know answers False."""
         return False
 
+    def backward_pass(self) -> Any:
+        """What stands for the backward pass that is running on this thread: equal within one, and different in one that
+        runs inside of another. None outside, and in a backend that does not know when a pass ends."""
+        return None
+
+    def after_backward(self, callback: Callable[[], None]) -> None:
+        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before whoever asked for
+        it goes on. Not where it fails."""
+        raise TypeError(f"{type(self).__name__} does not know when a backward pass ends, as its `backward_pass` says")
+
     @abstractmethod
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
@@ -62,19 +72,24 @@ class AutogradRole(ABC):
         backward runs once, when the cotangents of all results are there. Called with interception off.
 
         ``forward(ctx, static, *xs)`` and ``ctx`` are as in `autograd_function`; ``backward(ctx, *cotangents)`` returns
-        a cotangent of each operand. A result that nothing was computed from has a cotangent of zeros. The operands have
-        one floating point dtype, and the results have one. Results share memory with what ``forward`` returned in a
+        a cotangent of each operand, or None for no gradient, which is one of zeros where a framework has no other. So
+        is the cotangent of a result that nothing was computed from. The operands have one floating point dtype, and the
+        results have one. Results share memory with what ``forward`` returned in a
         backend that `frees_storage`. Unless a backend brings more, operands and results are joined to one vector each.
         """
 
         def run_forward(ctx: Any, x: Tensor, static: Any, operands: list, results: list) -> Tensor:
             found = forward(ctx, static, *self.part(x, operands))
-            ctx.shapes = results
+            ctx.shapes, ctx.operands, ctx.like = results, operands, self.zeros((0,), x)
             results.extend(map(self.shape_of, found))
             return self.join(found)
 
         def run_backward(ctx: Any, cotangent: Tensor) -> Tensor:
-            return self.join(backward(ctx, *self.part(cotangent, ctx.shapes)))
+            found = backward(ctx, *self.part(cotangent, ctx.shapes))
+            like = ctx.like
+            return self.join(
+                [self.zeros(shape, like) if g is None else g for g, shape in zip(found, ctx.operands, strict=True)]
+            )
 
         function = self.autograd_function(run_forward, run_backward)
 

@@ -50,6 +50,28 @@ class Core(Protocol):
         """Whether the single device's tensor would be contiguous; False where its shards do not tell."""
         ...
 
+    def strides_of_whole(self, x: Tensor) -> tuple[int, ...]:
+        """Strides that the single device's tensor would have, as far as they are known; the same on all ranks."""
+        ...
+
+    # ------------------------------------------------------------------------------------ the framework's own DTensors
+    def layout_of_native(
+        self, native: Any, device_type: str, placements: Sequence[tuple[Any, ...]], shape: Sequence[int]
+    ) -> Layout:
+        """The layout of a tensor of global ``shape`` on a mesh of the framework's own.
+
+        Args:
+            native: mesh that `GroupRole.describe_native_mesh` knows.
+            device_type: of its devices.
+            placements: for each dimension the name of a class of placements and its arguments: ``("Shard", 0)``.
+            shape: global shape.
+        """
+        ...
+
+    def from_local(self, local: Tensor, layout: Layout) -> Any:
+        """The DTensor of ``layout`` of which ``local``, a plain tensor, is this rank's part; differentiable."""
+        ...
+
     # ------------------------------------------------------------------------------------ gradients
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
         """The plain local gradient that reached a tensor of ``layout``, for who reads it as a DTensor. Interception is

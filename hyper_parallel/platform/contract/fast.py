@@ -121,13 +121,14 @@ class Fast:
         """
         return None
 
-    def can_delay_gradient(self, parameter: Tensor) -> bool:
-        """Asked inside backward: whether `add_to_gradient` after it is as good as returning the cotangent, because
-        nothing but the accumulated gradient depends on it. A framework that returns gradients answers False."""
+    def can_delay_gradient(self, *parameters: Tensor) -> bool:
+        """Asked inside the backward of a function of these: whether `add_to_gradient` after it is as good as returning
+        the cotangents, because nothing but the accumulated gradients depends on them. A framework that returns gradients answers False."""
         return False
 
     def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
-        """Add a plain tensor to the gradient that ``parameter`` has; after `can_delay_gradient` said yes."""
+        """Add a plain tensor, which nobody else writes to, to the gradient that ``parameter`` has, or make it that;
+        after `can_delay_gradient` said yes."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
 
 

@@ -39,8 +39,7 @@ class ModuleKind:
 class ModuleRole(ABC):
     """Modules, and the parameters that they hold."""
 
-    #: The framework's class of modules.
-    Module: Any
+    Module: Any  # the framework's class of modules
     #: Classes of linear and embedding layers, with where they keep their parameters; subclasses count too.
     linear_kinds: ClassVar[dict[type, ModuleKind]]
     embedding_kinds: ClassVar[dict[type, ModuleKind]]
@@ -109,11 +108,8 @@ class ModuleRole(ABC):
         self.linear_kinds[cls] = ModuleKind(weight, bias, out_dim)
 
     def register_embedding_module(self, cls: type, *, weight: str = "weight") -> None:
-        """Let the styles treat ``cls`` as an embedding, which looks rows up in the attribute ``weight``.
-
-        Raises:
-            TypeError: when ``cls`` is no class.
-        """
+        """Let the styles treat ``cls`` as an embedding, which looks rows up in the attribute ``weight``. Raises
+        TypeError when ``cls`` is no class."""
         if not isinstance(cls, type):
             raise TypeError(f"register_embedding_module takes a class of modules, got {cls!r}")
         self.embedding_kinds[cls] = ModuleKind(weight, None)
@@ -122,20 +118,15 @@ class ModuleRole(ABC):
         """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
 
         Each position of the dimensions before them must be computed alone, and the parameters be read as attributes of
-        the module. Classes derived from ``cls`` are not meant.
-
-        Raises:
-            TypeError: when ``cls`` is no class. ValueError: for a number of dimensions below 1.
+        the module. Classes derived from ``cls`` are not meant. Raises TypeError when ``cls`` is no class, ValueError
+        for a number of dimensions below 1.
 
         Example:
             >>> import torch
-            >>> from hyper_parallel import get_platform
             >>> class ScaleNorm(torch.nn.Module):
-            ...     def __init__(self):
-            ...         super().__init__()
-            ...         self.scale = torch.nn.Parameter(torch.ones(()))
             ...     def forward(self, x):
-            ...         return self.scale * x / x.norm(dim=-1, keepdim=True)
+            ...         return x / x.norm(dim=-1, keepdim=True)
+            >>> from hyper_parallel import get_platform
             >>> get_platform("torch-cpu").register_norm_module(ScaleNorm)
         """
         if not isinstance(cls, type):
@@ -159,8 +150,14 @@ class ModuleRole(ABC):
     @abstractmethod
     def own_parameters(self, module: Module) -> Mapping[str, Tensor | None]:
         """The parameters that ``module`` itself holds, by name, without looking further: a table that is there
-        already. What something else has taken the place of (a parametrization) is missing. An attribute that core sets
-        with ``object.__setattr__`` hides the parameter of its name from the forward, until it is deleted."""
+        already. What something else has taken the place of (a parametrization) is missing."""
+
+    def exchange_parameter(self, module: Module, name: str, x: Tensor) -> Tensor:
+        """Let the forward of ``module``, and `own_parameters`, find the tensor ``x``, which need not be a parameter, in
+        place of its parameter ``name``; returns what was there, which the table of `own_parameters` had."""
+        table: Any = self.own_parameters(module)
+        before, table[name] = table[name], x
+        return before
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:
@@ -189,10 +186,12 @@ class ModuleRole(ABC):
         ``with_kwargs``); what it returns, unless None, replaces the output."""
 
     @abstractmethod
-    def replace_forward(self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def replace_forward(
+        self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+    ) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
-        **kwargs)``, the forward of its class. Hooks run around it as before. A copy of the module runs it on itself,
-        and the module stays an instance of its class."""
+        **kwargs)``, that of its class, or what replaces it already. Hooks run around it as before. A copy of the module
+        runs it on itself. It stays an instance of its class, and becomes one of ``methods``, which go first."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from hyper_parallel.platform.contract import cached_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
@@ -43,6 +43,8 @@ class _Recording:
     backwards = 0
     #: How many functions whose gradients are asked for run, one within the other.
     functions = 0
+    #: What is to be called after each of the backwards that run.
+    callbacks: ClassVar[dict[int, list[Callable[[], None]]]] = {}
 
     @classmethod
     def forget(cls) -> None:
@@ -136,10 +138,16 @@ def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
         _Recording.backwards += 1
+        complete = False
         try:
             result = plain(*args, **kwargs)
+            complete = True
         finally:
+            callbacks = _Recording.callbacks.pop(_Recording.backwards, ())
             _Recording.backwards -= 1
+            if complete:
+                for callback in callbacks:
+                    callback()
         return LocalGradients.mark(result, args[2], args[3])
 
     return grad
@@ -225,6 +233,10 @@ class DelayedGradients:
         return gradients if more is None else gradients + more
 
 
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
+    return ops.zeros(shape, dtype)
+
+
 class AutogradVerbs:
     """The group "autograd" of the contract."""
 
@@ -234,6 +246,12 @@ class AutogradVerbs:
 
     def in_backward(self) -> bool:
         return _Recording.backwards > 0
+
+    def backward_pass(self) -> Any:
+        return _Recording.backwards or None
+
+    def after_backward(self, callback: Callable[[], None]) -> None:
+        _Recording.callbacks.setdefault(_Recording.backwards, []).append(callback)
 
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
@@ -261,14 +279,15 @@ class AutogradVerbs:
         def run_forward(ctx: Any, static: Any, *xs: Any) -> tuple:
             with NoDispatch():
                 ys = tuple(_data(y) for y in forward(ctx, static, *xs))
-            ctx.shapes = [y.shape for y in ys]
+                ctx.shapes, ctx.operands = [y.shape for y in ys], [(tuple(x._shape), x.dtype) for x in xs]
             return ys
 
         def run_backward(ctx: Any, *cotangents: Any) -> tuple:
             with NoDispatch():
                 # As in `autograd_function`.
                 given = [g.reshape(shape) for g, shape in zip(cotangents, ctx.shapes, strict=True)]
-                return (None, *backward(ctx, *given))
+                found = backward(ctx, *given)
+                return (None, *(_zeros(*x) if g is None else g for g, x in zip(found, ctx.operands, strict=True)))
 
         members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         return _bare_apply.__get__(None, type(forward.__name__, (_Function,), members))
@@ -326,8 +345,8 @@ class FastAutograd:
 
         return cached_view(platform, platform.autograd_function(lambda ctx, x: platform.detach(x), backward), key)
 
-    def can_delay_gradient(self, parameter: Any) -> bool:
-        return DelayedGradients.take(parameter)
+    def can_delay_gradient(self, *parameters: Any) -> bool:
+        return all(map(DelayedGradients.take, parameters))
 
     def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
         DelayedGradients.add(parameter, cotangent)

@@ -12,6 +12,7 @@ from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense, is_dense
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
+from hyper_parallel.platform.mindspore.private import check_cell
 
 __all__ = ["ModuleVerbs"]
 
@@ -86,10 +87,18 @@ class ModuleVerbs:
     def own_parameters(self, module: Any) -> Mapping[str, Any]:
         return module._params
 
-    def replace_forward(self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def replace_forward(
+        self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+    ) -> None:
         cls: Any = type(module)
-        object.__setattr__(module, "_replaced_forward", make(cls.construct))
-        module.__class__ = _class_with_replaced_forward(cls)
+        if methods is not None:
+            # Other tensors may stand where parameters are when these are first called.
+            for _, cell in module.cells_and_names():
+                check_cell(cell)
+        replaced = module.__dict__.get("_replaced_forward")
+        object.__setattr__(module, "_replaced_forward", make(cls.construct if replaced is None else replaced))
+        if replaced is None or methods is not None:
+            module.__class__ = _class_with_replaced_forward(cls, methods)
 
     def register_forward_pre_hook(
         self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
@@ -103,14 +112,15 @@ class ModuleVerbs:
 
 
 @cache
-def _class_with_replaced_forward(cls: type) -> type:
+def _class_with_replaced_forward(cls: type, methods: type | None) -> type:
     """A subclass under the same name. The cell keeps a function, not a bound method: copies run it on themselves."""
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "construct": construct})
+    bases = (cls,) if methods is None else (methods, cls)
+    return type(cls.__name__, bases, {**names, "construct": construct})
 
 
 _SPARSE = (COOTensor, CSRTensor)

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.torch.private import bare_apply, graph_task
+from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_callback
 
 __all__ = [
     *("NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
@@ -64,6 +64,14 @@ class AutogradVerbs(Platform):
         """See `Platform.in_backward`."""
         return graph_task() != -1
 
+    def backward_pass(self) -> Any:
+        """See `Platform.backward_pass`."""
+        task = graph_task()
+        return None if task == -1 else task
+
+    #: See `Platform.after_backward`.
+    after_backward: Any = staticmethod(queue_callback)
+
     def autograd_function(
         self, forward: Callable[..., torch.Tensor], backward: Callable[..., torch.Tensor]
     ) -> Callable[..., torch.Tensor]:
@@ -99,6 +107,7 @@ class AutogradVerbs(Platform):
         """See `Platform.joint_function`."""
 
         def run_forward(ctx: Any, static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            ctx.set_materialize_grads(False)
             with no_dispatch():
                 return tuple(y.detach() for y in forward(ctx, static, *xs))
 

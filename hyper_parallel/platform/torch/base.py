@@ -59,8 +59,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
             name = f"{cls.__module__}.{cls.__qualname__}"
             if cls.__module__.startswith("torch.distributed.tensor"):
                 return (
-                    f"torch's own DTensor ({name}), which hyper_parallel's cannot be made of and cannot meet: give "
-                    "it x.full_tensor(), or parallelise the model with hyper_parallel alone"
+                    f"torch's own DTensor ({name}), which does not meet hyper_parallel's as it is: give "
+                    "hyper_parallel.torch.from_torch_dtensor(x), or x.full_tensor(); and apply parallelize_module "
+                    "before torch's fully_shard, not after it"
                 )
             return (
                 f"a {name}, which computes in its own way and is no plain tensor: give the plain tensor that it stands "
@@ -113,12 +114,16 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     frees_storage = True
 
     def free_storage(self, x: torch.Tensor) -> None:
-        """See `Platform.free_storage`."""
-        x.untyped_storage().resize_(0)
+        """See `Platform.free_storage`. What NumPy looks at, too, torch does not free."""
+        storage = x.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
 
     def refill_storage(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """See `Platform.refill_storage`. Of what is written to ``data`` autograd does not count the writes."""
-        x.untyped_storage().resize_(x.nbytes)
+        storage = x.untyped_storage()
+        if storage.resizable():
+            storage.resize_(x.nbytes)
         x.data.copy_(values)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:

@@ -25,11 +25,15 @@ from hyper_parallel.platform.torch.private import tracer as _tracer
 __all__ = ["call_quickly", "replace_forward"]
 
 
-def replace_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace_forward(
+    module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+) -> None:
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
-    module.__dict__["_replaced_forward"] = make(cls.forward)
-    module.__class__ = _with_replaced_forward(cls)
+    replaced = module.__dict__.get("_replaced_forward")
+    module.__dict__["_replaced_forward"] = make(cls.forward if replaced is None else replaced)
+    if replaced is None or methods is not None:
+        module.__class__ = _with_replaced_forward(cls, methods)
 
 
 def call_quickly(module: nn.Module) -> None:
@@ -40,11 +44,11 @@ def call_quickly(module: nn.Module) -> None:
 
 
 @cache
-def _with_replaced_forward(cls: Any) -> type:
+def _with_replaced_forward(cls: Any, methods: type | None) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
 
-    return _derive(cls, {"forward": forward})
+    return _derive(cls, {"forward": forward}, methods)
 
 
 @cache
@@ -52,9 +56,9 @@ def _with_quick_call(cls: Any) -> type:
     return _derive(cls, {})
 
 
-def _derive(cls: Any, methods: dict[str, Any]) -> type:
-    """A class under the name of ``cls`` that has these methods, and a ``__call__`` that does what that of
-    `torch.nn.Module` does."""
+def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type:
+    """A class under the name of ``cls`` that has these methods, those of the class ``base``, and a ``__call__`` that
+    does what that of `torch.nn.Module` does."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
@@ -102,4 +106,5 @@ def _derive(cls: Any, methods: dict[str, Any]) -> type:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_quick": True}
     if _calls_quickly and (cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False)):
         methods = {**methods, "__call__": call}
-    return type(cls.__name__, (cls,), {**names, **copying_methods(cls), **methods})
+    bases = (cls,) if base is None else (base, cls)
+    return type(cls.__name__, bases, {**names, **copying_methods(cls), **methods})

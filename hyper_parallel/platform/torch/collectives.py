@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract import NativeMesh, Platform
 from hyper_parallel.platform.timeout import timeout_seconds
-from hyper_parallel.platform.torch import launch, lost_ranks
+from hyper_parallel.platform.torch import launch, lost_ranks, native_meshes
 from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
 
@@ -122,6 +123,16 @@ class CommunicationVerbs(Platform):
     def native_group(self, group: Any) -> Any:
         """See `Platform.native_group`."""
         return None if group is None else _resolve(group)
+
+    def native_mesh(
+        self, ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Any], root: Any = None
+    ) -> Any:
+        """See `Platform.native_mesh`."""
+        return native_meshes.make_mesh(ranks, names, groups, root, self.device_type)
+
+    def describe_native_mesh(self, native: Any) -> NativeMesh:
+        """See `Platform.describe_native_mesh`."""
+        return native_meshes.describe_mesh(native, self.device_type, _Group)
 
     # ------------------------------------------------------------------------------------------------ collectives
     def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:

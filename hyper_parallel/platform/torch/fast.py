@@ -101,16 +101,21 @@ class TorchFast(Fast):
 
         return make_apply("Pair", run_forward, _without_context(backward))
 
-    def can_delay_gradient(self, parameter: torch.Tensor) -> bool:
+    def can_delay_gradient(self, *parameters: torch.Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
-        # What runs now is the view's own backward, with the node that accumulates next to it if this is a leaf.
+        if any("_read_in_backward" in p.__dict__ for p in parameters):
+            return False
+        # What runs now is the function's own backward, with the nodes that accumulate next to it if these are leaves.
         node = current_node()
-        accumulation: Any = node.next_functions[0][0] if node is not None else None
+        nodes = () if node is None else [edge[0] for edge in node.next_functions]
+        if len(nodes) != len(parameters):
+            return False
         with no_dispatch():
-            if parameter._post_accumulate_grad_hooks or getattr(accumulation, "variable", None) is not parameter:
-                return False
+            for parameter, accumulation in zip(parameters, nodes, strict=True):
+                if parameter._post_accumulate_grad_hooks or getattr(accumulation, "variable", None) is not parameter:
+                    return False
         try:
-            return will_execute(accumulation)
+            return all(map(will_execute, nodes))
         except RuntimeError:
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
@@ -118,7 +123,10 @@ class TorchFast(Fast):
         """See `Fast.add_to_gradient`."""
         with no_dispatch():
             gradient: Any = parameter.grad
-            gradient.add_(cotangent)
+            if gradient is None:
+                parameter.grad = cotangent
+            else:
+                gradient.add_(cotangent)
 
     def linear_view(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, takes
-from hyper_parallel.platform.torch import checkpoints, class_losses, levels, wrappers
+from hyper_parallel.platform.torch import checkpoints, class_losses, fully_sharded, levels, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -21,7 +21,8 @@ __all__ = ["PATCHES"]
 
 _TESTED = "2.13 to 2.15"
 _STATES = "torch.distributed._state_dict_utils"
-_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+_OF_PARAMETERS = "mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
 
 
 _patch = partial(Patch, versions=_TESTED)
@@ -150,11 +151,26 @@ PATCHES = PatchSet(
                 "torch.autograd.forward_ad.enter_dual_level": levels.following,
             }.items()
         ),
-        _optional(
-            targets=(f"{_FSDP2}.FSDPParam._init_sharded_param",),
+        _patch(
+            targets=(f"{_FSDP2}._fsdp_param_group.FSDPParamGroup.__init__",),
+            reason="``fully_shard`` changes some parameters of a module before it finds one that cannot be sharded",
+            make=fully_sharded.checking_parameters,
+            check=takes(f"self params modules {_OF_PARAMETERS}"),
+            after=f"{_FSDP2}._fsdp_param_group",
+        ),
+        _patch(
+            targets=(f"{_FSDP2}._fsdp_param.FSDPParam.__init__",),
             reason="``fully_shard`` cuts distributed parameters by operations that differ from rank to rank, and hangs",
-            make=wrappers.refuse_distributed_parameters,
-            after=_FSDP2,
+            make=fully_sharded.converting_parameter,
+            check=takes(f"self param module_info {_OF_PARAMETERS}"),
+            after=f"{_FSDP2}._fsdp_param",
+        ),
+        _optional(
+            targets=(f"{_FSDP2}._fsdp_common.DataParallelMeshInfo.__post_init__",),
+            reason="``fully_shard`` takes this library's meshes for torch's, and fails where it looks closer",
+            make=fully_sharded.taking_meshes,
+            check=takes("self"),
+            after=f"{_FSDP2}._fsdp_common",
         ),
     ],
     classes=lambda: [State.tensor_class],

@@ -11,8 +11,10 @@ it is called: torch documents it for subclasses of tensors.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,9 +49,12 @@ __all__ = [
     "native",
     "native_functions",
     "old_vmap_level",
+    "queue_callback",
+    "root_of_mesh",
     "run_engine",
     "same_implementation",
     "saved_tensor_hooks",
+    "strided_shard",
     "tracer",
     "transform_level",
     "will_execute",
@@ -146,6 +151,10 @@ current_node: Callable[[], Any] = _take("_C._current_autograd_node", lambda f: f
 will_execute: Callable[[Any], bool] = _take("_C._will_engine_execute_node", callable, lambda _: False)
 #: -1 outside of backward.
 graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int))
+#: Called inside of backward, what it is given is called when the pass is complete.
+queue_callback: Callable[[Callable[[], None]], None] = _take(
+    "autograd.Variable._execution_engine.queue_callback", callable
+)
 run_engine: Callable[..., Any] = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
 
 
@@ -246,6 +255,17 @@ if dist.is_available():
     for _name in ("_get_backend", "_allgather_base", "_reduce_scatter_base"):
         _take(f"distributed.ProcessGroup.{_name}", callable)
     default_store: Callable[[], Any] = _take("distributed.distributed_c10d._get_default_store", callable)
+    #: The mesh that one of torch's was sliced from, itself where it was not.
+    root_of_mesh: Callable[[Any], Any] = _take("distributed.device_mesh.DeviceMesh._get_root_mesh", callable)
+
+
+@cache
+def strided_shard() -> Any:
+    """The placement of torch's own DTensors for a dimension that a mesh dimension to the right has cut before. Looked
+    for when it is asked for: its module takes long to import."""
+    importlib.import_module("torch.distributed.tensor")
+    return _take("distributed.tensor.placement_types._StridedShard", inspect.isclass)
+
 
 # ---------------------------------------------------------------------------------------------- classes and transforms
 

@@ -100,7 +100,7 @@ def _as_tuple(grads: Any) -> tuple:
 
 def sgd(module: nn.Cell, rate: float) -> Callable[[dict[str, Any]], None]:
     """A function that takes one step of the framework's SGD, given what `model_value_and_grads` gives."""
-    named = dict(module.parameters_and_names())
+    named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
     optimizer = nn.SGD(list(named.values()), rate)
     return lambda grads: optimizer(tuple(grads[name] for name in named))
 

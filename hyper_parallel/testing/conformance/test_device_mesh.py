@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hyper_parallel import DeviceMesh, DTensor, Partial, Shard, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.device_mesh import current_mesh
@@ -94,3 +95,71 @@ def made_after_slices() -> None:
 
 def test_mesh_that_is_a_dimension_of_another_one_on_some_ranks(pool: Any) -> None:
     pool.run(4, made_after_slices)
+
+
+def roots() -> None:
+    """A slice knows the mesh that it is of. Slices of different meshes are different, though their ranks are equal."""
+    mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
+    tp = mesh["tp"]
+    assert mesh.get_root_mesh() is mesh and tp.get_root_mesh() is mesh
+    assert mesh["tp", "dp"]["dp"] is mesh["dp"] and mesh["tp", "dp"].get_root_mesh() is mesh
+    assert tp["tp"] is tp and tp._flatten() is tp
+    ranks = mesh.mesh.tolist()
+    alone = [DeviceMesh(None, row, mesh_dim_names=("tp",)) for row in ranks][mesh.get_local_rank("dp")]
+    assert alone.mesh.tolist() == tp.mesh.tolist() and alone is not tp and alone.get_root_mesh() is alone
+    other = DeviceMesh(None, [ranks], mesh_dim_names=("pp", "dp", "tp"))
+    assert other["tp"].mesh.tolist() == tp.mesh.tolist() and other["tp"] is not tp
+    for one in (mesh, tp, alone, other["tp"], other["dp", "tp"]):
+        assert pickle.loads(pickle.dumps(one)) is one
+    for pair in ([tp, other["dp"]], [tp, alone]):
+        assert "are not slices of one mesh: make one" in message(lambda pair=pair: DeviceMesh._concatenate(pair))
+    assert "in common" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
+    assert DeviceMesh._concatenate([tp, mesh["dp"]]) is mesh
+    assert DeviceMesh._concatenate([other["tp"], other["pp"]]) is other["pp", "tp"]
+    unnamed = DeviceMesh(None, [[0, 1], [2, 3]])
+    assert DeviceMesh._concatenate([unnamed]) is unnamed
+    assert "has no mesh_dim_names" in message(unnamed._flatten)
+
+
+def flattened(shape: tuple[int, ...]) -> None:
+    """Several dimensions as one, with a group of its own."""
+    mesh = init_device_mesh(mesh_shape=shape, mesh_dim_names=("replicate", "shard", "tp"))
+    both = mesh["replicate", "shard"]
+    dp = both._flatten("dp")
+    assert (dp.shape, dp.mesh_dim_names, dp.get_root_mesh()) == ((shape[0] * shape[1],), ("dp",), mesh)
+    assert dp.mesh.tolist() == both.mesh.ravel().tolist()
+    assert mesh["dp"] is dp and both["dp"] is dp and both._flatten("dp") is dp and pickle.loads(pickle.dumps(dp)) is dp
+    assert both._flatten().mesh_dim_names == ("replicate_shard",)
+    assert mesh["dp", "tp"].shape == (dp.size(), shape[2])
+    assert DeviceMesh._concatenate([mesh["tp"], dp]) is mesh["dp", "tp"]
+    assert DeviceMesh._concatenate([mesh["tp"], both]) is mesh
+    assert "have a dimension of their root in common" in message(lambda: DeviceMesh._concatenate([mesh["shard"], dp]))
+    assert "another dimension named 'tp'" in message(lambda: both._flatten("tp"))
+    assert "another dimension named 'dp'" in message(lambda: mesh["shard", "tp"]._flatten("dp"))
+    for wrong in (lambda: mesh["dp", "shard"], lambda: mesh["tp"]["dp"]):
+        try:
+            wrong()
+        except KeyError as error:
+            assert "a dimension is named twice" in str(error) or "has no dimension 'dp'" in str(error)
+        else:
+            raise AssertionError("no KeyError")
+    adapter = get_adapter()
+    x = DTensor.from_local(adapter.tensor(np.ones(1, np.float32)), mesh["dp", "tp"], [Partial(), Shard(0)])
+    assert adapter.numpy(x).tolist() == [dp.size()] * shape[2]
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no ValueError")
+
+
+def test_roots(pool: Any) -> None:
+    pool.run(4, roots)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=str)
+def test_flattened_dimensions(pool: Any, shape: tuple[int, ...]) -> None:
+    pool.run(4, flattened, shape)

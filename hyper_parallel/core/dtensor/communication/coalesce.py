@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
@@ -44,7 +45,11 @@ class coalesce_gradients:
     _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]]
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-        """Whether the block will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient of ``parameter``."""
+        """Whether the block, or data parallelism, will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient
+        of ``parameter``."""
+        if parameter._collect is not None:
+            parameter._collect(cotangent, mesh, mesh_dims)
+            return True
         if not (mesh.platform.fast or NOTHING_FASTER).can_delay_gradient(parameter):
             return False
         self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), []).append((parameter, cotangent))
@@ -64,10 +69,14 @@ class coalesce_gradients:
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
-                parameters, cotangents = zip(*entries, strict=True)
-                totals = collectives.together(cotangents, platform, collectives.all_reduce_over, mesh, mesh_dims)
-                for parameter, total in zip(parameters, totals, strict=True):
-                    fast.add_to_gradient(parameter, total)
+                summed = sum_together([cotangent for _, cotangent in entries], mesh, mesh_dims)
+                for (parameter, _), gradient in zip(entries, summed, strict=True):
+                    fast.add_to_gradient(parameter, gradient)
+
+
+def sum_together(cotangents: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[Any]:
+    """The sums of plain tensors of one dtype over mesh dimensions, by one all-reduce along each."""
+    return collectives.together(cotangents, mesh.platform, collectives.all_reduce_over, mesh, mesh_dims)
 
 
 def open_block() -> coalesce_gradients | None:

@@ -78,7 +78,7 @@ def check_local_collective(
                     "over which the tensor is the same, such as mesh['dp'].get_group(), or full_tensor() for the "
                     "whole tensor and to_local() for this rank's shard"
                 )
-            if layout.shape[placement.dim] % layout.shard_count(placement.dim):
+            if len(layout.part_sizes(placement.dim)) > 1:
                 raise ValueError(
                     f"{where} shards differ in size: use full_tensor(), or pad what to_local() gives to one size"
                 )

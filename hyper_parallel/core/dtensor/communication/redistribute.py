@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.communication.transitions import (
     linear_key,
 )
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.cuts import cut_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 
@@ -99,8 +100,8 @@ def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The cheapest steps from ``source`` to ``target`` (same mesh and shape), the same on every rank.
 
-    A tensor dimension that several mesh dimensions shard nests, the first outermost: only the innermost split can be
-    undone, and a new one can only be added innermost. The search over placements respects that by construction.
+    A tensor dimension that several mesh dimensions shard nests, in the order of the cuts: only the last cut can be
+    undone, and a new one can only be added as the last. The search over placements respects that by construction.
     """
     return _PLANS[source, target]
 
@@ -199,12 +200,9 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
 
 
 def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:
-    """Whether ``shard`` on ``mesh_dim`` would be the innermost split of its tensor dimension, and with packed shards
-    the only one."""
-    others = [i for i, p in enumerate(layout.placements) if i != mesh_dim and p.is_shard(shard.dim)]
-    packed = layout.packed_mesh_dim
-    if isinstance(shard, PackedShard) and (others or packed not in (None, mesh_dim)):
+    """Whether ``shard`` on ``mesh_dim`` would be the last cut of its tensor dimension."""
+    if layout.placements[mesh_dim] is shard or (isinstance(shard, PackedShard) and layout.packed_mesh_dim is not None):
         return False
-    if packed in others:
-        return False
-    return layout.placements[mesh_dim] is not shard and all(d < mesh_dim for d in others)
+    placements = (*layout.placements[:mesh_dim], shard, *layout.placements[mesh_dim + 1 :])
+    order = cut_order(placements, layout.mesh.shape, shard.dim)
+    return order is not None and order[-1] == mesh_dim

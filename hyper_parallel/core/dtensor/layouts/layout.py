@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges, shard_sizes
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
+from hyper_parallel.core.dtensor.layouts.cuts import cut_order, ranges_of, strided_factors
+from hyper_parallel.core.dtensor.placement_types import (
+    PackedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from hyper_parallel.core.lookalikes import import_hint
 
 if TYPE_CHECKING:
@@ -18,8 +26,8 @@ class Layout:
     """Mesh, placements and global shape of a distributed tensor, and what follows from them for this rank.
 
     Two tensor dimensions sharded by the same mesh dimension are impossible; one tensor dimension may be sharded by
-    several mesh dimensions, the first one outermost, unless its shards are packed. Get one with `get_layout`; equal
-    layouts are the same object.
+    several mesh dimensions, in the order that the placements say (see `cuts`). Get one with `get_layout`; equal layouts
+    are the same object.
 
     Attributes:
         mesh: the `DeviceMesh`.
@@ -35,6 +43,7 @@ class Layout:
     __slots__ = (
         "__weakref__",
         "_cotangent",
+        "_cuts",
         "_tells_strides",
         "local_offset",
         "local_shape",
@@ -55,17 +64,18 @@ class Layout:
         )
         self._cotangent: Layout | None = None
         self._tells_strides: bool | None = None
+        #: tensor dimension that is sharded -> the mesh dimensions that cut it, in their order.
+        self._cuts = {p.dim: cut_order(placements, mesh.shape, p.dim) or () for p in placements if isinstance(p, Shard)}
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             self.local_shape: tuple[int, ...] = (0,)
             self.local_offset: tuple[int, ...] = (0,) * len(shape)
             return
         sizes, offsets = list(shape), [0] * len(shape)
-        for mesh_dim, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                parts = shard_sizes(placement, sizes[placement.dim], mesh.shape[mesh_dim])
-                sizes[placement.dim] = parts[coordinate[mesh_dim]]
-                offsets[placement.dim] += sum(parts[: coordinate[mesh_dim]])
+        for dim, cuts in self._cuts.items():
+            pieces = ranges_of(shape[dim], cuts, placements, mesh.shape, coordinate)
+            sizes[dim] = sum(length for _, length in pieces)
+            offsets[dim] = pieces[0][0]
         self.local_shape = tuple(sizes)
         self.local_offset = tuple(offsets)
 
@@ -112,8 +122,8 @@ class Layout:
         return get_layout(self.mesh, tuple(placements), self.shape)
 
     def shard_mesh_dims(self, dim: int) -> tuple[int, ...]:
-        """Mesh dimensions that shard tensor dimension ``dim``, outermost first."""
-        return tuple(i for i, p in enumerate(self.placements) if p.is_shard(dim))
+        """Mesh dimensions that shard tensor dimension ``dim``, in the order in which they cut it."""
+        return self._cuts.get(dim, ())
 
     def shard_count(self, dim: int) -> int:
         """Number of pieces that tensor dimension ``dim`` is split into."""
@@ -123,15 +133,16 @@ class Layout:
         return count
 
     def size_within(self, dim: int, mesh_dim: int) -> int:
-        """Size of tensor dimension ``dim`` on this rank after the splits by the mesh dimensions before ``mesh_dim``."""
+        """Size of tensor dimension ``dim`` on this rank after the cuts that come before that of ``mesh_dim``."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return 0
         size = self.shape[dim]
         for outer in self.shard_mesh_dims(dim):
-            if outer < mesh_dim:
-                placement: Any = self.placements[outer]
-                size = shard_sizes(placement, size, self.mesh.shape[outer])[coordinate[outer]]
+            if outer == mesh_dim:
+                break
+            placement: Any = self.placements[outer]
+            size = shard_sizes(placement, size, self.mesh.shape[outer])[coordinate[outer]]
         return size
 
     @property
@@ -149,7 +160,8 @@ class Layout:
         packed = self.packed_mesh_dim
         if packed is not None and coordinate is not None:
             placement: Any = self.placements[packed]
-            ranges[placement.dim] = packed_ranges(placement, coordinate[packed], self.mesh.shape[packed])
+            dim = placement.dim
+            ranges[dim] = ranges_of(self.shape[dim], self._cuts[dim], self.placements, self.mesh.shape, coordinate)
         return tuple(ranges)
 
     def local_index(self) -> tuple[slice | list[int], ...]:
@@ -242,13 +254,35 @@ def normalize_placements(
             f"{what} is placed {list(normal)}: a {' and a '.join(sorted(kinds))} do not commute, so the value would "
             "depend on which is taken first; reduce one of them before"
         )
-    for packed in (p for p in normal if isinstance(p, PackedShard)):
-        if sum(isinstance(p, PackedShard) or p.is_shard(packed.dim) for p in normal) > 1:
-            raise ValueError(
-                f"{what} is placed {list(normal)}: next to {packed!r} no other placement may be packed or shard tensor "
-                f"dimension {packed.dim}; shard another dimension"
-            )
+    if any(isinstance(p, (PackedShard, StridedShard)) for p in normal):
+        _check_order(normal, mesh, what)
     return normal
+
+
+def _check_order(placements: tuple[Placement, ...], mesh: DeviceMesh, what: str) -> None:
+    """Raise ValueError where there is no order of the cuts that strided and packed shards say."""
+    packed = [p for p in placements if isinstance(p, PackedShard)]
+    if len(packed) > 1:
+        raise ValueError(f"{what} is placed {list(placements)}: one placement at most may be packed")
+    for mesh_dim in reversed(range(mesh.ndim)):
+        placement: Any = placements[mesh_dim]
+        if not isinstance(placement, StridedShard):
+            continue
+        dim, factors = placement.dim, strided_factors(placements, mesh.shape, mesh_dim, placement.dim)
+        if placement.split_factor not in factors:
+            use = "".join(f", or {StridedShard(dim, factor)!r}" for factor in factors)
+            raise ValueError(
+                f"{what} is placed {list(placements)}: the split_factor of {placement!r} on mesh dimension "
+                f"{mesh.dim_label(mesh_dim)} is no product of the sizes of mesh dimensions to its right that cut "
+                f"tensor dimension {dim} before it, of a mesh of shape {mesh.shape}: use Shard({dim}){use}"
+            )
+    for shard in packed:
+        if cut_order(placements, mesh.shape, shard.dim) is None:
+            raise ValueError(
+                f"{what} is placed {list(placements)}: {shard!r} must be the first cut of tensor dimension "
+                f"{shard.dim}; shard another dimension, or after it, to its right or with StridedShard({shard.dim}, "
+                f"split_factor) to its left"
+            )
 
 
 def _resolve(placement: PackedShard, shape: tuple[int, ...], mesh_dim: str) -> PackedShard:
@@ -271,6 +305,8 @@ def _normalize(placement: Any, mesh_dim: int, mesh: DeviceMesh, ndim: int, what:
                 else f"{placement!r} on mesh dimension {mesh.dim_label(mesh_dim)} is out of range: {what} has no "
                 "dimensions; use Replicate() or Partial()"
             )
+        if isinstance(placement, StridedShard) and placement.split_factor == 1:
+            placement = Shard(placement.dim)
         return placement if placement.dim >= 0 else placement.with_dim(placement.dim + ndim)
     if isinstance(placement, (Replicate, Partial)):
         return placement

@@ -6,15 +6,17 @@ data: everything replicated; one label sharded; or, for a sum of products, the p
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
 from hyper_parallel.core.dtensor.communication.redistribute import redistribution_cost
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
+from hyper_parallel.core.dtensor.layouts.cuts import cut_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import Label, OpSharding
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,18 @@ class Strategy:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One way to run on one mesh dimension: ``label`` is sharded, if any is; ``packed`` if the shards are packed. Where
-    not all ranks compute the same (``splits``), each gives a part of the gradients of replicated operands."""
+    """One way to run on one mesh dimension: ``label`` is sharded as ``shard`` says, if any is. Where not all ranks
+    compute the same (``splits``), each gives a part of the gradients of replicated operands."""
 
     operands: tuple[Placement | None, ...]
     results: tuple[Placement, ...]
     label: Label | None = None
-    packed: bool = False
+    shard: Shard | None = None
     splits: bool = True
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.shard, PackedShard)
 
 
 def solve(
@@ -68,28 +74,17 @@ def solve(
     layouts = tuple(
         layout.cotangent if i in sharding.unread and layout is not None else layout for i, layout in enumerate(layouts)
     )
-    shards_of_label: dict[Label, int] = {}
-    whole_labels: set[Label] = set()  # of packed shards, which no other mesh dimension can split further
-    chosen: list[_Choice] = []
-    for mesh_dim in range(mesh.ndim):
-        kept = None if pinned is None else layouts[pinned]
-        choices = [
-            c
-            for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim])
-            if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
-            and c.label not in whole_labels
-            and (packed or not c.packed)
-            and not (c.packed and (whole_labels or c.label in shards_of_label))
-            and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
-        ]
-        if not choices:
+    # An order of cuts that is not the natural one is kept where all of its cuts are. A label with some of them only is
+    # cut in the natural order instead.
+    natural: set[Label] = set()
+    while True:
+        chosen = _choose(sharding, layouts, mesh, pinned, natural, packed)
+        if chosen is None:
             return None
-        best = min(choices, key=lambda c: _cost(c, layouts, mesh_dim))
-        chosen.append(best)
-        if best.label is not None:
-            shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
-            if best.packed:
-                whole_labels.add(best.label)
+        misfits = _without_order(chosen, mesh)
+        if not misfits:
+            break
+        natural |= misfits
     operands = tuple(
         None if layout is None else layout.with_placements(tuple(c.operands[i] or Replicate() for c in chosen))
         for i, layout in enumerate(layouts)
@@ -110,11 +105,56 @@ def solve(
     return Strategy(operands, partial, results)
 
 
-def _choices(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, mesh_size: int) -> list[_Choice]:
+def _choose(
+    sharding: OpSharding,
+    layouts: tuple[Layout | None, ...],
+    mesh: DeviceMesh,
+    pinned: int | None,
+    natural: set[Label],
+    packed: bool,
+) -> list[_Choice] | None:
+    """The cheapest choice for each mesh dimension, with the labels ``natural`` cut in the natural order."""
+    kept = None if pinned is None else layouts[pinned]
+    shards_of_label: dict[Label, int] = {}
+    packed_label: Label | None = None
+    chosen: list[_Choice] = []
+    for mesh_dim in range(mesh.ndim):
+        choices = [
+            c
+            for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim], natural)
+            if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            and (packed or not c.packed)
+            and (packed_label is None or not (c.packed or (c.label in natural and c.label == packed_label)))
+            and not (c.packed and c.label in shards_of_label and c.label in natural)
+            and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
+        ]
+        if not choices:
+            return None
+        best = min(choices, key=lambda c: _cost(c, layouts, mesh_dim))
+        chosen.append(best)
+        if best.label is not None:
+            shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
+            packed_label = best.label if best.packed else packed_label
+    return chosen
+
+
+def _without_order(chosen: list[_Choice], mesh: DeviceMesh) -> set[Label]:
+    """The labels that are cut in no possible order."""
+    found: set[Label] = set()
+    for label in {c.label for c in chosen if c.label is not None}:
+        placements = tuple(c.shard if c.shard and c.label == label else Replicate() for c in chosen)
+        if cut_order(placements, mesh.shape, 0) is None:
+            found.add(label)
+    return found
+
+
+def _choices(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, mesh_size: int, natural: set[Label]
+) -> list[_Choice]:
     replicated = tuple(None if labels is None else Replicate() for labels in sharding.operands)
     choices = [
         _Choice(replicated, (Replicate(),) * len(sharding.results), splits=False),
-        *(_sharded(sharding, label, shard) for label, shard in _sharded_labels(sharding, layouts, mesh_dim)),
+        *(_sharded(sharding, label, shard) for label, shard in _sharded_labels(sharding, layouts, mesh_dim, natural)),
         _unpacked(sharding, layouts, mesh_dim, mesh_size),
         *(_partial(sharding, layouts, mesh_dim, reduce_op) for reduce_op in ("sum", "avg")),
     ]
@@ -122,15 +162,16 @@ def _choices(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
 
 
 def _sharded_labels(
-    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, natural: set[Label]
 ) -> list[tuple[Label, Shard]]:
-    """The labels that some operand has sharded, with how it is: the parts of a packed shard count, not its dim."""
+    """The labels that some operand has sharded, with how it is: parts and strides count, not the dim."""
     found: list[tuple[Label, Shard]] = []
     for labels, layout in zip(sharding.operands, layouts, strict=True):
         if labels is not None and layout is not None and isinstance(p := layout.placements[mesh_dim], Shard):
             label = labels[p.dim]
-            if label is not None and (label, p.with_dim(0)) not in found:
-                found.append((label, p.with_dim(0)))
+            shard = Shard(0) if label in natural and isinstance(p, StridedShard) else p.with_dim(0)
+            if label is not None and (label, shard) not in found:
+                found.append((label, shard))
     return found
 
 
@@ -138,11 +179,11 @@ def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim
     """Packed shards taken apart: each part is sharded along a dimension of a result."""
     packed = layouts[0].placements[mesh_dim] if layouts and layouts[0] is not None else None
     for dim, sizes, result_dim in sharding.unpack:
-        if packed is PackedShard(dim, sizes):
+        if packed is PackedShard(dim, sizes) and layouts[0] is not None and len(layouts[0].shard_mesh_dims(dim)) == 1:
             after = tuple(shape[result_dim] for shape in sharding.result_shapes)
             if sizes == after or all(n % size == 0 for n in (*sizes, *after)):
                 results = (Shard(result_dim),) * len(after)
-                return _Choice((packed,), results, ("unpacked", dim), packed=True)
+                return _Choice((packed,), results, ("unpacked", dim), packed.with_dim(0))
     return None
 
 
@@ -171,7 +212,7 @@ def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None
         else Replicate()
         for i, labels in enumerate(sharding.operands)
     )
-    return _Choice(operands, results, label, packed=isinstance(shard, PackedShard))
+    return _Choice(operands, results, label, shard)
 
 
 def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
@@ -213,12 +254,21 @@ def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) ->
     for placement, layout in zip(choice.operands, layouts, strict=True):
         if layout is not None and placement is not None and placement is not layout.placements[mesh_dim]:
             # On its own mesh dimension: what the others need does not depend on this choice.
-            before: list[Placement] = [Replicate()] * layout.mesh.ndim
-            after = list(before)
-            before[mesh_dim], after[mesh_dim] = layout.placements[mesh_dim], placement
+            before, after = _alone(layout, mesh_dim, layout.placements[mesh_dim]), _alone(layout, mesh_dim, placement)
+            # The order of cuts changes by way of whole tensors.
+            between = [before, _alone(layout, mesh_dim, Replicate()), after] if before is after else [before, after]
             try:
-                moved += redistribution_cost(layout.with_placements(before), layout.with_placements(after))
+                moved += sum(itertools.starmap(redistribution_cost, itertools.pairwise(between)))
             except ValueError:
                 return (math.inf, 0.0)
     # Between equal costs the one that computes less.
     return (moved, 0.0 if choice.label is not None else 1.0)
+
+
+def _alone(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
+    """The tensor placed so on one mesh dimension and replicated on the others."""
+    if isinstance(placement, StridedShard):
+        placement = Shard(placement.dim)
+    placements: list[Placement] = [Replicate()] * layout.mesh.ndim
+    placements[mesh_dim] = placement
+    return layout.with_placements(placements)

@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
 from hyper_parallel.platform.torch.handlers.norms import reduced, widened
+from hyper_parallel.platform.torch.native_dtensors import are_native_apart, from_native, is_native, to_native
 from hyper_parallel.platform.torch.tensor import State, layout_of
 
 __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
@@ -44,7 +45,8 @@ def norm_clipping(original: Any) -> Any:
         foreach: bool | None = None,
     ) -> Any:
         parameters = _listed(parameters)
-        if tensor_class not in map(type, parameters):
+        if are_native_apart(parameters, tensor_class) or tensor_class not in map(type, parameters):
+            # Torch's own calls the functions below.
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         max_norm = float(max_norm)
         with torch.no_grad(), no_dispatch():
@@ -68,14 +70,16 @@ def total_norm_of_all(original: Any) -> Any:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Any:
         tensors = _listed(tensors)
-        if tensor_class not in map(type, tensors):
+        native = are_native_apart(tensors, tensor_class)
+        if not native and tensor_class not in map(type, tensors):
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         with torch.no_grad():
-            tensors = [reduced(x) for x in tensors]
+            tensors = [reduced(from_native(x) if native and is_native(x) else x) for x in tensors]
             layouts = [layout_of(x) for x in tensors]
             with no_dispatch(), _plain(tensors, tensor_class):
                 total, mesh = _global_norm(original, tensors, layouts, norm_type, error_if_nonfinite, foreach)
-        return State.core.replicated(total, mesh)
+        norm = State.core.replicated(total, mesh)
+        return to_native(norm) if native else norm
 
     return get_total_norm
 
@@ -87,7 +91,10 @@ def scaling_to_norm(original: Any) -> Any:
     @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
         parameters = _listed(parameters)
-        if tensor_class not in map(type, parameters):
+        if are_native_apart(parameters, tensor_class):
+            parameters = [_LocalGradient(p.grad) for p in parameters]
+            total_norm = from_native(total_norm) if is_native(total_norm) else total_norm
+        elif tensor_class not in map(type, parameters):
             return original(parameters, max_norm, total_norm, foreach)
         max_norm = float(max_norm)
         with torch.no_grad():
@@ -113,6 +120,13 @@ def value_clipping(original: Any) -> Any:
             return original(parameters, clip_value, foreach)
 
     return clip_grad_value_
+
+
+class _LocalGradient:
+    """What stands for a parameter whose gradient is one of torch's own DTensors: its ``grad`` is the local part."""
+
+    def __init__(self, gradient: Any) -> None:
+        self.grad = gradient.to_local() if gradient is not None and is_native(gradient) else gradient
 
 
 def _listed(tensors: Any) -> Any:

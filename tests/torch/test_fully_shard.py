@@ -70,7 +70,7 @@ def models(mesh: Any, dtype: torch.dtype = torch.float16) -> tuple[Any, Any, lis
     torch.manual_seed(0)
     plain = Model(dtype).to(device())
     parts = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)).to(device()) for i in range(mesh.size())]
-    return plain, fully_shard(copy.deepcopy(plain), mesh=mesh), [x.requires_grad_() for x in parts]
+    return plain, fully_shard(copy.deepcopy(plain), mesh=mesh, reshard_after_forward=True), [x.requires_grad_() for x in parts]
 
 
 def check(plain: Any, sharded: Any, what: str, tolerance: float = 5e-3) -> None:
@@ -137,9 +137,25 @@ def graphs(mesh: Any) -> None:
         torch.autograd.grad(total(sharded(x)), list(sharded.parameters()), create_graph=True)
     with pytest.raises(TypeError, match="returns a set"):
         fully_shard(Calls(lambda linear, x: {linear(x)}), mesh=mesh)(x)
-    inside = fully_shard(Calls(lambda linear, x: checkpoint(linear, x, use_reentrant=False).sin()), mesh=mesh)
-    with pytest.raises(ValueError, match="got a plain tensor"):
-        inside(x).sum().backward()
+
+
+@on_mesh()
+def checkpoints_inside(mesh: Any) -> None:
+    """What is computed again in backward finds whole parameters, and its gradients are reduced with the others."""
+    for reentrant in (False, True):
+        torch.manual_seed(3)
+        plain = Calls(lambda m, x, how=reentrant: checkpoint(m, checkpoint(m, x, use_reentrant=how), use_reentrant=how))
+        sharded = fully_shard(copy.deepcopy(plain), mesh=mesh, reshard_after_forward=True)
+        parts = [torch.randn(2, 4).to(device()).requires_grad_() for _ in range(mesh.size())]
+        x = parts[mesh.get_local_rank(0)]
+        (sum(plain(x).sin().sum() for x in parts) / len(parts)).backward()
+        for repeat in range(2):
+            with CommDebugMode() as comm:
+                sharded(x).sin().sum().backward()
+            assert comm.get_comm_counts() == {"all_gather": 2, "reduce_scatter": 1}, (reentrant, comm.get_comm_counts())
+            assert freed(sharded)
+            for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+                close(q.grad, p.grad * (repeat + 1), f"{name}, reentrant {reentrant}")
 
 
 class Calls(nn.Module):
@@ -178,6 +194,6 @@ def overlapped(mesh: Any) -> None:
     assert platform.from_bytes(platform.bytes_of(half), half).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("job", [losses, graphs, compiled, overlapped], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [losses, graphs, checkpoints_inside, compiled, overlapped], ids=lambda job: job.__name__)
 def test_fully_shard(pool: Any, job: Any) -> None:
     pool.run(2, job)

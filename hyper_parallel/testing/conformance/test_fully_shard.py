@@ -9,6 +9,7 @@ import pytest
 
 from hyper_parallel import ColwiseParallel, CommDebugMode, DTensor, Replicate, Shard, parallelize_module
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of, fully_shard
+from hyper_parallel.core.data_parallel.policies import OffloadPolicy
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -35,7 +36,7 @@ def train(mesh: Any, kind: str, sizes: tuple[int, int]) -> Any:
     """Three steps; returns the collectives of forward and backward in each."""
     adapter, size, rank = get_adapter(), mesh.shape[0], mesh.get_local_rank(0)
     single, sharded = (adapter.load(build(adapter, kind, sizes), np.random.default_rng(5)) for _ in range(2))
-    assert fully_shard(sharded, mesh=mesh) is sharded
+    assert fully_shard(sharded, mesh=mesh, reshard_after_forward=True) is sharded
     steps = [adapter.sgd(module, 0.1) for module in (single, sharded)]
     counts: list[dict[str, dict[str, int]]] = []
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
@@ -130,44 +131,44 @@ def test_called_twice_tied_and_without_gradients(pool: Any, world_size: int) -> 
 def refusals(mesh: Any) -> None:
     adapter = get_adapter()
     x = adapter.tensor(floats(2, 4))
-    nested = adapter.Mlp(4, 4)
-    fully_shard(nested.up, mesh=mesh)
-    with fails(ValueError, "'up.weight'", "already", "nested"):
-        fully_shard(nested, mesh=mesh)
-    assert not isinstance(nested.down.weight, DTensor)
+    unit = fully_shard(adapter.linear_module(4, 4), mesh=mesh)
+    with fails(ValueError, "applied to this", "already"):
+        fully_shard(unit, mesh=mesh)
     tied = adapter.Tied(4, 4)
     fully_shard(tied.head, mesh=mesh)
-    with fails(ValueError, "already", "tied"):
+    with fails(ValueError, "belongs to another unit", "'weight'", "share the parameter"):
         fully_shard(tied.embedding, mesh=mesh)
     tensor_parallel = parallelize_module(adapter.linear_module(4, 4), mesh, ColwiseParallel())
-    with fails(ValueError, "'weight'", "without parallelize_module"):
+    with fails(ValueError, "'weight'", "another dimension of the mesh"):
         fully_shard(tensor_parallel, mesh=mesh)
     with fails(TypeError, "takes a"):
         fully_shard(x, mesh=mesh)
-    unit = fully_shard(adapter.linear_module(4, 4), mesh=mesh)
-    with fails(ValueError, "'weight'", "already"):
-        fully_shard(unit, mesh=mesh)
+    with fails(TypeError, "reshard_after_forward", "2"):
+        fully_shard(adapter.linear_module(4, 4), mesh=mesh, reshard_after_forward=2)
+    with fails(TypeError, "mp_policy"):
+        fully_shard(adapter.linear_module(4, 4), mesh=mesh, mp_policy=OffloadPolicy())
+    with fails(TypeError, "shard_placement_fn", "Replicate"):
+        fully_shard(adapter.linear_module(4, 4), mesh=mesh, shard_placement_fn=lambda p: Replicate())
+    with fails(ValueError, "'bias'", "Shard(dim=1)"):
+        fully_shard(adapter.linear_module(4, 4), mesh=mesh, shard_placement_fn=lambda p: Shard(1))
     with fails(ValueError, "was called with a DTensor", "to_local()"):
         adapter.call(unit, DTensor.from_local(x, mesh, [Replicate()]))
-    adapter.freeze(unit, "bias")
-    with fails(ValueError, "'bias' is frozen"):
-        adapter.call(unit, x)
 
 
 def test_refused(pool: Any) -> None:
     pool.run(2, refusals)
 
 
-@spmd.on_mesh(2, 2, names=("dp", "tp"))
-def two_dimensions(mesh: Any) -> None:
+@spmd.on_mesh(2, 1, 2, names=("a", "b", "c"))
+def three_dimensions(mesh: Any) -> None:
     linear = get_adapter().linear_module(4, 4)
     with fails(ValueError, "mesh['dp']"):
         fully_shard(linear, mesh=mesh)
-    fully_shard(linear, mesh=mesh["dp"])
+    fully_shard(linear, mesh=mesh["a", "b"])
 
 
-def test_mesh_of_two_dimensions(pool: Any) -> None:
-    pool.run(4, two_dimensions)
+def test_mesh_of_three_dimensions(pool: Any) -> None:
+    pool.run(4, three_dimensions)
 
 
 @spmd.on_mesh()

@@ -1,0 +1,91 @@
+"""Where the elements of a parameter lie in the flat buffers that ranks exchange; plain arithmetic on local tensors.
+
+All ranks of the data-parallel mesh dimension send rows of one length. A parameter has the same columns in each row: room
+for the largest shard, which is that of rank 0, and zeros where a rank has less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
+
+__all__ = ["Block", "columns_of"]
+
+
+class Block:
+    """One parameter of a buffer, as data parallelism sees it: a tensor of which each rank holds a chunk.
+
+    Args:
+        shape: of what is to be gathered: the whole tensor, or this rank's tensor-parallel part of it.
+        dim: the dimension that is cut; None for a parameter that every rank has whole.
+        size: number of ranks.
+        rank: this one.
+
+    Attributes:
+        sent: how many elements of a rank's row are the shard, in the all-gather; 0 for what every rank has.
+        reduced: the same in the reduce-scatter.
+    """
+
+    def __init__(self, platform: Any, shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> None:
+        self.platform, self.shape, self.dim, self.size = platform, shape, dim, size
+        self.count = math.prod(shape)
+        if dim is None:
+            self.shapes = [shape] * size
+        else:
+            rows = chunk_sizes(shape[dim], size)
+            self.shapes = [(*shape[:dim], n, *shape[dim + 1 :]) for n in rows]
+        self.counts = [math.prod(part) for part in self.shapes]
+        self.local_shape, self.local_count = self.shapes[rank], self.counts[rank]
+        self.sent = 0 if dim is None else self.counts[0]
+        self.reduced = self.counts[0]
+        #: Whether the rows, one after the other, begin with the whole tensor: chunks of dimension 0.
+        self._in_order = dim == 0
+        self.room = self.size * self.sent if self._in_order else self.count
+
+    def whole_from(self, columns: Any, shard: Any) -> list[Any]:
+        """Tensors of which the elements, one after the other, are the whole tensor, and `room` in number.
+
+        Args:
+            columns: (ranks, `sent`) of the gathered rows.
+            shard: this rank's, of a parameter that every rank has whole.
+        """
+        if self.dim is None:
+            return [shard]
+        if self._in_order:
+            return [columns]
+        platform = self.platform
+        parts = [
+            platform.narrow(platform.narrow(columns, 0, i, 1), 1, 0, n).reshape(shape)
+            for i, (n, shape) in enumerate(zip(self.counts, self.shapes, strict=True))
+        ]
+        return [platform.cat(parts, self.dim)]
+
+    def rows_of(self, cotangent: Any) -> Any:
+        """(ranks, `reduced`): of a cotangent of the whole tensor what each rank gets."""
+        platform, size, width = self.platform, self.size, self.reduced
+        if self.dim is None:
+            row = cotangent.reshape((1, width))
+            return row if size == 1 else platform.cat([row] * size, 0)
+        if self._in_order:
+            if self.count < size * width:
+                cotangent = platform.join([cotangent, platform.zeros((size * width - self.count,), cotangent)])
+            return cotangent.reshape((size, width))
+        start, parts = 0, []
+        for shape, n in zip(self.shapes, self.counts, strict=True):
+            parts.append(platform.narrow(cotangent, self.dim, start, shape[self.dim]))
+            start += shape[self.dim]
+            if n < width:
+                parts.append(platform.zeros((width - n,), cotangent))
+        return platform.join(parts).reshape((size, width))
+
+    def shard_from(self, row: Any) -> Any:
+        """This rank's shard, of its row of the reduced columns, ``(reduced,)``."""
+        return self.platform.narrow(row, 0, 0, self.local_count).reshape(self.local_shape)
+
+
+def columns_of(widths: Sequence[int]) -> list[int]:
+    """Where columns of these widths begin."""
+    return [sum(widths[:i]) for i in range(len(widths))]

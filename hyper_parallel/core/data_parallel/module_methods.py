@@ -1,0 +1,194 @@
+"""The methods that a module has once `fully_shard` was applied to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hyper_parallel.core.data_parallel.unit import Unit
+from hyper_parallel.core.data_parallel.units import is_unit, unit_of
+
+__all__ = ["FSDPModule", "UnshardHandle"]
+
+
+class UnshardHandle:
+    """What `FSDPModule.unshard` returns with ``async_op=True``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Return when the parameters are whole; modules find them from then on."""
+        if self._unit is not None:
+            self._unit.unshard()
+            self._unit = None
+
+
+class FSDPModule:
+    """The class of modules that are units, besides their own: ``isinstance(module, FSDPModule)``.
+
+    Units below count as modules of their own, and where a method has ``recurse``, they are set alike.
+
+    Example:
+        >>> from torch import nn
+        >>> from hyper_parallel import FSDPModule, fully_shard, init_device_mesh
+        >>> linear = fully_shard(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (1,)))
+        >>> isinstance(linear, FSDPModule), isinstance(linear, nn.Linear)
+        (True, True)
+
+    Source: ``torch.distributed.fsdp.FSDPModule``.
+    """
+
+    # ---------------------------------------------------------------------- parameters
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this unit, and let modules find the whole ones until `reshard`. All ranks call it.
+
+        Args:
+            async_op: begin to gather, and return what waits for it. The unit's own forward waits too.
+
+        Returns:
+            None without ``async_op``.
+        """
+        unit = unit_of(self)
+        unit.start()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give the whole parameters of this unit back: after `unshard`, and before the optimizer's step where
+        `set_reshard_after_backward` has left them whole."""
+        unit_of(self).reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """As the keyword of `fully_shard`, from the next forward on.
+
+        Raises:
+            ValueError: for what is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are sharded again after backward. When they are not, the next forward gathers nothing, for
+        which `reshard` has to be called before they change."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = bool(reshard_after_backward)
+
+    # ---------------------------------------------------------------------- gradients
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. When it does not, whole ones are kept, and added to those of the next
+        backward that does: gradients are accumulated without communication."""
+        for unit in self._units(recurse):
+            unit.reduce_gradients = unit.all_reduce_gradients = bool(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the mesh dimension that replicates, on a mesh of two. When it does
+        not, they are reduced over the one that shards, kept, and added to those of the next backward that does."""
+        for unit in self._units(recurse):
+            unit.all_reduce_gradients = bool(requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether gradients are to be complete after the next backward. With False, reductions that go on are waited
+        for after the next backward for which it is True. For the outermost unit.
+
+        Raises:
+            RuntimeError: before the first forward, which finds the outermost unit, and for another one.
+        """
+        unit = unit_of(self)
+        if unit.model is None:
+            raise RuntimeError("set_is_last_backward: call it after the first forward")
+        unit.model.is_last_backward = bool(is_last_backward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """By what sums of gradients are divided, in place of the number of data-parallel ranks. Not where the batch is
+        distributed: there gradients are sums.
+
+        Raises:
+            ValueError: for what is no positive number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
+            raise ValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}")
+        unit_of(self).divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives sum where an average is wanted, and divide after."""
+        unit_of(self).force_sum = bool(enable)
+
+    # ---------------------------------------------------------------------- overlap
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """The units to gather while this one computes in forward, in place of the one that came next in the forward
+        before.
+
+        Raises:
+            ValueError: for a module that is no unit.
+        """
+        unit_of(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """The units to gather while this one computes in backward, in place of the one before it in forward.
+
+        Raises:
+            ValueError: for a module that is no unit.
+        """
+        unit_of(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+
+    # ---------------------------------------------------------------------- what there is not
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _not_there("set_custom_all_gather", "collectives are those of the platform: see docs/platform.md")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _not_there("set_custom_reduce_scatter", "collectives are those of the platform: see docs/platform.md")
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _not_there("set_all_reduce_hook", "give a mesh of two dimensions, of which the first replicates")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _not_there("set_post_optim_event", "gathers begin in the order of the program, and need no event")
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        if not recurse:
+            yield unit_of(self)
+            return
+        for _, module in unit_of(self).platform.named_modules(self):
+            if is_unit(module):
+                yield unit_of(module)
+
+
+def _units_of(modules: Sequence[Any], method: str) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"{method} takes modules to which fully_shard was applied, got a {type(module).__name__}")
+    return [unit_of(module) for module in modules]
+
+
+def _not_there(method: str, why: str) -> NotImplementedError:
+    return NotImplementedError(f"{method} is not supported: {why}")

@@ -1,0 +1,88 @@
+"""Where the modules of a unit look for its parameters, and what stands there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+
+__all__ = ["Places", "Slot"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter in one of the modules that hold it.
+
+    Attributes:
+        path: of the module, from that of the unit.
+        name: of the parameter there.
+        index: which of the unit's parameters it is; modules that share one have slots of the same index.
+        layout: of the shard.
+    """
+
+    path: str
+    name: str
+    index: int
+    layout: Layout
+
+    def __str__(self) -> str:
+        return repr(f"{self.path}.{self.name}" if self.path else self.name)
+
+
+class Places:
+    """The slots of one module object. It keeps none of the modules alive.
+
+    Args:
+        module: that of the unit.
+        slots: all of the unit.
+        what: the unit, for messages.
+    """
+
+    def __init__(self, platform: Any, module: Any, slots: Sequence[Slot], what: str) -> None:
+        self._exchange, self._own, self._what = platform.exchange_parameter, platform.own_parameters, what
+        self._slots = [
+            (weakref.ref(attrgetter(slot.path)(module) if slot.path else module), slot.name, slot.index, slot)
+            for slot in slots
+        ]
+        self._count = 1 + max((slot.index for slot in slots), default=-1)
+        #: The parameters, while something else stands in their place.
+        self._shards: list[Any] | None = None
+
+    def parameters(self) -> list[Any]:
+        """The parameters in the order of their indices: shards, whatever stands in their place now.
+
+        Raises:
+            ValueError: where something else has taken the place of one since, or a module is gone.
+        """
+        if self._shards is not None:
+            return self._shards
+        found: list[Any] = [None] * self._count
+        for holder, name, index, slot in self._slots:
+            module = holder()
+            p: Any = None if module is None else self._own(module).get(name)
+            if getattr(p, "_layout", None) is not slot.layout:
+                raise ValueError(
+                    f"{self._what}: something has taken the place of its parameter {slot}. Copy values into the "
+                    "parameter that is there instead"
+                )
+            found[index] = p
+        return found
+
+    def put(self, tensors: Sequence[Any]) -> list[Any]:
+        """Let modules find these tensors, by index; returns what `take_back` wants."""
+        before = self._shards
+        if before is None:
+            self._shards = self.parameters()
+        return [before, [self._exchange(holder(), name, tensors[i]) for holder, name, i, _ in self._slots]]
+
+    def take_back(self, kept: list[Any]) -> None:
+        """Let modules find what they found before a `put`."""
+        self._shards, tensors = kept
+        for (holder, name, _, _), x in zip(self._slots, tensors, strict=True):
+            module = holder()
+            if module is not None:
+                self._exchange(module, name, x)

@@ -1,0 +1,78 @@
+"""What `fully_shard` has found out about a module: the same for all its copies, and never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from hyper_parallel.core.data_parallel.blocks import Block
+from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.places import Slot
+from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """The parameters of a unit, and how they are treated.
+
+    Attributes:
+        mesh: of data parallelism: one dimension, which shards, or two, of which the first replicates.
+        slots: where the parameters are.
+        inner: of each, its layout on another mesh, by which a tensor-parallel style has placed it; None for a plain one.
+        shapes: of each, the local shape under that.
+        dims: of each, the dimension that is cut, None for what every rank has whole.
+        reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        slots: Sequence[Slot],
+        inner: Sequence[Layout | None],
+        shapes: Sequence[tuple[int, ...]],
+        dims: Sequence[int | None],
+        reshard_after_forward: bool | None,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
+        self.shapes, self.dims = tuple(shapes), tuple(dims)
+        self.reshard_after_forward, self.mp_policy, self.offload_policy = (
+            reshard_after_forward,
+            mp_policy,
+            offload_policy,
+        )
+
+    def reduce_dtype(self, dtype: Any) -> Any:
+        """In which gradients of parameters of ``dtype`` are reduced."""
+        return dtype if self.mp_policy.reduce_dtype is None else self.mp_policy.reduce_dtype
+
+    def buffers(self, parameters: Sequence[Any]) -> tuple[list[FlatBuffer], list[list[int]]]:
+        """A flat buffer for the parameters of each dtype, and the indices of these."""
+        mesh, platform = self.mesh, self.mesh.platform
+        size, rank = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
+        by_dtype: dict[Any, list[int]] = {}
+        for i, p in enumerate(parameters):
+            by_dtype.setdefault(p.dtype, []).append(i)
+        buffers = []
+        for dtype, members in by_dtype.items():
+            blocks = [Block(platform, self.shapes[i], self.dims[i], size, rank) for i in members]
+            is_float, cast = platform.is_floating_point(parameters[members[0]]), self.mp_policy.param_dtype
+            read = dtype if cast is None or not is_float else cast
+            buffers.append(FlatBuffer(mesh, blocks, read, self.reduce_dtype(dtype)))
+        return buffers, list(by_dtype.values())
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Plan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a module under fully_shard cannot be pickled: save module.state_dict(), and load it into a module to which "
+            "fully_shard was applied in the same way"
+        )

@@ -1,0 +1,56 @@
+"""What `fully_shard` may be told besides what to shard: dtypes, and where shards are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes the modules of a unit compute and communicate. Shards, their gradients and the optimizer's state
+    keep the dtype of the parameters.
+
+    Attributes:
+        param_dtype: dtype of the framework in which floating point parameters are gathered and read; None is their own.
+        reduce_dtype: in which gradients are reduced, and accumulated while they are not; None is that of the parameter.
+        output_dtype: to which floating point outputs of the module are converted; None leaves them.
+        cast_forward_inputs: convert floating point inputs of the module to ``param_dtype``.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import MixedPrecisionPolicy
+        >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16).cast_forward_inputs
+        True
+
+    Source: ``torch.distributed.fsdp.MixedPrecisionPolicy``, as of torch 2.15.
+    """
+
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+    output_dtype: Any = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Shards stay on this rank's device: the default, and the base class of policies that put them elsewhere.
+
+    Source: ``torch.distributed.fsdp.OffloadPolicy``.
+    """
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and so the optimizer's state are kept in the memory of the host. A shard is copied to the
+    device to be gathered, and a gradient to the host when it was reduced.
+
+    Attributes:
+        pin_memory: keep shards in memory that the device reads without the help of the processor, where there is such.
+
+    Source: ``torch.distributed.fsdp.CPUOffloadPolicy``.
+    """
+
+    pin_memory: bool = True

@@ -1,0 +1,56 @@
+"""Tensors inside what modules are called with and return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def map_tensors(tree: Any, convert: Callable[[Any], Any], platform: Any, unknown: Callable[[Any], Any]) -> Any:
+    """``tree`` with ``convert(x)`` in place of each tensor, and ``unknown(x)`` in place of an object that could hold
+    tensors in a way that is not known. Known are tuples, named ones too, lists, mappings and dataclasses."""
+    if platform.is_tensor(tree):
+        return convert(tree)
+    if isinstance(tree, (type(None), bool, int, float, complex, str, bytes)):
+        return tree
+    if isinstance(tree, (tuple, list)):
+        items = [map_tensors(item, convert, platform, unknown) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        entries = {key: map_tensors(value, convert, platform, unknown) for key, value in tree.items()}
+        if all(entries[key] is value for key, value in tree.items()):
+            return tree
+        if type(tree) is dict:
+            return entries
+        new = copy.copy(tree)
+        for key, value in entries.items():
+            new[key] = value  # type: ignore[index]
+        return new
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
+        changed = {name: map_tensors(value, convert, platform, unknown) for name, value in fields.items()}
+        if all(changed[name] is value for name, value in fields.items()):
+            return tree
+        return dataclasses.replace(tree, **changed)
+    return unknown(tree)
+
+
+def tensors_in(tree: Any, platform: Any) -> Iterator[Any]:
+    """The tensors of a tree, as `map_tensors` knows it."""
+    if platform.is_tensor(tree):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item, platform)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_in(item, platform)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for f in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, f.name, None), platform)

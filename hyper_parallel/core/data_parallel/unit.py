@@ -1,0 +1,489 @@
+"""One unit of `fully_shard`: its parameters are whole while its module runs, forward and backward, and sharded otherwise.
+
+A call gathers the parameters (`FlatBuffer`), and lets the modules find whole ones where they look for theirs (`Places`).
+Whole parameters are results of one differentiable function of the shards, whose backward reduces the gradients. What the
+module returns goes through an identity: when the first cotangent comes back to it, the parameters are made whole again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.core.data_parallel.batches import refuse_distributed_batch
+from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.model import RUNNING, Model
+from hyper_parallel.core.data_parallel.places import Places
+from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.dtensor.communication.coalesce import sum_together
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.platform.contract import NOTHING_FASTER
+
+__all__ = ["Call", "Unit"]
+
+
+class Call:
+    """One call of a unit; it lives as long as its graph.
+
+    Attributes:
+        parameters: the shards.
+        trained: of each buffer, the indices of those that gradients are asked for.
+        recorded: whether there may be a backward.
+        within: the units whose forward it is a part of.
+        waiting: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
+    """
+
+    def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
+        self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
+        self.versions = versions_of(parameters)
+        self.waiting: list[Any] = []
+
+    def check_unchanged(self, what: str) -> None:
+        """Raise RuntimeError when a parameter was written to since, as frameworks do for what autograd keeps: backward
+        would read other values than forward has read."""
+        if versions_of(self.parameters) != self.versions:
+            raise RuntimeError(
+                f"{what}: a parameter was changed in place between a forward and its backward: run backward before the "
+                "optimizer's step, or forward again"
+            )
+
+
+def versions_of(parameters: Sequence[Any]) -> list[int]:
+    """How often each has been written to."""
+    return [p._version for p in parameters]
+
+
+class Unit:
+    """The unit of one module object.
+
+    Attributes:
+        plan: what is the same for a module and its copies.
+        what: the unit, for messages.
+        reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
+        reshard_after_backward: whether parameters are sharded again after backward.
+        reduce_gradients: whether backward reduces gradients; otherwise they are kept, whole, and added to the next.
+        all_reduce_gradients: whether it does so over the mesh dimension that replicates.
+        divide_factor: by what sums of gradients are divided, in place of the number of ranks.
+        force_sum: whether collectives sum where an average is wanted, which is divided after.
+        forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
+    """
+
+    def __init__(self, plan: Plan, module: Any) -> None:
+        self.plan, self.platform = plan, plan.mesh.platform
+        self.what = f"{type(module).__name__} under fully_shard"
+        self.reshard_after_forward = plan.reshard_after_forward
+        self.reshard_after_backward = self.reduce_gradients = self.all_reduce_gradients = True
+        self.divide_factor: float | None = None
+        self.force_sum = False
+        self.forward_prefetch: Sequence[Unit] = ()
+        self.backward_prefetch: Sequence[Unit] = ()
+        self.model: Model | None = None
+        self.buffers: list[FlatBuffer] = []
+        self._places = Places(self.platform, module, plan.slots, self.what)
+        self._module = weakref.ref(module)
+        self._dtypes: list[Any] | None = None
+        #: Of each buffer, the indices of its parameters.
+        self._members: list[list[int]] = []
+        #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
+        self._values: list[Any] | None = None
+        self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
+        self._shown = False  # whether modules find whole parameters since `unshard`
+        self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
+        self._opened = 0  # by how many backward passes, one within the other
+        self._leaves: list[Any] = []
+        self._trained_leaves: set[int] = set()
+        self._waiting: list[Any] = []
+        #: Of a buffer what is to be added to its gradients: cotangents by index, and rows that were reduced in part.
+        self._sums: dict[int, dict[int, Any]] = {}
+        self._rows: dict[int, Any] = {}
+        self._views = self.platform.joint_function(self._views_forward, self._views_backward)
+        self._returned = self.platform.joint_function(self._returned_forward, self._returned_backward)
+
+    # ---------------------------------------------------------------------- parameters
+    def _parameters(self) -> list[Any]:
+        """The shards; makes buffers for them when there are none for their dtypes."""
+        parameters = self._places.parameters()
+        dtypes = [p.dtype for p in parameters]
+        if self._dtypes != dtypes:
+            self.drop()
+            self._dtypes, self._leaves = dtypes, []
+            self.buffers, self._members = self.plan.buffers(parameters)
+        return parameters
+
+    def start(self) -> bool:
+        """Begin to gather; returns False where nothing is to be done."""
+        if self._values is not None or not self.plan.slots:
+            return False
+        with self.platform.no_grad(), self.platform.no_dispatch():
+            parameters = self._parameters()
+            if all(b.is_under_way for b in self.buffers):
+                return False
+            detach = self.platform.detach
+            for buffer, members in zip(self.buffers, self._members, strict=True):
+                buffer.start([detach(parameters[i]) for i in members])
+        return True
+
+    def drop(self) -> None:
+        """Forget what was begun and not needed."""
+        for buffer in self.buffers:
+            buffer.drop()
+
+    def unshard(self) -> None:
+        """Make the parameters whole, and let modules find them, until `reshard`."""
+        if not self.plan.slots or self._kept is not None:
+            return
+        platform = self.platform
+        with platform.no_dispatch():
+            parameters = self._parameters()
+            values = self._gather(platform.frees_storage)
+            self._values, self._kept = values, versions_of(parameters)
+            wholes: list[Any] = [None] * len(parameters)
+            for buffer, members, flat in zip(self.buffers, self._members, values, strict=True):
+                for i, x in zip(members, buffer.views(platform.detach(flat)), strict=True):
+                    wholes[i] = x if self.plan.inner[i] is None else platform.wrap(x, self.plan.inner[i])
+        self._put.append(self._places.put(wholes))
+        self._shown = True
+
+    def reshard(self) -> None:
+        """Undo `unshard`, and what `reshard_after_backward` has left whole."""
+        self.drop()
+        if self._shown:
+            self._places.take_back(self._put.pop())
+            self._shown = False
+        self._kept = None
+        self._free()
+
+    def _gather(self, keep: bool) -> list[Any]:
+        """The flat storage of each buffer, whole. With ``keep`` it is what `_free` frees."""
+        if self._values is not None and (self._opened or self._kept is not None):
+            return self._values
+        values, self._values = self._values, None
+        self.start()
+        with self.platform.no_grad():
+            found = [b.take(keep) for b in self.buffers]
+        self._values = found if keep else values
+        return found
+
+    def _free(self) -> None:
+        """Give the whole parameters back."""
+        if self._values is not None and not self._opened and self._kept is None:
+            self._values = None
+            for buffer in self.buffers:
+                if self.platform.frees_storage and buffer.whole is not None:
+                    self.platform.free_storage(buffer.whole)
+
+    # ---------------------------------------------------------------------- forward
+    def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """``forward(module, *args, **kwargs)`` with whole parameters in their places."""
+        platform, running = self.platform, RUNNING.get()
+        if platform.is_compiling():
+            raise RuntimeError(
+                f"{self.what} is being compiled, which is not supported: compile the modules inside of it"
+            )
+        again = platform.in_backward()
+        if running:
+            self.model = running[0].model
+        elif self.model is None:
+            self.model = Model(self)
+        model: Any = self.model
+        inputs = self._check_inputs((args, kwargs))
+        outermost = not running and not again and model.outermost() is self
+        if outermost:
+            model.begin()
+        token = RUNNING.set((*running, self))
+        complete = False
+        try:
+            output = self._run(module, forward, args, kwargs, inputs, running, again)
+            complete = True
+            return output
+        finally:
+            RUNNING.reset(token)
+            if outermost:
+                model.end(complete)
+
+    def _check_inputs(self, inputs: Any) -> list[Any]:
+        found = list(tensors_in(inputs, self.platform))
+        for x in found:
+            if isinstance(x, DTensor):
+                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} was called with")
+        return found
+
+    def _run(
+        self,
+        module: Any,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        inputs: Sequence[Any],
+        running: tuple,
+        again: bool,
+    ) -> Any:
+        platform, model = self.platform, self.model
+        assert model is not None
+        with platform.no_dispatch():
+            parameters = self._parameters()
+            trained = [[i for i in members if parameters[i].requires_grad] for members in self._members]
+            asked = any(platform.requires_grad(parameters[i]) for of_buffer in trained for i in of_buffer)
+            recorded = asked or any(map(platform.requires_grad, inputs))
+            call = Call(parameters, trained, recorded, running)
+            self._check_kept(parameters)
+            values = self._gather(recorded and platform.frees_storage)
+            wholes = self._wholes(call, values, asked)
+        try:
+            self._put.append(self._places.put(wholes))
+            del wholes
+            try:
+                if not again:
+                    model.entered(self)
+                output = forward(module, *args, **kwargs)
+            finally:
+                self._places.take_back(self._put.pop())
+            return self._with_opening(output, call) if recorded and self.plan.slots else output
+        finally:
+            if self.reshard_after_forward or (self.reshard_after_forward is None and running):
+                self._free()
+
+    def _check_kept(self, parameters: Sequence[Any]) -> None:
+        if self._kept is not None and self._kept != versions_of(parameters):
+            raise RuntimeError(
+                f"{self.what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
+            )
+
+    def _wholes(self, call: Call, values: Sequence[Any], asked: bool) -> list[Any]:
+        """The whole parameters in the order of their indices, differentiable where that is ``asked``."""
+        found: list[Any] = [None] * len(call.parameters)
+        for b, (buffer, members) in enumerate(zip(self.buffers, self._members, strict=True)):
+            views = buffer.views(self.platform.detach(values[b]))
+            trained = call.trained[b] if asked else []
+            if trained:
+                given = [x for i, x in zip(members, views, strict=True) if i in trained]
+                new = self._views((call, b, given), *[call.parameters[i] for i in trained])
+                found_here = dict(zip(trained, new, strict=True))
+            for i, x in zip(members, views, strict=True):
+                found[i] = self._as_read(i, found_here[i] if trained and i in found_here else x, call.waiting)
+        return found
+
+    def _as_read(self, index: int, x: Any, waiting: list[Any]) -> Any:
+        """A whole tensor as modules read it: as a DTensor where a tensor-parallel style has made it one.
+
+        Args:
+            index: of the parameter.
+            x: a new plain tensor.
+            waiting: takes what `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+        """
+        inner = self.plan.inner[index]
+        if inner is None:
+            return x
+        x = self.platform.wrap(x, inner)
+        x._collect = lambda cotangent, mesh, mesh_dims: waiting.append((index, cotangent, mesh, mesh_dims))
+        return x
+
+    def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
+        ctx.call, ctx.buffer, views = static
+        return views
+
+    def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        platform = self.platform
+        if any(g is not None and platform.requires_grad(g) for g in cotangents):
+            raise RuntimeError(
+                "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
+                "modules that they go through"
+            )
+        trained = ctx.call.trained[ctx.buffer]
+        if ctx.call.waiting:
+            cotangents = self._with_waiting(ctx.call.waiting, trained, cotangents)
+        parameters = [ctx.call.parameters[i] for i in trained]
+        fast = platform.fast or NOTHING_FASTER
+        delay = fast.can_delay_gradient(*parameters)
+        return self.reduce(ctx.buffer, trained, cotangents, delay)
+
+    def _with_waiting(self, waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
+        """Cotangents of the parameters ``indices``, with the sums of those among ``waiting``, which are taken out."""
+        new = dict(zip(indices, cotangents, strict=True))
+        groups: dict[Any, list[Any]] = {}
+        taken = [entry for entry in waiting if entry[0] in new]
+        waiting[:] = [entry for entry in waiting if entry[0] not in new]
+        for entry in taken:
+            groups.setdefault((*entry[2:], entry[1].dtype), []).append(entry)
+        for (mesh, mesh_dims, _), entries in groups.items():
+            summed = sum_together([entry[1] for entry in entries], mesh, mesh_dims)
+            for (i, *_), g in zip(entries, summed, strict=True):
+                new[i] = g if new[i] is None else new[i] + g
+        return list(new.values())
+
+    # ---------------------------------------------------------------------- what the module returns
+    def _with_opening(self, output: Any, call: Call) -> Any:
+        """``output``, whose cotangents make the parameters whole before they reach what the forward has computed."""
+        platform, found = self.platform, []
+
+        def collect(x: Any) -> Any:
+            if isinstance(x, DTensor):
+                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} returns")
+            with platform.no_dispatch():
+                if any(buffer.holds(x) for buffer in self.buffers):
+                    layout = getattr(x, "_layout", None)
+                    x = platform.clone(x)
+                    x = x if layout is None else platform.wrap(x, layout)
+                asked = platform.requires_grad(x)
+            if asked:
+                found.append(x)
+            return x
+
+        # Tensors of one dtype go through one function: then it does not matter which of them the loss needs.
+        output = map_tensors(output, collect, platform, self._refuse_unknown)
+        new: dict[int, Any] = {}
+        with platform.no_dispatch():
+            for same in by_dtype(found):
+                for x, y in zip(same, self._returned(call, *same), strict=True):
+                    layout = getattr(x, "_layout", None)
+                    new[id(x)] = y if layout is None else platform.wrap(y, layout)
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
+
+    def _refuse_unknown(self, x: Any) -> Any:
+        raise TypeError(
+            f"{self.what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of them"
+        )
+
+    def _returned_forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
+        ctx.call = call
+        return [self.platform.detach(x) for x in xs]
+
+    def _returned_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        ctx.call.check_unchanged(self.what)
+        assert self.model is not None
+        running = self.model.this_pass()
+        if running is not None:
+            running.reached(self, ctx.call)
+        return cotangents
+
+    # ---------------------------------------------------------------------- backward
+    def open(self, call: Call) -> None:
+        """Backward begins: have the whole parameters there, for what the forward has kept of them, and for what is
+        computed again."""
+        if not self.platform.frees_storage or not self.plan.slots:
+            return
+        if self._opened:
+            self._opened += 1
+            return
+        if self._values is None:
+            self._gather(True)
+        self._opened = 1
+        if not self._leaves:
+            self._leaves = self._make_leaves(call)
+        self._put.append(self._places.put(self._leaves))
+
+    def _make_leaves(self, call: Call) -> list[Any]:
+        """Whole parameters as tensors that nothing was computed from yet."""
+        found: list[Any] = [None] * len(call.parameters)
+        self._trained_leaves.clear()
+        for buffer, members in zip(self.buffers, self._members, strict=True):
+            for i, x in zip(members, buffer.views(self.platform.detach(buffer.whole)), strict=True):
+                found[i] = self._as_read(i, x, self._waiting)
+                if call.parameters[i].requires_grad:
+                    found[i].requires_grad_()
+                    self._trained_leaves.add(i)
+        return found
+
+    def close(self) -> None:
+        """The backward of this unit is over."""
+        if not self._opened:
+            return
+        self._opened -= 1
+        if self._opened:
+            return
+        self._places.take_back(self._put.pop())
+        for b, members in enumerate(self._members):
+            # Of what was computed again and differentiated on its own, as reentrant checkpointing does. Frameworks that
+            # return gradients leave none.
+            trained = [i for i in members if i in self._trained_leaves]
+            with self.platform.no_dispatch():
+                cotangents = [getattr(self._leaves[i], "grad", None) for i in trained]
+            cotangents = self._with_waiting(self._waiting, trained, cotangents)
+            if any(g is not None for g in cotangents):
+                for i in trained:
+                    self._leaves[i].grad = None
+                self.reduce(b, trained, cotangents, True)
+        if self.reshard_after_backward:
+            self._free()
+        else:
+            self._kept = versions_of(self._places.parameters())
+
+    def abandon(self) -> None:
+        """Backward has failed."""
+        if self._opened:
+            self._opened = 0
+            self._places.take_back(self._put.pop())
+            self._waiting.clear()
+            for i in self._trained_leaves:
+                self._leaves[i].grad = None
+            self._free()
+
+    # ---------------------------------------------------------------------- gradients
+    def reduce(self, b: int, indices: list[int], cotangents: Sequence[Any], delay: bool) -> list[Any]:
+        """Reduce cotangents of whole parameters; returns the shards of the gradients, or, with ``delay``, None each:
+        they are added to those that the parameters have when the backward pass is over."""
+        model, platform = self.model, self.platform
+        assert model is not None
+        kept = self._sums.pop(b, {})
+        if kept or not self.reduce_gradients:
+            dtype = self.plan.reduce_dtype(self._dtypes[indices[0]])  # type: ignore[index]
+            for i, g in zip(indices, cotangents, strict=True):
+                if g is not None:
+                    g = platform.to_dtype(g, dtype)
+                    kept[i] = kept[i] + g if i in kept else g
+            if not self.reduce_gradients:
+                self._sums[b] = kept
+                return [None] * len(indices)
+            indices = sorted({*indices, *kept})
+            cotangents = [kept.get(i) for i in indices]
+        op, factor = self._scale()
+        where = [self._members[b].index(i) for i in indices]
+        reduction = self.buffers[b].reduce(where, cotangents, op)
+        if self.plan.mesh.ndim > 1:
+            if not self.all_reduce_gradients:
+                self._rows[b] = reduction.row() if b not in self._rows else self._rows[b] + reduction.row()
+                return [None] * len(indices)
+            reduction.all_reduce(self._rows.pop(b, None))
+        parameters = self._places.parameters()
+
+        def shards() -> list[Any]:
+            return [
+                None if g is None else platform.to_dtype(g, parameters[i].dtype)
+                for i, g in zip(indices, reduction.shards(factor), strict=True)
+            ]
+
+        if not delay:
+            return shards()
+
+        def deliver() -> None:
+            fast = platform.fast or NOTHING_FASTER
+            for i, g in zip(indices, shards(), strict=True):
+                if g is not None:
+                    fast.add_to_gradient(parameters[i], g)
+
+        model.delayed.append(deliver)
+        return [None] * len(indices)
+
+    def _scale(self) -> tuple[str, float]:
+        """The operation by which gradients are reduced, and what the result is to be multiplied by."""
+        if self.model is not None and self.model.one_loss:
+            return "sum", 1.0
+        if self.divide_factor is not None:
+            return "sum", 1 / self.divide_factor
+        return ("sum", 1 / self.plan.mesh.size()) if self.force_sum else ("avg", 1.0)
+
+    def reduce_kept(self) -> None:
+        """A backward pass is over that did not come to this unit: reduce what was kept from those before."""
+        if self.reduce_gradients and self._sums and self.platform.fast is not None:
+            for b, kept in list(self._sums.items()):
+                self.reduce(b, sorted(kept), [None] * len(kept), True)
+
+
+def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
+    """The tensors, each once, in lists of one dtype."""
+    lists: dict[Any, dict[int, Any]] = {}
+    for x in xs:
+        lists.setdefault(x.dtype, {})[id(x)] = x
+    return [list(same.values()) for same in lists.values()]

@@ -1,0 +1,55 @@
+"""Arrays of ranks: checks, parts and rows, on shapes and numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["check_ranks_of_mesh", "rows_along", "sub_array"]
+
+
+def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_size: int) -> None:
+    """Raise ValueError unless ``ranks``, with dimensions called ``names``, are a mesh in a world of ``world_size``."""
+    if ranks.ndim == 0 or ranks.size == 0:
+        raise ValueError(f"a mesh is a non-empty array of ranks, got {ranks.tolist()!r}")
+    flat = ranks.ravel().tolist()
+    if len(set(flat)) != len(flat):
+        raise ValueError(f"a rank stands twice in the mesh {ranks.tolist()}")
+    if min(flat) < 0 or max(flat) >= world_size:
+        raise ValueError(f"the mesh {ranks.tolist()} has ranks outside the world of {world_size} rank(s)")
+    if names is not None:
+        if len(names) != ranks.ndim:
+            raise ValueError(f"a mesh of shape {ranks.shape} needs {ranks.ndim} mesh_dim_names, got {names}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"mesh_dim_names must differ from each other, got {names}")
+
+
+def sub_array(ranks: np.ndarray, along: Sequence[Sequence[int]], coordinate: Sequence[int]) -> np.ndarray:
+    """The part of ``ranks`` at ``coordinate`` with a dimension for each entry of ``along``: those dimensions of
+    ``ranks``, as one.
+
+    Example:
+        >>> sub_array(np.arange(8).reshape(2, 2, 2), [(2,), (0,)], (0, 1, 0)).tolist()
+        [[2, 6], [3, 7]]
+        >>> sub_array(np.arange(8).reshape(2, 2, 2), [(0, 2)], (0, 1, 0)).tolist()
+        [2, 3, 6, 7]
+    """
+    dims = [dim for entry in along for dim in entry]
+    kept = sorted(dims)
+    part = ranks[tuple(slice(None) if dim in kept else coordinate[dim] for dim in range(ranks.ndim))]
+    shape = [int(np.prod([ranks.shape[dim] for dim in entry])) for entry in along]
+    return part.transpose([kept.index(dim) for dim in dims]).reshape(shape)
+
+
+def rows_along(ranks: np.ndarray, dims: Sequence[int]) -> list[list[int]]:
+    """All rows along some dimensions, as one, of the array.
+
+    Example:
+        >>> rows_along(np.arange(8).reshape(2, 2, 2), (0, 2))
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    last = range(ranks.ndim - len(dims), ranks.ndim)
+    size = int(np.prod([ranks.shape[dim] for dim in dims]))
+    rows: list[list[int]] = np.moveaxis(ranks, list(dims), list(last)).reshape(-1, size).tolist()
+    return rows

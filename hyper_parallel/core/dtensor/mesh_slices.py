@@ -1,0 +1,168 @@
+"""Slices of a mesh: along some of its dimensions, several as one, or joined again; all know the mesh they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.dtensor.mesh_arrays import rows_along, sub_array
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform import Platform
+
+__all__ = ["MESHES", "Slices", "new_mesh"]
+
+#: All meshes, by platform and what else makes them equal.
+MESHES: dict[tuple, Any] = {}
+
+_Mesh = TypeVar("_Mesh", bound="Slices")
+
+
+class Slices:
+    """What `DeviceMesh` knows of its root, and its slices."""
+
+    device_type: str
+    platform: Platform
+    mesh: np.ndarray
+    mesh_dim_names: tuple[str, ...] | None
+    shape: tuple[int, ...]
+    ndim: int
+    _coordinate: tuple[int, ...] | None
+    _groups: tuple[Any, ...]
+    #: The mesh that this one was sliced from, None where it was not.
+    _root: Any
+    #: For each dimension those of the root that it runs along: several where they were flattened.
+    _along: tuple[tuple[int, ...], ...]
+    #: Of a root: dimensions that were flattened -> their group; and by what name.
+    _flat_groups: dict[tuple[int, ...], Any]
+    _flat_names: dict[str, tuple[int, ...]]
+
+    def get_root_mesh(self: _Mesh) -> _Mesh:
+        """The mesh that this one was sliced from; itself where it was not."""
+        root: _Mesh | None = self._root
+        return self if root is None else root
+
+    def index_of(self, other: Slices, mesh_dim: int) -> int:
+        """Which dimension of this mesh is dimension ``mesh_dim`` of another one of the same root."""
+        return self._along.index(other._along[mesh_dim])
+
+    def __getitem__(self: _Mesh, names: str | Sequence[str]) -> _Mesh:
+        """The mesh of this rank along the named dimensions: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
+
+        Raises:
+            KeyError: when the mesh has no names or not these.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        own, root = self.mesh_dim_names, self.get_root_mesh()
+        if own is None:
+            raise KeyError(f"{self} has no mesh_dim_names: give them to init_device_mesh to slice by name")
+        mine = dict(zip(own, self._along, strict=True))
+        parts = {dim for entry in self._along for dim in entry}
+        mine.update({name: dims for name, dims in root._flat_names.items() if parts.issuperset(dims)})
+        for name in wanted:
+            if name not in mine:
+                raise KeyError(f"{self} has no dimension {name!r}; it has {', '.join(map(repr, mine))}")
+        along = tuple(mine[name] for name in wanted)
+        if len({dim for entry in along for dim in entry}) != sum(map(len, along)):
+            raise KeyError(f"a dimension is named twice in {wanted}")
+        return _sliced(root, along, wanted)
+
+    def _flatten(self: _Mesh, mesh_dim_name: str | None = None) -> _Mesh:
+        """The mesh of one dimension with the ranks of this one. All ranks of the world must call it; slices of the root
+        mesh know the dimension by its name from then on.
+
+        Args:
+            mesh_dim_name: the name; None joins those of the dimensions with ``_``.
+
+        Raises:
+            ValueError: when the mesh has no names, or the name is that of other dimensions of the root.
+
+        Example:
+            >>> from hyper_parallel import init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("replicate", "shard", "tp"))
+            >>> mesh["replicate", "shard"]._flatten("dp").mesh_dim_names, mesh["dp"].size()
+            (('dp',), 1)
+
+        Source: ``torch.distributed.device_mesh.DeviceMesh._flatten``.
+        """
+        root = self.get_root_mesh()
+        if self.mesh_dim_names is None or root.mesh_dim_names is None:
+            raise ValueError(f"{self} has no mesh_dim_names: give them to init_device_mesh to flatten dimensions")
+        name = "_".join(self.mesh_dim_names) if mesh_dim_name is None else mesh_dim_name
+        if self.mesh_dim_names == (name,):
+            return self
+        dims = tuple(dim for entry in self._along for dim in entry)
+        if name in root.mesh_dim_names or root._flat_names.get(name, dims) != dims:
+            raise ValueError(f"{root} has another dimension named {name!r}: give the flattened one another name")
+        if CHECKS:
+            CHECKS[-1].agree("DeviceMesh._flatten", {"the mesh": str(self.mesh.shape), "mesh_dim_name": name})
+        if dims not in root._flat_groups:
+            root._flat_groups[dims] = self.platform.new_group(rows_along(root.mesh, dims))
+        root._flat_names[name] = dims
+        return _sliced(root, (dims,), (name,))
+
+    @staticmethod
+    def _concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
+        """The mesh along all dimensions of ``meshes``, in the order in which their root has them; no communication.
+
+        Raises:
+            ValueError: when the meshes are not slices of one root, or two have a dimension in common.
+
+        Example:
+            >>> from hyper_parallel import DeviceMesh, init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+            >>> DeviceMesh._concatenate([mesh["tp"], mesh["dp"]]) is mesh
+            True
+
+        Source: ``torch.distributed.device_mesh.DeviceMesh._concatenate``.
+        """
+        root = meshes[0].get_root_mesh()
+        for other in meshes:
+            if other.get_root_mesh() is not root:
+                raise ValueError(
+                    f"{meshes[0]} and {other} are not slices of one mesh: make one, such as mesh = init_device_mesh("
+                    'mesh_shape=(2, 4), mesh_dim_names=("dp", "tp")), and use mesh["dp"] and mesh["tp"] of it'
+                )
+        dims = [dim for mesh in meshes for entry in mesh._along for dim in entry]
+        if len(set(dims)) != len(dims):
+            raise ValueError(f"{' and '.join(map(str, meshes))} have a dimension of their root in common")
+        if root.mesh_dim_names is None:
+            return root  # which alone has no slices
+        entries = [pair for m in meshes for pair in zip(m._along, m.mesh_dim_names or (), strict=True)]
+        along, names = zip(*sorted(entries), strict=True)
+        return _sliced(root, along, names)
+
+
+def _sliced(root: _Mesh, along: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> _Mesh:
+    """The slice of ``root`` that this rank is in, with a dimension for each entry of ``along``."""
+    if along == root._along and names == root.mesh_dim_names:
+        return root
+    key = (root.platform, root, along, names)
+    found = MESHES.get(key)
+    if found is None:
+        ranks = sub_array(root.mesh, along, root._coordinate or (0,) * root.ndim)
+        groups = tuple(root._groups[dims[0]] if len(dims) == 1 else root._flat_groups[dims] for dims in along)
+        found = MESHES[key] = new_mesh(type(root), root.platform, ranks, names, groups)
+        found._root, found._along = root, along
+    sliced: _Mesh = found
+    return sliced
+
+
+def new_mesh(
+    cls: type, platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None, groups: tuple[Any, ...]
+) -> Any:
+    """A mesh without a root; its group along each dimension is given."""
+    mesh: Any = object.__new__(cls)
+    mesh.platform = platform
+    mesh.device_type = platform.device_type
+    mesh.mesh = ranks
+    mesh.mesh_dim_names = names
+    mesh.shape = tuple(int(n) for n in ranks.shape)
+    mesh.ndim = ranks.ndim
+    where = np.argwhere(ranks == platform.rank())
+    mesh._coordinate = tuple(int(i) for i in where[0]) if len(where) else None
+    mesh._groups = groups
+    return mesh

@@ -1,3 +1,0 @@
-"""See `tests.conformance`: the checks are in `hyper_parallel.testing.conformance.test_fully_shard_thin`."""
-
-from hyper_parallel.testing.conformance.test_fully_shard_thin import *
