@@ -69,7 +69,8 @@ class coalesce_gradients:
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
-                summed = sum_together([cotangent for _, cotangent in entries], mesh, mesh_dims)
+                own = [cotangent for _, cotangent in entries]
+                summed = collectives.together(own, platform, collectives.all_reduce_over, mesh, mesh_dims)
                 for (parameter, _), gradient in zip(entries, summed, strict=True):
                     fast.add_to_gradient(parameter, gradient)
 

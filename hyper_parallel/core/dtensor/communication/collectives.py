@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
@@ -128,8 +129,12 @@ def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str 
 def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
     """What an element-wise ``collective`` gives for each of several tensors of one dtype, which travel in one message:
     it is called once, with all their elements in a new tensor, which it may overwrite, and ``args``."""
-    flat = platform.join(tensors) if len(tensors) > 1 else platform.clone(tensors[0]).reshape((-1,))
-    return platform.part(collective(flat, *args), [platform.shape_of(x) for x in tensors])
+    shapes = [platform.shape_of(x) for x in tensors]
+    counts = [math.prod(shape) for shape in shapes]
+    flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
+    whole = collective(platform.cat(flat, 0) if len(flat) > 1 else platform.clone(flat[0]), *args)
+    parts = zip(accumulate(counts, initial=0), counts, shapes, strict=False)
+    return [platform.narrow(whole, 0, start, count).reshape(shape) for start, count, shape in parts]
 
 
 def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Callable[[Any], Any]:
