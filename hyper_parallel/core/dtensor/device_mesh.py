@@ -240,9 +240,10 @@ def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
         raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
-        raise TypeError(
-            f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{import_hint(mesh)}"
-        )
+        framework, hint = kind.__module__.partition(".")[0], import_hint(mesh)
+        if hint and hasattr(DeviceMesh, f"from_{framework}"):
+            hint += f", or give DeviceMesh.from_{framework}(mesh)"
+        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{hint}")
     return mesh
 
 

@@ -103,12 +103,24 @@ def converting_parameter(make: Callable[..., None]) -> Callable[..., None]:
     cls = sys.modules[make.__module__].FSDPParam
 
     @functools.wraps(make)
-    def init(self: Any, param: Any, module_info: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_dtensor(param):
-            return make(self, param, module_info, *args, **kwargs)
-        self.__class__, self._layout = _keeping_layout(cls), param._layout
-        make(self, _to_native(param), module_info, *args, **kwargs)
-        param._handed_over = True
+    def init(
+        self: Any,
+        param: Any,
+        module_info: Any,
+        mesh_info: Any,
+        post_forward: Any,
+        device: Any,
+        shard_placement_fn: Any,
+        *args: Any,
+    ) -> None:
+        choose = shard_placement_fn
+        if is_dtensor(param):
+            self.__class__, self._layout = _keeping_layout(cls), param._layout
+            found, param = param, _to_native(param)
+            if shard_placement_fn is not None:
+                choose = lambda _: shard_placement_fn(found)  # noqa: E731 - who chooses knows the model's parameters
+            found._handed_over = True
+        make(self, param, module_info, mesh_info, post_forward, device, choose, *args)
 
     return init
 

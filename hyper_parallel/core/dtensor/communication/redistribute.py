@@ -97,6 +97,11 @@ def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     return identity_reduce_grad(mesh, (mesh_dim,)).of_parameter
 
 
+def partial_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps its `partial_grad_view`."""
+    return mesh, mesh_dims
+
+
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The cheapest steps from ``source`` to ``target`` (same mesh and shape), the same on every rank.
 
