@@ -163,7 +163,7 @@ def distribute_module(
     for path, submodule in list(platform.named_modules(module)):
         if partition_fn is not None:
             partition_fn(path, submodule, mesh)
-        replicate_rest(submodule, mesh, src_data_rank)
+        replicate_undistributed(submodule, mesh, src_data_rank)
     if pre_hook is not None:
         platform.register_forward_pre_hook(module, pre_hook, with_kwargs=True)
     if output_fn is not None:
@@ -171,7 +171,7 @@ def distribute_module(
     return module
 
 
-def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+def replicate_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Replicate the parameters and buffers that ``module`` itself holds and that are plain still."""
     platform = mesh.platform
     for name, parameter in list(platform.named_parameters(module)):

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
+from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_undistributed
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
+from hyper_parallel.core.dtensor.undistributed import check_first_call
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.convert import convert_outputs, to_output, to_placement, too_few_inputs
 from hyper_parallel.core.tensor_parallel.planned_parameters import (
@@ -223,7 +223,7 @@ class ModuleStyle(ParallelStyle):
         for name, placement in self.parameter_placements(module, device_mesh).items():
             distribute_parameter(module, name, device_mesh, (placement,), src_data_rank=self.src_data_rank)
         for _, submodule in list(platform.named_modules(module)):
-            replicate_rest(submodule, device_mesh, self.src_data_rank)
+            replicate_undistributed(submodule, device_mesh, self.src_data_rank)
         remember_layouts(module, device_mesh)
         platform.replace_forward(module, lambda forward: self._new_forward(module, forward, device_mesh))
         mark_applied(module, self, device_mesh)
@@ -242,7 +242,7 @@ class ModuleStyle(ParallelStyle):
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), convert, module, *args, **kwargs)
             if CHECKS:
-                check_call(module)
+                check_first_call(module)
             check(module)
             args, kwargs = self.prepare_inputs(module, args, kwargs, mesh)
             if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:

@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.operations.random import check_generators
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
-from hyper_parallel.core.weak import WeakTable
+from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform import Platform
 
 #: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
@@ -22,7 +22,7 @@ BUCKET = 1 << 17
 _PLANS = WeakTable()
 
 
-def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Give every rank of a 1-D mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
 
     They stay the same objects, plain, with their ``requires_grad`` and on their device. What is tied travels once; what
@@ -40,7 +40,7 @@ def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
 
 
 def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> None:
-    """Give every rank of a 1-D mesh the values that rank ``src`` has, in place; as `broadcast_rest`.
+    """Give every rank of a 1-D mesh the values that rank ``src`` has, in place; as `broadcast_undistributed`.
 
     Args:
         tensors: parameters and buffers, each once; of a DTensor, its local tensor.
@@ -98,31 +98,31 @@ def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
 
 # ---------------------------------------------------------------------- comparison
 def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
-    """Remember that the modules ``styled`` got their styles with ``module``, for `check_call`."""
+    """Remember that the modules ``styled`` got their styles with ``module``, for `check_first_call`."""
     for submodule in styled:
         _PLANS.set(submodule, (weakref.ref(module), weakref.ref(mesh)))
 
 
-def check_call(submodule: Any) -> None:
+def check_first_call(submodule: Any) -> None:
     """To be called when a check is on and a module with a style is called: the first call of a model inside
     `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.
 
     Raises:
-        RankMismatchError: as `check_rest`; also where the mesh's generators differ.
+        RankMismatchError: as `check_whole_tensors`; also where the mesh's generators differ.
     """
     module, mesh = (known() for known in _PLANS.get(submodule) or (lambda: None, lambda: None))
     if module is None or mesh is None or (id(module), mesh) in CHECKS[-1].at_end:
         return
 
     def compare() -> None:
-        check_rest(module, mesh)
+        check_whole_tensors(module, mesh)
         check_generators(mesh)
 
     compare()
     CHECKS[-1].at_end[id(module), mesh] = compare
 
 
-def check_rest(module: Any, mesh: DeviceMesh) -> None:
+def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
     """Compare what should be equal on all ranks of a 1-D mesh: parameters and buffers that are plain or replicated.
 
     Raises:

@@ -10,7 +10,7 @@ class WeakTable:
     """As ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by value.
 
     Example:
-        >>> from hyper_parallel.core.weak import WeakTable
+        >>> from hyper_parallel.core.weak_table import WeakTable
         >>> class Module:
         ...     __hash__ = None
         >>> table, module = WeakTable(), Module()
