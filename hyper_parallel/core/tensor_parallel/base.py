@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.dtensor.undistributed import check_first_call
 from hyper_parallel.core.lookalikes import import_hint
-from hyper_parallel.core.tensor_parallel.convert import convert_outputs, to_output, to_placement, too_few_inputs
+from hyper_parallel.core.tensor_parallel.convert import Slots, convert_outputs, to_output, to_placement, too_few_inputs
 from hyper_parallel.core.tensor_parallel.planned_parameters import (
     module_label,
     parameter_check,
@@ -143,9 +143,9 @@ class ModuleStyle(ParallelStyle):
     """
 
     placements: Mapping[str, Placement] = MappingProxyType({})
-    input_layouts: tuple[Placement | None, ...] = (Replicate(),)
-    desired_input_layouts: tuple[Placement | None, ...] | None = None
-    output_layouts: tuple[Placement | None, ...] | None = (Replicate(),)
+    input_layouts: Slots = (Replicate(),)
+    desired_input_layouts: Slots | None = None
+    output_layouts: Slots | None = (Replicate(),)
     use_local_output: bool = True
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
@@ -294,8 +294,12 @@ def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (style, mesh)))
 
 
-def of_style(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a hook that a style registers, and so registers again where the module is loaded."""
+def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run(module, ...)`` as a hook that a style registers, and registers again where the module is loaded."""
+
+    def hook(module: Any, *args: Any) -> Any:
+        return run_in_module(path_of(module), run, module, *args) if LISTENERS else run(module, *args)
+
     hook.of_style = True  # type: ignore[attr-defined]
     return hook
 

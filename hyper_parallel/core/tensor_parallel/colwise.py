@@ -1,9 +1,9 @@
 """`ColwiseParallel`, and column-parallel linear layers as the local operation and the collectives that the plan fixed.
 
-The layer of Megatron (Shoeybi et al. 2019) as a function of the module, so that a copy of the module computes with its
-own parameters. It stands for the conversions of the style and the dispatch of the operation where both are known
-beforehand: for a plain input, and for a distributed one that is placed as the style wants it. What either would look up
-is looked up once for each shape.
+The layer of Megatron (Shoeybi et al. 2019). It does at once what the conversions of the style and the dispatch of the
+operation would do, for a plain input and for a distributed one that is placed as the style wants it: what they would
+look up in every call is looked up once for each shape. It is a function of the module, so that a copy of the module
+computes with its own parameters.
 """
 
 from __future__ import annotations

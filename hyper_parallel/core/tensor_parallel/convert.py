@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
@@ -16,6 +16,9 @@ from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, HANDED_OUT, UNEVEN, compare_shapes
+
+#: A placement for each input or output, None for one that stays as it is.
+Slots: TypeAlias = "tuple[Placement | None, ...]"
 
 _WHOLE = (Replicate(),)
 #: MindSpore's limit. Torch has none that is as low, and no layer that a style is for comes near it.
@@ -151,7 +154,7 @@ def convert_outputs(
     return type(output)(new) if several else new[0]
 
 
-def as_slots(value: Any, keyword: str, style: str) -> tuple[Placement | None, ...]:
+def as_slots(value: Any, keyword: str, style: str) -> Slots:
     """A layout keyword as a tuple: a single placement is a tuple of one.
 
     Raises:
@@ -210,9 +213,7 @@ def check_tensor_dim(dim: int, what: str) -> None:
         )
 
 
-def as_pairs(
-    given: Any, desired: Any, keyword: str, style: str
-) -> tuple[tuple[Placement | None, ...], tuple[Placement | None, ...]]:
+def as_pairs(given: Any, desired: Any, keyword: str, style: str) -> tuple[Slots, Slots]:
     """A layout keyword and ``desired_<keyword>`` as tuples of one length.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Collectives that go on while the linear layers before or after them compute: a switch, and where it is looked at."""
+"""Collectives that are under way while linear layers compute: the switch for it, and the layers that look at it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`RowwiseParallel`, and row-parallel linear layers as the local operation and the collectives that the plan fixed.
 
-See `colwise` for what they stand for; with the sequence sharded Korthikanti et al. 2022.
+As `colwise`. With the output sharded along the sequence: Korthikanti et al. 2022.
 """
 
 from __future__ import annotations

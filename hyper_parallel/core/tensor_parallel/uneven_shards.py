@@ -1,8 +1,9 @@
-"""Plain shards do not know the global size and are taken to be equal: when ranks compare whether they are.
+"""When ranks compare the sizes of plain shards.
 
-Once for each module that takes one, in its first call; and in every call, from when a plain shard of another size than
-on the other ranks was handed out on the mesh, which all ranks know from its layout. Collectives of unequal shards may
-end the process where nothing can be raised.
+A plain shard does not know its global size, so the shards of all ranks are taken to be equal. Collectives of unequal
+ones may end the process where nothing can be raised. A module that takes plain shards therefore compares them in its
+first call. Once a layer has given plain shards of unequal sizes on a mesh, which all ranks know from the layout, it
+compares them in every call.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.errors import explain_along
@@ -21,6 +21,9 @@ from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+#: A function of a local tensor alone.
+TensorFunction: TypeAlias = Callable[[Any], Any]
 
 _DIM, _SIZES, _SOURCE = "the tensor dimension", "the sizes of shards", "the source"
 
@@ -31,13 +34,13 @@ def _bind(
     mesh_dim: int,
     send: Callable[..., Any],
     emulate: Callable[..., Any],
-    nothing: Callable[[Any], Any],
+    nothing: TensorFunction,
     *,
     args: tuple = (),
     op: str = "",
     details: Mapping[str, Any] | None = None,
     uneven: tuple[int, int] | None = None,
-) -> Callable[[Any], Any]:
+) -> TensorFunction:
     """The collective ``kind`` as a function of the local tensor alone, on a mesh dimension of more than one rank.
 
     Args:
@@ -74,12 +77,12 @@ def _itself(x: Any) -> Any:
     return x
 
 
-def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Callable[[Any], Any]:
+def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> TensorFunction:
     """`all_reduce` as ``reduce(x)``."""
     return _ALL_REDUCE[mesh, mesh_dim, op]
 
 
-def _bind_all_reduce(key: tuple[DeviceMesh, int, str]) -> Callable[[Any], Any]:
+def _bind_all_reduce(key: tuple[DeviceMesh, int, str]) -> TensorFunction:
     mesh, mesh_dim, op = key
     if mesh.shape[mesh_dim] == 1:
         return _itself
@@ -137,7 +140,7 @@ def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., An
     return [platform.narrow(whole, 0, start, count).reshape(shape) for start, count, shape in parts]
 
 
-def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Callable[[Any], Any]:
+def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> TensorFunction:
     """``gather(x)`` concatenates along tensor dimension ``dim``, of which rank i of the mesh dimension holds
     ``sizes[i]``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
@@ -172,7 +175,7 @@ def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
 
 def bind_reduce_scatter(
     mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], op: str = "sum"
-) -> Callable[[Any], Any]:
+) -> TensorFunction:
     """``scatter(x)`` reduces over the mesh dimension and keeps this rank's ``sizes[rank]`` of tensor dimension
     ``dim``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.collectives import TensorFunction
 from hyper_parallel.core.dtensor.communication.transitions import Move, Step, linear_key
 from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
@@ -36,7 +37,7 @@ class Gather(Move):
         return self.platform.detach(data)
 
     @cached_property
-    def collective(self) -> Callable[[Any], Any]:
+    def collective(self) -> TensorFunction:
         """The all-gather alone, rank by rank."""
         return collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
 
@@ -150,7 +151,7 @@ class ReduceScatter(Move):
         return self._reversed(GatherForParts, target=Replicate())
 
     @cached_property
-    def collective(self) -> Callable[[Any], Any]:
+    def collective(self) -> TensorFunction:
         """The reduce-scatter alone, rank by rank."""
         op = self.source.reduce_op
         return collectives.bind_reduce_scatter(self.mesh, self.mesh_dim, self.target.dim, self.target_sizes, op)
@@ -158,7 +159,7 @@ class ReduceScatter(Move):
     def forward(self, ctx: Any, x: Any) -> Any:
         return self.collective(by_rank(x, self.target, self.size, self.platform))
 
-    def bind(self) -> Callable[[Any], Any]:
+    def bind(self) -> TensorFunction:
         if self.source is not Partial() or isinstance(self.target, PackedShard) or self.size == 1:
             return self
         back: Any = self.back

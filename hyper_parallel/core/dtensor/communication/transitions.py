@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS
+from hyper_parallel.core.dtensor.communication.collectives import TensorFunction
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
@@ -80,7 +81,7 @@ class _View(Step):
 class ConvertCotangent(_View):
     """Identity whose backward applies ``convert`` to the cotangent."""
 
-    def __init__(self, platform: Platform, convert: Callable[[Any], Any]) -> None:
+    def __init__(self, platform: Platform, convert: TensorFunction) -> None:
         super().__init__(platform)
         self.convert = convert
 
@@ -102,7 +103,7 @@ class IdentityReduceGrad(_View):
         return g
 
     @cached_property
-    def of_parameter(self) -> Callable[[Any], Any]:
+    def of_parameter(self) -> TensorFunction:
         """Bound, of a parameter, which `coalesce_gradients` may take part in; see `Platform.gradient_view`."""
         platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
         reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
@@ -154,7 +155,7 @@ class Move(Step):
         """The step of a DTensor: gives one of `layout`. To be called under `Platform.no_dispatch`."""
         return self.platform.wrap(self(x), self.layout)
 
-    def bind(self) -> Callable[[Any], Any]:
+    def bind(self) -> TensorFunction:
         """The step as a function of the tensor alone that is called often, under `Platform.no_dispatch`."""
         return self
 
@@ -184,7 +185,7 @@ class AllReduce(Move):
         return collectives.all_reduce(self.platform.clone(x), self.mesh, self.mesh_dim, self.source.reduce_op)
 
     @cached_property
-    def in_place(self) -> Callable[[Any], Any]:
+    def in_place(self) -> TensorFunction:
         """Bound, of a sum: into the tensor itself, which nobody else holds and whose operation does not need its value
         in backward. Where the platform has hooks there is no node in the graph."""
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
