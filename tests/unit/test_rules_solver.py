@@ -68,6 +68,18 @@ def _any_layout(x: np.ndarray, mesh: Any, chance: random.Random) -> Layout:
     return get_layout(mesh, tuple(placements), x.shape)
 
 
+def test_packed_shards_stay_where_the_native_operation_runs() -> None:
+    """What replaces it may ask where a shard begins, and gets the tensor whole."""
+    mesh = mesh_of_rank((2,), 0)
+    rule, packed = OPERATIONS["amax"].rule, get_layout(mesh, (PackedShard(0, (4, 2)),), (6, 5))
+    for dims, stays in (((1,), True), ((0,), False)):
+        sharding = rule(((6, 5),), (dims, False))
+        assert sharding is not None
+        strategy = solve(sharding, (packed,), mesh)
+        assert strategy is not None
+        assert (strategy.operands[0] is packed) is stays
+
+
 #: Of these the kernels for nothing are others than for something, with other graphs: see their rules.
 NEVER_EMPTY = [
     ("attention", ((2, 2, 5, 4),) * 3, (None, 0.0)),

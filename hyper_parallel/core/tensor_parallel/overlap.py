@@ -1,4 +1,4 @@
-"""Collectives that go on while the linear layers before or after them compute: a switch, and where it is looked at."""
+"""Collectives that are under way while linear layers compute: the switch for it, and the layers that look at it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER, LinearCollective
-
-__all__ = ["overlap_collectives", "overlapped_first"]
 
 _MIB = 1 << 20
 

@@ -8,8 +8,9 @@ redistribution gives is contiguous; what an operation reads after data moved is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.strides import (
     Strides,
     contiguous_strides,
@@ -17,19 +18,6 @@ from hyper_parallel.core.dtensor.layouts.strides import (
     is_contiguous,
     spaced_strides,
 )
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
-
-__all__ = [
-    "UNKNOWN",
-    "bind_noted_strides",
-    "bind_order",
-    "is_contiguous_whole",
-    "ones_like_whole",
-    "strides_of",
-    "whole_strides",
-]
 
 #: `DTensor._strides` of a tensor whose elements may lie in any order.
 UNKNOWN: Any = "unknown"

@@ -11,21 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = [
-    "Strides",
-    "contiguous_only",
-    "contiguous_strides",
-    "dense_strides",
-    "expanded_strides",
-    "indexed_strides",
-    "is_contiguous",
-    "permuted_strides",
-    "reshaped_strides",
-    "spaced_strides",
-]
-
 Shape: TypeAlias = "tuple[int, ...]"
 Strides: TypeAlias = "tuple[int, ...]"
+
+#: ``:`` in an encoded index.
+FULL_SLICE = ("slice", None, None, None)
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
@@ -122,22 +112,31 @@ def contiguous_only(static_args: tuple, shape: Shape, strides: Strides, result_s
     return strides if is_contiguous(shape, strides) else None
 
 
+def without_dots(index: tuple, ndim: int) -> tuple:
+    """An encoded index with ``:`` for each of the ``ndim`` dimensions that its first ``...`` stands for, or that it
+    leaves out at the end.
+
+    Example:
+        >>> without_dots((0, ..., None), 2)
+        (0, ('slice', None, None, None), None)
+    """
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    before, after = index[:at], index[at + 1 :]
+    named = sum(item is not None for item in before + after)
+    return (*before, *(FULL_SLICE,) * (ndim - named), *after)
+
+
 def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
     """Strides of ``x[index]``, the index encoded, of ints, slices, None and dots."""
-    consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
     found: list[int] = []
-    dim = 0
-    for item in index if Ellipsis in index else (*index, Ellipsis):
-        if item is Ellipsis:
-            count = len(shape) - consumed
-            found += strides[dim : dim + count]
-            dim += count
-        elif item is None:
+    dims = iter(strides)
+    for item in without_dots(index, len(shape)):
+        if item is None:
             found.append(1)
+        elif isinstance(item, tuple):
+            found.append(next(dims) * (item[3] or 1))
         else:
-            if isinstance(item, tuple):
-                found.append(strides[dim] * (1 if item[3] is None else item[3]))
-            dim += 1
+            next(dims)
     return tuple(found)
 
 

@@ -27,8 +27,6 @@ from hyper_parallel.platform.indexing import decode_index
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.operations.strategy import Strategy
 
-__all__ = ["Aliasing", "aliasing_of", "is_moved"]
-
 #: What stands for the strides of a view where the result is a copy.
 _COPY: Any = "copy"
 

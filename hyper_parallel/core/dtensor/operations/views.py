@@ -19,8 +19,6 @@ from weakref import ref
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["CurrentLayout", "Family", "after_write", "apart", "before_write", "follow", "forget_value", "part", "share"]
-
 
 class Family:
     """The DTensors that share one piece of memory.
