@@ -13,8 +13,8 @@ from hyper_parallel.core.data_parallel.trees import map_tensors
 from hyper_parallel.core.dtensor.communication.redistribute import partial_key
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.rest import broadcast_tensors
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["MARK", "REPLICA", "Mark", "Options", "Replica", "entered", "replica_of"]

@@ -17,8 +17,8 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.dtensor.rest import broadcast_tensors
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract.modules import APPLIED
 

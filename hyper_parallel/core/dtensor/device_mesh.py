@@ -25,8 +25,6 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
-
 _WORLDS: dict[Platform, weakref.ref[Any]] = {}
 _ACTIVE = threading.local()
 

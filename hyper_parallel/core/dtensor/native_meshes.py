@@ -14,8 +14,6 @@ from hyper_parallel.platform.mesh_methods import MeshMethods
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import NativeMesh
 
-__all__ = ["NativeMeshes", "made_of", "remember_made", "slice_like"]
-
 #: The framework's mesh -> the world that there was when a mesh was made of it, and that mesh.
 _MADE: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Any]] = weakref.WeakKeyDictionary()
 

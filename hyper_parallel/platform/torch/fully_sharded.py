@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.mesh_methods import MeshMethods
@@ -26,8 +26,6 @@ from hyper_parallel.platform.torch.private import root_of_mesh
 from hyper_parallel.platform.torch.tensor import is_dtensor
 
 __all__ = ["checking_parameters", "converting_parameter", "taking_meshes"]
-
-T: Any = torch.Tensor
 
 
 def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -155,7 +153,7 @@ def _keeping_layout(cls: type) -> type:
 
     def get_grad_inner_tensor(self: Any, grad: Any) -> Any:
         with no_dispatch():
-            return grad.as_subclass(T)
+            return grad.as_subclass(Tensor)
 
     methods = {
         "__module__": cls.__module__,

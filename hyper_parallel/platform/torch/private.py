@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from hyper_parallel.platform.versions import tested_versions
@@ -158,7 +159,7 @@ graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int)
 queue_callback: Callable[[Callable[[], None]], None] = _take(
     "autograd.Variable._execution_engine.queue_callback", callable
 )
-run_engine: Callable[..., Any] = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
+run_engine: Callable = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
 
 
 def _make_grads(outputs: tuple, grads: tuple, is_grads_batched: bool) -> tuple:
@@ -174,7 +175,7 @@ make_grads: Callable[..., tuple] = _take(
 )
 
 
-def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def bare_apply(function: type[torch.autograd.Function]) -> Callable:
     """`apply` of an autograd function, without torch's Python wrapper, which is there for functorch and takes half of
     the time."""
     return _apply.__get__(None, function) if _apply is not None else function.apply
@@ -228,10 +229,10 @@ def native(name: str) -> Any:
 
 #: ``flatten(tensors)``: the elements of all, 1-D; of a single tensor a view. ``unflatten(flat, tensors)``: views of
 #: ``flat`` with the shapes of ``tensors``, which have elements.
-flatten: Callable[[Any], torch.Tensor] = _take(
+flatten: Callable[[Any], Tensor] = _take(
     "_C._nn.flatten_dense_tensors", inspect.isbuiltin, lambda xs: torch.cat([x.reshape(-1) for x in xs])
 )
-unflatten: Callable[[torch.Tensor, Any], Any] = _take(
+unflatten: Callable[[Tensor, Any], Any] = _take(
     "_C._nn.unflatten_dense_tensors",
     inspect.isbuiltin,
     lambda flat, xs: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)],
@@ -318,7 +319,7 @@ def old_vmap_level() -> int:
 _keys_of = _take("_C._dispatch_key_set", callable)
 
 
-def is_batched(x: torch.Tensor) -> bool:
+def is_batched(x: Tensor) -> bool:
     """Whether a vmap, of either kind, has put ``x`` around another tensor."""
     return "Batched" in _keys_of(x)
 
