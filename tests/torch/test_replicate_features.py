@@ -234,6 +234,15 @@ def autocast(mesh: Any) -> None:
     for m in attention:
         m(x[None], x[None], x[None])[0].sum().backward()
     check(*attention, "attention")
+    recurrent = two(nn.LSTM(4, 5, batch_first=True), mesh)[:2]
+    for m in recurrent:
+        m(x[None])[0].square().sum().backward()
+    check(*recurrent, "recurrent")
+    plain, copied, x = two(mlp(), mesh)
+    copied[0].compile(backend="aot_eager")
+    for m in (plain, copied):
+        m(x).sum().backward()
+    check(plain, copied, "a module inside that is compiled")
 
 
 @on_mesh()
