@@ -103,7 +103,9 @@ def exchanged_in_forward(mesh: Any) -> None:
         module._parameters["weight"] = nn.Parameter(module.weight.full_tensor().detach())
 
     sharded.down.register_forward_pre_hook(unshard)
-    refused(lambda: sharded(randn(3, 6)), "'weight'", "'down'", "cannot be applied on top", "hyper_parallel's fully_shard")
+    refused(
+        lambda: sharded(randn(3, 6)), "'weight'", "'down'", "cannot be applied on top", "hyper_parallel's fully_shard"
+    )
 
 
 def test_exchanged_in_forward(pool: Any) -> None:

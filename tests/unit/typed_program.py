@@ -82,6 +82,9 @@ FACTORIES = (empty, full, ones, rand, randn, zeros)
 OTHERS = (distribute_parameter, register_sharding, register_style, register_platform, vocab_parallel_cross_entropy)
 
 
+OFFLOAD: OffloadPolicy = CPUOffloadPolicy()
+
+
 def train(model: Any, x: Any) -> None:
     """One step, with what a program of a user touches."""
     mesh = init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp"))
@@ -96,6 +99,9 @@ def train(model: Any, x: Any) -> None:
     manual_seed(0)
     parallelize_module(model, mesh["tp"], {"up": STYLES[0], "down": "rowwise"})
     distribute_module(model, mesh)
+    unit = fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(), offload_policy=OFFLOAD)
+    assert isinstance(unit, FSDPModule)
+    unit.set_requires_gradient_sync(False)
     y = distribute_tensor(x, mesh, placements)
     assert isinstance(y, DTensor)
     assert_type(y, DTensor)

@@ -201,7 +201,9 @@ def _placement(
     elif not isinstance(wanted, Shard) or isinstance(wanted, PackedShard):
         raise TypeError(f"{what}: shard_placement_fn gives a Shard or None, got {wanted!r}")
     elif not -len(shape) <= wanted.dim < len(shape):
-        raise ValueError(f"{what}, of shape {shape}: shard_placement_fn gives {wanted!r}, which it has no dimension for")
+        raise ValueError(
+            f"{what}, of shape {shape}: shard_placement_fn gives {wanted!r}, which it has no dimension for"
+        )
     else:
         wanted = Shard(wanted.dim % len(shape))
     placements: tuple[Placement, ...] = (*(Replicate(),) * (mesh.ndim - 1), wanted)

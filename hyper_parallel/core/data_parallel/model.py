@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.data_parallel.unit import Call, Unit
+    from hyper_parallel.core.data_parallel.call import Call
+    from hyper_parallel.core.data_parallel.unit import Unit
 
 __all__ = ["RUNNING", "BackwardPass", "Model"]
 

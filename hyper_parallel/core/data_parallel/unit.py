@@ -12,47 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import refuse_distributed_batch
+from hyper_parallel.core.data_parallel.call import Call, versions_of
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
-from hyper_parallel.core.dtensor.communication.coalesce import sum_together
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
-__all__ = ["Call", "Unit"]
-
-
-class Call:
-    """One call of a unit; it lives as long as its graph.
-
-    Attributes:
-        parameters: the shards.
-        trained: of each buffer, the indices of those that gradients are asked for.
-        recorded: whether there may be a backward.
-        within: the units whose forward it is a part of.
-        waiting: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
-    """
-
-    def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
-        self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
-        self.versions = versions_of(parameters)
-        self.waiting: list[Any] = []
-
-    def check_unchanged(self, what: str) -> None:
-        """Raise RuntimeError when a parameter was written to since, as frameworks do for what autograd keeps: backward
-        would read other values than forward has read."""
-        if versions_of(self.parameters) != self.versions:
-            raise RuntimeError(
-                f"{what}: a parameter was changed in place between a forward and its backward: run backward before the "
-                "optimizer's step, or forward again"
-            )
-
-
-def versions_of(parameters: Sequence[Any]) -> list[int]:
-    """How often each has been written to."""
-    return [p._version for p in parameters]
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -63,10 +33,7 @@ class Unit:
         what: the unit, for messages.
         reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
         reshard_after_backward: whether parameters are sharded again after backward.
-        reduce_gradients: whether backward reduces gradients; otherwise they are kept, whole, and added to the next.
-        all_reduce_gradients: whether it does so over the mesh dimension that replicates.
-        divide_factor: by what sums of gradients are divided, in place of the number of ranks.
-        force_sum: whether collectives sum where an average is wanted, which is divided after.
+        gradients: how they are reduced.
         forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
     """
 
@@ -74,9 +41,8 @@ class Unit:
         self.plan, self.platform = plan, plan.mesh.platform
         self.what = f"{type(module).__name__} under fully_shard"
         self.reshard_after_forward = plan.reshard_after_forward
-        self.reshard_after_backward = self.reduce_gradients = self.all_reduce_gradients = True
-        self.divide_factor: float | None = None
-        self.force_sum = False
+        self.reshard_after_backward = True
+        self.gradients = Gradients(plan)
         self.forward_prefetch: Sequence[Unit] = ()
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
@@ -95,9 +61,6 @@ class Unit:
         self._leaves: list[Any] = []
         self._trained_leaves: set[int] = set()
         self._waiting: list[Any] = []
-        #: Of a buffer what is to be added to its gradients: cotangents by index, and rows that were reduced in part.
-        self._sums: dict[int, dict[int, Any]] = {}
-        self._rows: dict[int, Any] = {}
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
         self._returned = self.platform.joint_function(self._returned_forward, self._returned_backward)
 
@@ -293,25 +256,11 @@ class Unit:
             )
         trained = ctx.call.trained[ctx.buffer]
         if ctx.call.waiting:
-            cotangents = self._with_waiting(ctx.call.waiting, trained, cotangents)
+            cotangents = with_waiting(ctx.call.waiting, trained, cotangents)
         parameters = [ctx.call.parameters[i] for i in trained]
         fast = platform.fast or NOTHING_FASTER
         delay = fast.can_delay_gradient(*parameters)
-        return self.reduce(ctx.buffer, trained, cotangents, delay)
-
-    def _with_waiting(self, waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-        """Cotangents of the parameters ``indices``, with the sums of those among ``waiting``, which are taken out."""
-        new = dict(zip(indices, cotangents, strict=True))
-        groups: dict[Any, list[Any]] = {}
-        taken = [entry for entry in waiting if entry[0] in new]
-        waiting[:] = [entry for entry in waiting if entry[0] not in new]
-        for entry in taken:
-            groups.setdefault((*entry[2:], entry[1].dtype), []).append(entry)
-        for (mesh, mesh_dims, _), entries in groups.items():
-            summed = sum_together([entry[1] for entry in entries], mesh, mesh_dims)
-            for (i, *_), g in zip(entries, summed, strict=True):
-                new[i] = g if new[i] is None else new[i] + g
-        return list(new.values())
+        return self._reduce(ctx.buffer, trained, cotangents, delay)
 
     # ---------------------------------------------------------------------- what the module returns
     def _with_opening(self, output: Any, call: Call) -> Any:
@@ -400,11 +349,11 @@ class Unit:
             trained = [i for i in members if i in self._trained_leaves]
             with self.platform.no_dispatch():
                 cotangents = [getattr(self._leaves[i], "grad", None) for i in trained]
-            cotangents = self._with_waiting(self._waiting, trained, cotangents)
+            cotangents = with_waiting(self._waiting, trained, cotangents)
             if any(g is not None for g in cotangents):
                 for i in trained:
                     self._leaves[i].grad = None
-                self.reduce(b, trained, cotangents, True)
+                self._reduce(b, trained, cotangents, True)
         if self.reshard_after_backward:
             self._free()
         else:
@@ -421,64 +370,20 @@ class Unit:
             self._free()
 
     # ---------------------------------------------------------------------- gradients
-    def reduce(self, b: int, indices: list[int], cotangents: Sequence[Any], delay: bool) -> list[Any]:
-        """Reduce cotangents of whole parameters; returns the shards of the gradients, or, with ``delay``, None each:
-        they are added to those that the parameters have when the backward pass is over."""
-        model, platform = self.model, self.platform
-        assert model is not None
-        kept = self._sums.pop(b, {})
-        if kept or not self.reduce_gradients:
-            dtype = self.plan.reduce_dtype(self._dtypes[indices[0]])  # type: ignore[index]
-            for i, g in zip(indices, cotangents, strict=True):
-                if g is not None:
-                    g = platform.to_dtype(g, dtype)
-                    kept[i] = kept[i] + g if i in kept else g
-            if not self.reduce_gradients:
-                self._sums[b] = kept
-                return [None] * len(indices)
-            indices = sorted({*indices, *kept})
-            cotangents = [kept.get(i) for i in indices]
-        op, factor = self._scale()
-        where = [self._members[b].index(i) for i in indices]
-        reduction = self.buffers[b].reduce(where, cotangents, op)
-        if self.plan.mesh.ndim > 1:
-            if not self.all_reduce_gradients:
-                self._rows[b] = reduction.row() if b not in self._rows else self._rows[b] + reduction.row()
-                return [None] * len(indices)
-            reduction.all_reduce(self._rows.pop(b, None))
+    def _reduce(self, b: int, indices: Sequence[int], cotangents: Sequence[Any], delay: bool) -> list[Any]:
+        assert self.model is not None
         parameters = self._places.parameters()
-
-        def shards() -> list[Any]:
-            return [
-                None if g is None else platform.to_dtype(g, parameters[i].dtype)
-                for i, g in zip(indices, reduction.shards(factor), strict=True)
-            ]
-
-        if not delay:
-            return shards()
-
-        def deliver() -> None:
-            fast = platform.fast or NOTHING_FASTER
-            for i, g in zip(indices, shards(), strict=True):
-                if g is not None:
-                    fast.add_to_gradient(parameters[i], g)
-
-        model.delayed.append(deliver)
-        return [None] * len(indices)
-
-    def _scale(self) -> tuple[str, float]:
-        """The operation by which gradients are reduced, and what the result is to be multiplied by."""
-        if self.model is not None and self.model.one_loss:
-            return "sum", 1.0
-        if self.divide_factor is not None:
-            return "sum", 1 / self.divide_factor
-        return ("sum", 1 / self.plan.mesh.size()) if self.force_sum else ("avg", 1.0)
+        return self.gradients.reduce(
+            self.model, self.buffers[b], self._members[b], parameters, indices, cotangents, delay
+        )
 
     def reduce_kept(self) -> None:
         """A backward pass is over that did not come to this unit: reduce what was kept from those before."""
-        if self.reduce_gradients and self._sums and self.platform.fast is not None:
-            for b, kept in list(self._sums.items()):
-                self.reduce(b, sorted(kept), [None] * len(kept), True)
+        if self.gradients.has_kept and self.gradients.reduce_gradients and self.platform.fast is not None:
+            for b in range(len(self.buffers)):
+                kept = self.gradients.kept(self.buffers[b])
+                if kept:
+                    self._reduce(b, kept, [None] * len(kept), True)
 
 
 def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
