@@ -46,7 +46,7 @@ class FlatBuffer:
         if self._under_way is not None:
             return
         platform, work, gathered = self.platform, None, None
-        shards = [platform.to_dtype(x, self._dtype) for x in shards]
+        shards = [platform.to_dtype(platform.to_device(x), self._dtype) for x in shards]
         if self._length:
             pieces = []
             for block, x in zip(self.blocks, shards, strict=True):

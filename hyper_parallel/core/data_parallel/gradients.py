@@ -92,7 +92,7 @@ class Gradients:
 
         def shards() -> list[Any]:
             return [
-                None if g is None else platform.to_dtype(g, parameters[i].dtype)
+                None if g is None else self._plan.kept(platform.to_dtype(g, parameters[i].dtype))
                 for i, g in zip(indices, reduction.shards(factor), strict=True)
             ]
 

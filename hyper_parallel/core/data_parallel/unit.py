@@ -1,8 +1,9 @@
-"""One unit of `fully_shard`: its parameters are whole while its module runs, forward and backward, and sharded otherwise.
+"""One unit of `fully_shard`: its parameters are whole while its module runs, in forward and in backward.
 
-A call gathers the parameters (`FlatBuffer`), and lets the modules find whole ones where they look for theirs (`Places`).
-Whole parameters are results of one differentiable function of the shards, whose backward reduces the gradients. What the
-module returns goes through an identity: when the first cotangent comes back to it, the parameters are made whole again.
+A call gathers the parameters (`FlatBuffer`), and lets the modules find whole ones where they look for theirs
+(`Places`). Whole parameters are results of one differentiable function of the shards, whose backward reduces the
+gradients (`Gradients`). What the module returns goes through an identity: when the first cotangent comes back to it,
+the parameters are made whole again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.data_parallel.batches import refuse_distributed_batch
+from hyper_parallel.core.data_parallel.batches import is_distributed, lies_across, whole_for_all
 from hyper_parallel.core.data_parallel.call import Call, versions_of
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
@@ -19,7 +20,6 @@ from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
-from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["Unit"]
@@ -151,7 +151,11 @@ class Unit:
         elif self.model is None:
             self.model = Model(self)
         model: Any = self.model
-        inputs = self._check_inputs((args, kwargs))
+        policy = self.plan.mp_policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = self._cast((args, kwargs), policy.param_dtype)
+        inputs = list(tensors_in((args, kwargs), platform))
+        self._check_batch(inputs, not running and not again)
         outermost = not running and not again and model.outermost() is self
         if outermost:
             model.begin()
@@ -160,18 +164,33 @@ class Unit:
         try:
             output = self._run(module, forward, args, kwargs, inputs, running, again)
             complete = True
-            return output
+            return output if policy.output_dtype is None else self._cast(output, policy.output_dtype)
         finally:
             RUNNING.reset(token)
             if outermost:
                 model.end(complete)
 
-    def _check_inputs(self, inputs: Any) -> list[Any]:
-        found = list(tensors_in(inputs, self.platform))
-        for x in found:
-            if isinstance(x, DTensor):
-                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} was called with")
-        return found
+    def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
+        """Find out, in the outermost unit, whether the batch is distributed, and in others, whether theirs is alike."""
+        model: Any = self.model
+        distributed = is_distributed(inputs, self.plan.mesh, self.plan.is_tensor_parallel, self.what)
+        if decides:
+            model.one_loss = bool(distributed)
+        elif self.plan.slots and distributed is not None and distributed is not model.one_loss:
+            given, others = ("plain tensors", "DTensors") if model.one_loss else ("DTensors", "plain tensors")
+            raise ValueError(
+                f"{self.what} was called with {given}, and the outermost module under fully_shard with {others}: "
+                "whether the data-parallel ranks have one loss or one each depends on which, so give all units the same"
+            )
+
+    def _cast(self, tree: Any, dtype: Any) -> Any:
+        """``tree`` with floating point tensors of ``dtype``."""
+        platform = self.platform
+
+        def cast(x: Any) -> Any:
+            return platform.to_dtype(x, dtype) if platform.is_floating_point(x) and x.dtype != dtype else x
+
+        return map_tensors(tree, cast, platform, lambda x: x)
 
     def _run(
         self,
@@ -205,7 +224,7 @@ class Unit:
                 self._places.take_back(self._put.pop())
             return self._with_opening(output, call) if recorded and self.plan.slots else output
         finally:
-            if self.reshard_after_forward or (self.reshard_after_forward is None and running):
+            if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
                 self._free()
 
     def _check_kept(self, parameters: Sequence[Any]) -> None:
@@ -238,7 +257,8 @@ class Unit:
         """
         inner = self.plan.inner[index]
         if inner is None:
-            return x
+            one_loss = self.model is not None and self.model.one_loss
+            return whole_for_all(x, self.plan.mesh) if one_loss else x
         x = self.platform.wrap(x, inner)
         x._collect = lambda cotangent, mesh, mesh_dims: waiting.append((index, cotangent, mesh, mesh_dims))
         return x
@@ -247,14 +267,14 @@ class Unit:
         ctx.call, ctx.buffer, views = static
         return views
 
-    def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
-        platform = self.platform
+    def _views_backward(self, ctx: Any, *given: Any) -> Sequence[Any]:
+        platform, cotangents = self.platform, list(given)
         if any(g is not None and platform.requires_grad(g) for g in cotangents):
             raise RuntimeError(
                 "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
                 "modules that they go through"
             )
-        trained = ctx.call.trained[ctx.buffer]
+        trained: list[int] = ctx.call.trained[ctx.buffer]
         if ctx.call.waiting:
             cotangents = with_waiting(ctx.call.waiting, trained, cotangents)
         parameters = [ctx.call.parameters[i] for i in trained]
@@ -266,10 +286,14 @@ class Unit:
     def _with_opening(self, output: Any, call: Call) -> Any:
         """``output``, whose cotangents make the parameters whole before they reach what the forward has computed."""
         platform, found = self.platform, []
+        one_loss = self.model is not None and self.model.one_loss
 
         def collect(x: Any) -> Any:
-            if isinstance(x, DTensor):
-                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} returns")
+            if lies_across(x, self.plan.mesh) and not one_loss:
+                raise ValueError(
+                    f"{self.what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and "
+                    "was called with plain tensors, this rank's part of the batch: compute plain tensors, as in x.to_local()"
+                )
             with platform.no_dispatch():
                 if any(buffer.holds(x) for buffer in self.buffers):
                     layout = getattr(x, "_layout", None)
@@ -321,7 +345,12 @@ class Unit:
         self._opened = 1
         if not self._leaves:
             self._leaves = self._make_leaves(call)
-        self._put.append(self._places.put(self._leaves))
+        assert self.model is not None
+        leaves = self._leaves
+        if self.model.one_loss:
+            with self.platform.no_dispatch():
+                leaves = [self._as_read(i, x, self._waiting) for i, x in enumerate(leaves)]
+        self._put.append(self._places.put(leaves))
 
     def _make_leaves(self, call: Call) -> list[Any]:
         """Whole parameters as tensors that nothing was computed from yet."""
@@ -329,7 +358,7 @@ class Unit:
         self._trained_leaves.clear()
         for buffer, members in zip(self.buffers, self._members, strict=True):
             for i, x in zip(members, buffer.views(self.platform.detach(buffer.whole)), strict=True):
-                found[i] = self._as_read(i, x, self._waiting)
+                found[i] = x if self.plan.inner[i] is None else self._as_read(i, x, self._waiting)
                 if call.parameters[i].requires_grad:
                     found[i].requires_grad_()
                     self._trained_leaves.add(i)

@@ -62,8 +62,8 @@ class DTensor:
     _origin: Any = None
     #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
     _ties: Any = None
-    #: ``_collect(cotangent, mesh, mesh_dims)`` of an instance that stands for a parameter of `fully_shard`: takes a part
-    #: of its gradient that is still to be summed over these mesh dimensions, inside `coalesce_gradients`.
+    #: ``_collect(cotangent, mesh, mesh_dims)`` of an instance that stands for a parameter of `fully_shard`: takes a
+    #: part of its gradient that is still to be summed over these mesh dimensions, inside `coalesce_gradients`.
     _collect: Any = None
     #: How often dispatch has let the instance be written to.
     _writes: int = 0

@@ -109,6 +109,6 @@ def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
         f"{what} is {foreign or 'a plain tensor'}, and the style that was applied made it a DTensor of shape "
         f"{tuple(planned.shape)} placed {placements}: something has put another parameter in its place since. Copy "
         "values into the parameter that is there (loading a state dict does, unless it assigns), or assign a parameter "
-        f"made of distribute_tensor(value, mesh, {placements}). What exchanges parameters for its own in forward cannot "
-        "be applied on top of parallelize_module, but hyper_parallel's fully_shard can"
+        f"made of distribute_tensor(value, mesh, {placements}). What exchanges parameters for its own in forward "
+        "cannot be applied on top of parallelize_module, but hyper_parallel's fully_shard can"
     )

@@ -48,8 +48,8 @@ class AutogradRole(ABC):
         return None
 
     def after_backward(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before whoever asked for
-        it goes on. Not where it fails."""
+        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before whoever asked
+        for it goes on. Not where it fails."""
         raise TypeError(f"{type(self).__name__} does not know when a backward pass ends, as its `backward_pass` says")
 
     @abstractmethod

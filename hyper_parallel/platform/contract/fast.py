@@ -123,7 +123,8 @@ class Fast:
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """Asked inside the backward of a function of these: whether `add_to_gradient` after it is as good as returning
-        the cotangents, because nothing but the accumulated gradients depends on them. A framework that returns gradients answers False."""
+        the cotangents, because nothing but the accumulated gradients depends on them. A framework that returns
+        gradients answers False."""
         return False
 
     def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:

@@ -88,17 +88,17 @@ class ModuleVerbs:
         return module._params
 
     def replace_forward(
-        self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+        self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], mixin: type | None = None
     ) -> None:
         cls: Any = type(module)
-        if methods is not None:
+        if mixin is not None:
             # Other tensors may stand where parameters are when these are first called.
             for _, cell in module.cells_and_names():
                 check_cell(cell)
         replaced = module.__dict__.get("_replaced_forward")
         object.__setattr__(module, "_replaced_forward", make(cls.construct if replaced is None else replaced))
-        if replaced is None or methods is not None:
-            module.__class__ = _class_with_replaced_forward(cls, methods)
+        if replaced is None or mixin is not None:
+            module.__class__ = _class_with_replaced_forward(cls, mixin)
 
     def register_forward_pre_hook(
         self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
@@ -112,14 +112,14 @@ class ModuleVerbs:
 
 
 @cache
-def _class_with_replaced_forward(cls: type, methods: type | None) -> type:
+def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
     """A subclass under the same name. The cell keeps a function, not a bound method: copies run it on themselves."""
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    bases = (cls,) if methods is None else (methods, cls)
+    bases = (cls,) if mixin is None else (mixin, cls)
     return type(cls.__name__, bases, {**names, "construct": construct})
 
 
