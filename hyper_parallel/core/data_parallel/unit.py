@@ -71,8 +71,8 @@ class Unit:
         dtypes = [p.dtype for p in parameters]
         if self._dtypes != dtypes:
             self.drop()
-            self._dtypes, self._leaves = dtypes, []
             self.buffers, self._members = self.plan.buffers(parameters)
+            self._dtypes, self._leaves = dtypes, []
         return parameters
 
     def start(self) -> bool:
@@ -291,8 +291,8 @@ class Unit:
         def collect(x: Any) -> Any:
             if lies_across(x, self.plan.mesh) and not one_loss:
                 raise ValueError(
-                    f"{self.what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and "
-                    "was called with plain tensors, this rank's part of the batch: compute plain tensors, as in x.to_local()"
+                    f"{self.what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and was "
+                    "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
                 )
             with platform.no_dispatch():
                 if any(buffer.holds(x) for buffer in self.buffers):
