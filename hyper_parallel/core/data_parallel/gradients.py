@@ -40,6 +40,11 @@ class Gradients:
         """Whether cotangents wait to be reduced."""
         return bool(self._sums)
 
+    def forget(self) -> None:
+        """Drop what waits."""
+        self._sums.clear()
+        self._rows.clear()
+
     def kept(self, buffer: FlatBuffer) -> list[int]:
         """The parameters of a buffer whose cotangents wait."""
         return sorted(self._sums.get(buffer, ()))
@@ -105,7 +110,7 @@ class Gradients:
                 if g is not None:
                     fast.add_to_gradient(parameters[i], g)
 
-        model.delayed.append(deliver)
+        model.delayed.append((reduction, deliver))
         return nothing
 
     def _scale(self, model: Model) -> tuple[str, float]:

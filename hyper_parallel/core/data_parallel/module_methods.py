@@ -92,6 +92,14 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.gradients.all_reduce_gradients = bool(requires_all_reduce)
 
+    def reset_iter_state(self) -> None:
+        """Forget what a forward or a backward that has failed has left: gradients that were not reduced, also those of
+        earlier micro batches. For the outermost unit, before the step is begun anew."""
+        for unit in self._units(True):
+            if unit.model is not None:
+                unit.model.abandon()
+            unit.gradients.forget()
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether gradients are to be complete after the next backward. With False, reductions that go on are waited
         for after the next backward for which it is True. For the outermost unit.
