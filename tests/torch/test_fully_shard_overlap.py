@@ -89,8 +89,8 @@ def late(platform: Any, notes: list[str]) -> Any:
 
 @on_mesh()
 def overlapped(mesh: Any) -> None:
-    """Nothing is read early; in the second step gather i + 1 starts before compute i, and reductions are waited for when
-    backward is over."""
+    """Nothing is read early; in the second step gather i + 1 starts before compute i, and backward waits for reductions
+    at its end."""
     platform: Any = get_platform()
     torch.manual_seed(0)
     notes: list[str] = []

@@ -162,7 +162,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     platform.start_collective("all_gather", out, y + 1, "", None, 3).wait()
     assert out.tolist() == [1, 2, 2, 4, 3, 6]
     assert not platform.frees_storage and not platform.is_compiling()
-    for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, x)):
+    for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, [x])):
         with pytest.raises(TypeError, match="Plain frees no storage"):
             refused()
     with pytest.raises(TypeError, match="Plain makes no tensors of bytes"):

@@ -76,13 +76,12 @@ class FlatBuffer:
             for block, of_block, shard in zip(self.blocks, columns, shards, strict=True)
             for part in block.whole_from(of_block, shard)
         ]
-        values = platform.join(parts)
         if not keep:
-            return values
+            return platform.join(parts)
         if self.whole is None:
-            self.whole = values
+            self.whole = platform.join(parts)
         else:
-            platform.refill_storage(self.whole, values)
+            platform.refill_storage(self.whole, parts)
         return self.whole
 
     def drop(self) -> None:
@@ -137,7 +136,7 @@ class FlatBuffer:
                 rows.append(block.rows_of(platform.to_dtype(g, self.reduce_dtype)))
         used = [g is not None for g in cotangents]
         rows.extend(_flags(used, size, platform, like))
-        summands = platform.join([platform.cat(rows, 1)])
+        summands = platform.cat(rows, 1).reshape((-1,))
         length = sum(b.reduced for b in blocks) + len(blocks)
         return Reduction(self.mesh, blocks, used, summands, length, op)
 

@@ -87,6 +87,9 @@ class Gradients:
                 return nothing
             cotangents = [kept.get(i) for i in indices]
         op, factor = self._scale(model)
+        if model.delayed:
+            # What it sends is as large as the unit: one reduction is under way at a time.
+            model.delayed[-1][0].row()
         reduction = buffer.reduce([members.index(i) for i in indices], cotangents, op)
         if self._plan.mesh.ndim > 1:
             if not self.all_reduce_gradients:

@@ -66,9 +66,9 @@ class ModuleVerbs:
     def free_storage(self, x: Any) -> None:
         x.untyped_storage().resize_(0)
 
-    def refill_storage(self, x: Any, values: Any) -> None:
+    def refill_storage(self, x: Any, pieces: Any) -> None:
         x.untyped_storage().resize_(x.nbytes)
-        x.copy_(values)
+        x.copy_(self.join(pieces))
 
     def shape_of(self, local: Any) -> tuple[int, ...]:
         return tuple(local._shape)
