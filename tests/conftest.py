@@ -30,6 +30,7 @@ ON_CPU_ONLY = {
     "test_faults.py": "how gloo fails",
     "test_gpu_bodies.py": "what tests/cuda does, where there is no GPU",
     "test_huggingface.py": "models of a library",
+    "test_nested_parameters.py": "every optimizer in float64, which not every device has",
     "test_operator_table.py": "every operator, with torch's samples on the CPU",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",
     "test_styles_against_torch.py": "what torch's own styles do with gloo",

@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, init_device_mesh
+from hyper_parallel import (
+    CommDebugMode,
+    DeviceMesh,
+    DTensor,
+    PackedShard,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    init_device_mesh,
+)
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -106,10 +116,10 @@ def test_no_gradient_is_looked_at_by_interception() -> None:
 
 @on_mesh(2, 2, names=("dp", "tp"))
 def several_meshes(mesh: Any) -> None:
-    """Each mesh, and each dimension that shards, has its all-reduce, whatever number of tensors."""
+    """Each dimension that shards has its all-reduce, whatever number of tensors, and of slices that they are on."""
     tp, dp = mesh["tp"], mesh["dp"]
     where = [(mesh, Shard(0), Shard(1)), (mesh, Replicate(), Shard(0)), (mesh, Shard(1), Replicate()), (tp, Shard(0))]
-    for last, all_reduces in (((dp, Shard(0)), 4), (None, 3)):
+    for last, all_reduces in (((dp, Shard(0)), 2), (None, 2)):
         grads = [*gradients()[:4], randn(7, seed=9)]
         mine = [
             parameter(torch.zeros_like(g), g.clone())
@@ -120,6 +130,33 @@ def several_meshes(mesh: Any) -> None:
         check(mine, grads, all_reduces, f"last on {last}")
     only = [parameter(shard(torch.zeros_like(g), *where[1]), shard(g, *where[1])) for g in grads[:2]]
     check(only, grads[:2], 1, "one dimension of two")
+    # Slices of other meshes have all-reduces of their own, though their ranks are equal.
+    other = DeviceMesh(None, mesh.mesh, mesh_dim_names=("rows", "columns"))["columns"]
+    where = [(mesh, Shard(0), Shard(1)), (other, Shard(0))]
+    apart = [parameter(shard(torch.zeros_like(g), *at), shard(g, *at)) for g, at in zip(grads[:2], where, strict=True)]
+    check(apart, grads[:2], 3, "another root")
+
+
+@on_mesh(2, 1, 2, names=("replicate", "shard", "tp"))
+def nested(mesh: Any) -> None:
+    """Parameters that tensor parallelism has cut first: in any order of cuts, packed, flattened, and plain for it."""
+    strided, dp = StridedShard(0, 2), mesh["replicate", "shard"]._flatten("dp")
+    both = mesh["dp", "tp"]
+    for last, all_reduces in ((mesh["replicate"], 2), (dp, 4)):
+        where = [
+            (mesh, strided, Replicate(), Shard(0)),
+            (mesh, strided, strided, Shard(0)),
+            (mesh, strided, Replicate(), PackedShard(0, (2, 4))),
+            (mesh["tp"], Shard(0)),
+            (last, Shard(0)),
+        ]
+        grads = [randn(5, 3), randn(3, 2, seed=1), randn(6, 2, seed=2), randn(7, seed=3), randn(5, seed=4)]
+        mine = [parameter(shard(torch.zeros_like(g), *at), shard(g, *at)) for g, at in zip(grads, where, strict=True)]
+        check(mine, grads, all_reduces, f"last on {last}")
+    grads = [randn(5, 3), randn(6, seed=1), randn(7, seed=2)]
+    where = [(both, strided, Shard(0)), (both, strided, PackedShard(0, (2, 4))), (dp, Shard(0))]
+    mine = [parameter(shard(torch.zeros_like(g), *at), shard(g, *at)) for g, at in zip(grads, where, strict=True)]
+    check(mine, grads, 2, "flattened")
 
 
 @on_mesh()
@@ -257,6 +294,7 @@ def test_clipping(pool: Any, world_size: int) -> None:
 
 def test_several_meshes(pool: Any) -> None:
     pool.run(4, several_meshes)
+    pool.run(4, nested)
 
 
 PROGRAM = """

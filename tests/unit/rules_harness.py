@@ -21,10 +21,11 @@ from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.testing.summands import summands
 
-#: One mesh dimension of 2, 3 and 4 ranks, and two of 2 x 2, of which both may shard the same tensor dimension.
+#: One mesh dimension of 2, 3 and 4 ranks, and two of 2 x 2, of which both may shard the same tensor dimension, either
+#: one first.
 MESHES = ((2,), (3,), (4,), (2, 2))
 
 _REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -98,6 +99,8 @@ class _Platform:
 
     Size = tuple
     device_type = "cpu"
+    extremes_keep_nan = True
+    keeps_memory_order = False
 
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.current = world, rank
@@ -315,16 +318,38 @@ def ways(case: Case, sharding: OpSharding, meshes: Sequence[tuple[int, ...]] = M
             if packed_fit and all(
                 _fits(case, sharding, label, mesh, combination) for label in {c.label for c in combination}
             ):
-                yield Way(mesh, combination)
+                if not (_share_label(combination) and combination[1].packed):
+                    yield Way(mesh, combination)
+                if _share_label(combination) and not combination[0].packed:
+                    yield Way(mesh, _right_first(combination, mesh))
+
+
+def _share_label(combination: tuple[Choice, ...]) -> bool:
+    return len(combination) == 2 and combination[0].label == combination[1].label is not None
+
+
+def _right_first(combination: tuple[Choice, ...], mesh: tuple[int, ...]) -> tuple[Choice, ...]:
+    """The same with the second mesh dimension cutting before the first."""
+    first, second = combination
+
+    def strided(kind: str) -> Any:
+        return tuple(
+            StridedShard(p.dim, mesh[1]) if isinstance(p, Shard) and q.is_shard(p.dim) else p
+            for p, q in zip(getattr(first, kind), getattr(second, kind), strict=True)
+        )
+
+    return replace(first, operands=strided("operands"), results=strided("results")), second
 
 
 def _packed_fits(sharding: OpSharding, choice: Choice, combination: tuple, n: int) -> bool:
-    """Whether the dimension of packed shards is split once only, and parts are cut where the results are."""
+    """Whether packed shards are the first cut of their dimension, and parts are cut where the results are."""
     if not choice.packed:
         return True
     dims = {p.dim for p in choice.operands if isinstance(p, Shard)}
     for other in combination:
-        if other is not choice and (other.packed or dims & {p.dim for p in other.operands if isinstance(p, Shard)}):
+        nested = choice.label is not None and other.label == choice.label
+        dims_of_other = {p.dim for p in other.operands if isinstance(p, Shard)}
+        if other is not choice and (other.packed or (dims & dims_of_other and not nested)):
             return False
     if sum(other is choice for other in combination) > 1:
         return False
@@ -365,10 +390,18 @@ def _fits(case: Case, sharding: OpSharding, label: Any, mesh: tuple[int, ...], c
 # ---------------------------------------------------------------- splitting, running, assembling
 def scatter(x: np.ndarray, placements: tuple[Placement, ...], mesh: tuple[int, ...], rng: Any) -> list[np.ndarray]:
     """The local arrays of all ranks, in row-major order."""
+    if len(mesh) == 2 and isinstance(placements[0], StridedShard):
+        return _swapped(scatter(x, placements[::-1], mesh[::-1], rng), mesh[::-1])
     parts = [x]
     for placement, n in zip(placements, mesh, strict=True):
         parts = [piece for part in parts for piece in _split(part, placement, n, rng)]
     return parts
+
+
+def _swapped(parts: list[np.ndarray], mesh: tuple[int, ...]) -> list[np.ndarray]:
+    """The local arrays in the order of ranks of the mesh with its two dimensions swapped."""
+    assert len(mesh) == 2
+    return [parts[i * mesh[1] + j] for j in range(mesh[1]) for i in range(mesh[0])]
 
 
 def _split(x: np.ndarray, placement: Placement, n: int, rng: Any) -> list[np.ndarray]:
@@ -388,6 +421,8 @@ def assemble(parts: list[np.ndarray], placements: tuple[Placement, ...], mesh: t
     """The global array, from the local ones in row-major order."""
     if not mesh:
         return parts[0]
+    if len(mesh) == 2 and isinstance(placements[0], StridedShard):
+        return assemble(_swapped(parts, mesh), placements[::-1], mesh[::-1])
     each = len(parts) // mesh[0]
     inner = [assemble(parts[i * each : (i + 1) * each], placements[1:], mesh[1:]) for i in range(mesh[0])]
     placement = placements[0]

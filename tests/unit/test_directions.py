@@ -18,11 +18,16 @@ LAYERS = {
     "platforms": ["platform"],
     "torch": ["platform.torch"],
     "mindspore": ["platform.mindspore"],
-    "tools": ["core", "core.caches", "core.weak", "core.lookalikes"],
+    "tools": ["core", "core.caches", "core.weak_table", "core.lookalikes"],
     "placements": ["core.dtensor.placement_types"],
     "layouts": ["core.dtensor.layouts"],
     "communication": ["core.dtensor.communication"],
-    "mesh": ["core.dtensor.device_mesh", "core.dtensor.mesh_arrays", "core.dtensor.mesh_slices"],
+    "mesh": [
+        "core.dtensor.device_mesh",
+        "core.dtensor.mesh_arrays",
+        "core.dtensor.mesh_slices",
+        "core.dtensor.native_meshes",
+    ],
     "operations": ["core.dtensor.operations"],
     "dtensor": ["core.dtensor"],
     "tensor_parallel": ["core.tensor_parallel"],
@@ -33,6 +38,7 @@ LAYERS = {
     "adapters": ["testing.adapters"],
     "names": [""],
     "names of mindspore": ["mindspore"],
+    "names of torch": ["torch"],
 }
 _BELOW_OPERATIONS = {"contract", "platforms", "tools", "placements", "layouts", "communication", "mesh"}
 _BELOW_STYLES = {*_BELOW_OPERATIONS, "operations", "dtensor"}
@@ -57,6 +63,7 @@ MAY_IMPORT = {
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
     "names of mindspore": {"mindspore", "platforms"},
+    "names of torch": {"torch", "platforms"},
 }
 
 
@@ -153,8 +160,8 @@ def test_the_arrows_themselves_go_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "arrow"),
     [
-        ("platform.torch.levels", "from hyper_parallel.core.caches import Cache", "torch may not import tools"),
-        ("platform.mindspore.grad", "import hyper_parallel.core.weak", "mindspore may not import tools"),
+        ("platform.torch.transforms", "from hyper_parallel.core.caches import Cache", "torch may not import tools"),
+        ("platform.mindspore.grad", "import hyper_parallel.core.weak_table", "mindspore may not import tools"),
         ("platform.contract.core", "from hyper_parallel.platform import registry", "contract may not import platforms"),
         ("core.dtensor.tensor", "from hyper_parallel.platform.torch import base", "dtensor may not import torch"),
         ("core.dtensor.api", "import_module('hyper_parallel.platform.torch.cpu')", "dtensor may not import torch"),
@@ -163,7 +170,7 @@ def test_the_arrows_themselves_go_one_way() -> None:
             "from hyper_parallel.core.dtensor import api",
             "layouts may not import dtensor",
         ),
-        ("core.dtensor.rest", "import hyper_parallel.core.tensor_parallel.api", "may not import tensor_parallel"),
+        ("core.dtensor.undistributed", "import hyper_parallel.core.tensor_parallel", "may not import tensor_parallel"),
         ("platform.torch.tensor", "import hyper_parallel.platform.mindspore.base", "torch may not import mindspore"),
         ("testing.worker", "import hyper_parallel.platform.torch.base", "testing may not import torch"),
     ],

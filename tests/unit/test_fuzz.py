@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import PackedShard, Partial, Replicate, Shard
+from hyper_parallel import PackedShard, Partial, Replicate, Shard, StridedShard
 from hyper_parallel.testing.fuzz import campaign
 from hyper_parallel.testing.fuzz.campaign import REPEATS, Outcome, put_together, run_seeds
 from hyper_parallel.testing.fuzz.compare import _differs
@@ -33,7 +33,14 @@ def test_all_words_and_kinds_occur() -> None:
     leaves = [leaf for program in PROGRAMS for leaf in program.leaves]
     assert {leaf.dtype for leaf in leaves} == {"float16", "float32", "float64", "int64", "bool"}
     placements = [p for leaf in leaves for p in leaf.placements]
-    assert {type(p) for p in placements} == {Replicate, Shard, PackedShard, Partial}
+    assert {type(p) for p in placements} == {Replicate, Shard, PackedShard, StridedShard, Partial}
+    nested = [leaf.placements for leaf in leaves if [p.is_shard() for p in leaf.placements] == [True, True]]
+    assert {(type(p), type(q)) for p, q in nested if p.dim == q.dim} == {
+        (Shard, Shard),
+        (StridedShard, Shard),
+        (PackedShard, Shard),
+        (StridedShard, PackedShard),
+    }
     assert {p.reduce_op for p in placements if isinstance(p, Partial)} == {"sum", "avg", "max", "min"}
     assert any(
         len(set(leaf.placements)) == 1 < len(leaf.placements) and leaf.placements[0].is_shard() for leaf in leaves

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, expected_results, mesh_of_rank, run, same
 
@@ -53,11 +55,29 @@ def test_what_the_solver_chooses_is_right(case: Case) -> None:
     assert found
 
 
-def _any_layout(x: np.ndarray, mesh: object, chance: random.Random) -> Layout:
+def _any_layout(x: np.ndarray, mesh: Any, chance: random.Random) -> Layout:
     kinds: list[Placement] = [Replicate(), *(Shard(d) for d in range(x.ndim))]
     if x.dtype.kind == "f":
         kinds.append(Partial())
-    return get_layout(mesh, tuple(chance.choice(kinds) for _ in mesh.shape), x.shape)
+    placements = [chance.choice(kinds) for _ in mesh.shape]
+    cut = placements[-1]
+    if len(placements) > 1 and isinstance(cut, Shard) and chance.random() < 0.5:
+        placements[0] = StridedShard(cut.dim, mesh.shape[1])  # the second mesh dimension has cut first
+        if x.shape[cut.dim] > 1 and chance.random() < 0.3:
+            placements[1] = PackedShard(cut.dim, (1, x.shape[cut.dim] - 1))
+    return get_layout(mesh, tuple(placements), x.shape)
+
+
+def test_packed_shards_stay_where_the_native_operation_runs() -> None:
+    """What replaces it may ask where a shard begins, and gets the tensor whole."""
+    mesh = mesh_of_rank((2,), 0)
+    rule, packed = OPERATIONS["amax"].rule, get_layout(mesh, (PackedShard(0, (4, 2)),), (6, 5))
+    for dims, stays in (((1,), True), ((0,), False)):
+        sharding = rule(((6, 5),), (dims, False))
+        assert sharding is not None
+        strategy = solve(sharding, (packed,), mesh)
+        assert strategy is not None
+        assert (strategy.operands[0] is packed) is stays
 
 
 #: Of these the kernels for nothing are others than for something, with other graphs: see their rules.
@@ -81,3 +101,48 @@ def test_no_rank_runs_on_nothing(op: str, shapes: tuple, static_args: tuple) -> 
             strategy = solve(sharding, tuple(get_layout(mesh, (Shard(dim),), shape) for shape in shapes), mesh)
             assert strategy is not None
             assert {type(layout.placements[0]) for layout in strategy.results} == {wanted}, (ranks, dim)
+
+
+S0, NESTED = Shard(0), PackedShard(0, (5, 3))
+FIRST_LAST = (StridedShard(0, 2), S0)
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "wanted", "result"),
+    [
+        # What acts on each element keeps any order of cuts, of one operand and of operands that agree.
+        ("pointwise", [FIRST_LAST], [FIRST_LAST], FIRST_LAST),
+        ("pointwise", [(StridedShard(0, 2), NESTED)], [(StridedShard(0, 2), NESTED)], (StridedShard(0, 2), NESTED)),
+        ("pointwise", [(NESTED, S0)], [(NESTED, S0)], (NESTED, S0)),
+        ("add", [FIRST_LAST, FIRST_LAST], [FIRST_LAST] * 2, FIRST_LAST),
+        # An operand that lies otherwise is brought to the other's order, one that is whole is cut so.
+        ("add", [FIRST_LAST, (Replicate(), Replicate())], [FIRST_LAST] * 2, FIRST_LAST),
+        # Half an order is none.
+        ("add", [FIRST_LAST, (Replicate(), S0)], [FIRST_LAST] * 2, FIRST_LAST),
+        ("sum", [FIRST_LAST], [FIRST_LAST], (Partial(), Partial())),
+    ],
+    ids=str,
+)
+def test_order_of_cuts(op: str, operands: list[tuple], wanted: list[tuple], result: tuple) -> None:
+    mesh = mesh_of_rank((2, 2), 0)
+    layouts = tuple(get_layout(mesh, placements, (8,)) for placements in operands)
+    arguments = {"pointwise": (), "add": (1.0,), "sum": (None, False)}[op]
+    sharding = OPERATIONS[op].rule(((8,),) * len(layouts), arguments)
+    assert sharding is not None
+    found = solve(sharding, layouts, mesh)
+    assert found is not None
+    assert [layout.placements for layout in found.operands if layout is not None] == wanted
+    assert found.results[0].placements == result
+
+
+def test_two_orders_of_one_dimension() -> None:
+    """One of them is taken, and it is one that there is."""
+    mesh = mesh_of_rank((2, 2), 0)
+    sharding = OPERATIONS["add"].rule(((8,), (8,)), (1.0,))
+    assert sharding is not None
+    kinds = [FIRST_LAST, (S0, S0), (StridedShard(0, 2), NESTED), (NESTED, S0), (S0, Replicate()), (NESTED, Replicate())]
+    for one, other in itertools.product(kinds, repeat=2):
+        found = solve(sharding, (get_layout(mesh, one, (8,)), get_layout(mesh, other, (8,))), mesh)
+        assert found is not None and found.operands[0] is found.operands[1] is found.results[0]
+        if one is other:
+            assert found.results[0].placements == one

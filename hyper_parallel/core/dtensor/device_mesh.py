@@ -12,25 +12,24 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from hyper_parallel.core.caches import clear_caches
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, rows_along
-from hyper_parallel.core.dtensor.mesh_slices import MESHES, Slices, new_mesh
+from hyper_parallel.core.dtensor.mesh_slices import MESHES, new_mesh
+from hyper_parallel.core.dtensor.native_meshes import NativeMeshes, made_of, remember_made, slice_like
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
-
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
 
 _WORLDS: dict[Platform, weakref.ref[Any]] = {}
 _ACTIVE = threading.local()
 
 
-class DeviceMesh(Slices):
+class DeviceMesh(NativeMeshes):
     """Ranks arranged in an n-dimensional array, with a process group for each row along each dimension.
 
     All ranks of the world must construct it, in the same order as other meshes, also those that are not in it.
@@ -73,6 +72,21 @@ class DeviceMesh(Slices):
             facts = {"the ranks of the mesh": str(ranks.tolist()), "mesh_dim_names": str(names)}
             CHECKS[-1].agree("a DeviceMesh", facts)
         return _root_mesh(platform, ranks, names)
+
+    @classmethod
+    def _of_native(cls, platform: Platform, native: Any) -> DeviceMesh:
+        made = made_of(native, platform.world())
+        if made is not None:
+            return cast("DeviceMesh", made)
+        known = platform.describe_native_mesh(native)
+        if known.root is not None:
+            mesh: DeviceMesh = slice_like(cls._of_native(platform, known.root), known)
+        else:
+            mesh = _root_mesh(platform, known.ranks, known.names, known.groups)
+            if mesh._groups is known.groups:
+                mesh._native = weakref.ref(native)
+        remember_made(native, platform.world(), mesh)
+        return mesh
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """This rank's index in each dimension; None on a rank that is not in the mesh."""
@@ -226,9 +240,10 @@ def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
         raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
-        raise TypeError(
-            f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{import_hint(mesh)}"
-        )
+        framework, hint = kind.__module__.partition(".")[0], import_hint(mesh)
+        if hint and hasattr(DeviceMesh, f"from_{framework}"):
+            hint += f", or give DeviceMesh.from_{framework}(mesh)"
+        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{hint}")
     return mesh
 
 
@@ -247,7 +262,10 @@ def _platform_for(device_type: str | None) -> Platform:
     return get_platform() if device_type is None else get_platform_for_device(device_type)
 
 
-def _root_mesh(platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None) -> DeviceMesh:
+def _root_mesh(
+    platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None, groups: tuple[Any, ...] | None = None
+) -> DeviceMesh:
+    """The mesh that is no slice, made where it is not there yet, of ``groups`` or new ones."""
     world = platform.world()
     if platform not in _WORLDS or _WORLDS[platform]() is not world:
         _forget(platform)
@@ -255,7 +273,8 @@ def _root_mesh(platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | N
     key = (platform, ranks.shape, tuple(ranks.ravel().tolist()), names)
     found = MESHES.get(key)
     if found is None:
-        groups = tuple(platform.new_group(rows_along(ranks, (dim,))) for dim in range(ranks.ndim))
+        if groups is None:
+            groups = tuple(platform.new_group(rows_along(ranks, (dim,))) for dim in range(ranks.ndim))
         found = MESHES[key] = new_mesh(DeviceMesh, platform, ranks, names, groups)
         found._root, found._along = None, tuple((dim,) for dim in range(ranks.ndim))
         found._flat_groups, found._flat_names = {}, {}

@@ -13,8 +13,6 @@ from hyper_parallel.core.dtensor.mesh_arrays import rows_along, sub_array
 if TYPE_CHECKING:
     from hyper_parallel.platform import Platform
 
-__all__ = ["MESHES", "Slices", "new_mesh"]
-
 #: All meshes, by platform and what else makes them equal.
 MESHES: dict[tuple, Any] = {}
 
@@ -129,11 +127,23 @@ class Slices:
         dims = [dim for mesh in meshes for entry in mesh._along for dim in entry]
         if len(set(dims)) != len(dims):
             raise ValueError(f"{' and '.join(map(str, meshes))} have a dimension of their root in common")
-        if root.mesh_dim_names is None:
-            return root  # which alone has no slices
-        entries = [pair for m in meshes for pair in zip(m._along, m.mesh_dim_names or (), strict=True)]
-        along, names = zip(*sorted(entries), strict=True)
-        return _sliced(root, along, names)
+        return _along_all(meshes)
+
+    def _union(self: _Mesh, others: Sequence[_Mesh]) -> _Mesh | None:
+        """The mesh along all dimensions of this one and of others of the same root; None where one of them is a part of
+        another one, as of those that were flattened."""
+        entries = {entry for mesh in (self, *others) for entry in mesh._along}
+        dims = [dim for entry in entries for dim in entry]
+        return _along_all([self, *others]) if len(set(dims)) == len(dims) else None
+
+
+def _along_all(meshes: Sequence[_Mesh]) -> _Mesh:
+    """The mesh along all dimensions of some meshes of one root, in its order."""
+    if len(set(meshes)) == 1:
+        return meshes[0]
+    entries = {entry: name for m in meshes for entry, name in zip(m._along, m.mesh_dim_names or (), strict=True)}
+    along, names = zip(*sorted(entries.items()), strict=True)
+    return _sliced(meshes[0].get_root_mesh(), along, names)
 
 
 def _sliced(root: _Mesh, along: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> _Mesh:

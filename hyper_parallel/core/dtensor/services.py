@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import device_mesh
-from hyper_parallel.core.dtensor.communication import local_collectives, norms
+from hyper_parallel.core.dtensor.communication import local_collectives, norms, transitions
 from hyper_parallel.core.dtensor.communication.coalesce import open_block
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
-from hyper_parallel.core.dtensor.layouts import memory_order
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts import memory_order, nesting
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
+from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
-from hyper_parallel.core.dtensor.operations.operands import all_replicated
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard
+from hyper_parallel.platform.registry import get_platform_for_device
 
-__all__ = ["Services"]
+_PLACEMENTS = {cls.__name__: cls for cls in (Replicate, Shard, StridedShard, Partial)}
 
 
 class Services:
     """`platform.contract.Core`.
 
     Args:
-        restore: see there.
+        restore, from_local: see there.
     """
 
     dispatch = dispatch
@@ -31,17 +31,19 @@ class Services:
     before_write, after_write = staticmethod(views.before_write), staticmethod(views.after_write)
     is_contiguous = staticmethod(memory_order.is_contiguous_whole)
     open_block = staticmethod(open_block)
+    to_owner, to_summands = staticmethod(transitions.to_owner), staticmethod(transitions.to_summands)
     total_norm = staticmethod(norms.total_norm)
     norms_over_ranks = staticmethod(norms.norms_over_ranks)
     largest_over_ranks = staticmethod(norms.largest_over_ranks)
+    on_joined_meshes = staticmethod(nesting.on_joined_meshes)
     draw, take_part = staticmethod(random.draw), staticmethod(random.take_part)
     of_first_rank = staticmethod(random.of_first_rank)
     refuse_part_of_classes = staticmethod(logit_shards.refuse_part_of_classes)
     check_local_collective = staticmethod(local_collectives.check_local_collective)
     check_rows = staticmethod(local_collectives.check_rows)
 
-    def __init__(self, restore: Callable[..., Any]) -> None:
-        self.restore = restore
+    def __init__(self, restore: Callable[..., Any], from_local: Callable[[Any, Layout], Any]) -> None:
+        self.restore, self.from_local = restore, from_local
         self.unpickling = (
             restore,
             get_layout,
@@ -53,15 +55,21 @@ class Services:
             Partial,
         )
 
+    def layout_of_native(
+        self, native: Any, device_type: str, placements: Sequence[tuple[Any, ...]], shape: Sequence[int]
+    ) -> Layout:
+        """See `platform.contract.Core`."""
+        mesh = device_mesh.DeviceMesh._of_native(get_platform_for_device(device_type), native)
+        return get_layout(mesh, tuple(_PLACEMENTS[name](*arguments) for name, *arguments in placements), shape)
+
+    def strides_of_whole(self, x: Any) -> tuple[int, ...]:
+        """See `platform.contract.Core`."""
+        layout: Layout = x._layout
+        with layout.mesh.platform.no_dispatch():
+            strides = memory_order.strides_of(x, layout)
+        return contiguous_strides(layout.shape) if strides is memory_order.UNKNOWN else tuple(strides)
+
     def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
         """See `platform.contract.Core`."""
         platform = mesh.platform
-        return platform.wrap(local, get_layout(mesh, all_replicated(mesh), tuple(platform.shape_of(local))))
-
-    def to_owner(self, gradient: Any, layout: Layout) -> Any:
-        """See `platform.contract.Core`."""
-        return transitions_of(layout.mesh.platform).to_owner(gradient, layout)
-
-    def to_summands(self, gradient: Any, layout: Layout) -> Any:
-        """See `platform.contract.Core`."""
-        return transitions_of(layout.mesh.platform).to_summands(gradient, layout)
+        return platform.wrap(local, replicated_layout(mesh, platform.shape_of(local)))

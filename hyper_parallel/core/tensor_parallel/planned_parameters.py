@@ -14,17 +14,6 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = [
-    "UNIT",
-    "layouts_of",
-    "module_label",
-    "name_module",
-    "parameter_check",
-    "path_of",
-    "planned_layouts",
-    "remember_layouts",
-]
-
 #: Attribute of a module that data parallelism has made a unit of.
 UNIT = "_hyper_parallel_unit"
 _PATH = "_hyper_parallel_path"
@@ -109,6 +98,6 @@ def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
         f"{what} is {foreign or 'a plain tensor'}, and the style that was applied made it a DTensor of shape "
         f"{tuple(planned.shape)} placed {placements}: something has put another parameter in its place since. Copy "
         "values into the parameter that is there (loading a state dict does, unless it assigns), or assign a parameter "
-        f"made of distribute_tensor(value, mesh, {placements}). What exchanges parameters for its own in forward "
-        "cannot be applied on top of parallelize_module, but hyper_parallel's fully_shard can"
+        f"made of distribute_tensor(value, mesh, {placements}). A parameter that fully_shard has taken over is there "
+        "while the module runs that fully_shard was applied to: call that one, or its unshard()"
     )

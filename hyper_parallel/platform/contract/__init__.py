@@ -26,13 +26,24 @@ from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
-from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast
-from hyper_parallel.platform.contract.groups import GroupRole
+from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCollective
+from hyper_parallel.platform.contract.groups import GroupRole, NativeMesh
 from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
-__all__ = ["NOTHING_FASTER", "Core", "Dispatch", "Fast", "ModuleKind", "NativeOp", "Platform", "cached_view"]
+__all__ = [
+    "NOTHING_FASTER",
+    "Core",
+    "Dispatch",
+    "Fast",
+    "LinearCollective",
+    "ModuleKind",
+    "NativeMesh",
+    "NativeOp",
+    "Platform",
+    "cached_view",
+]
 
 
 class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole):

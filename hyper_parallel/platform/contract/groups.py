@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GroupRole"]
+import numpy as np
+
+__all__ = ["GroupRole", "NativeMesh"]
 
 Group = Any
+
+
+@dataclass(frozen=True)
+class NativeMesh:
+    """What there is to know of a mesh of the framework's own.
+
+    Attributes:
+        ranks: array of global ranks.
+        names: of the dimensions, or None.
+        groups: this rank's group along each dimension, as `GroupRole.new_group` gives it; None where it is in none.
+        root: the framework's mesh that it was sliced from, None where it was not.
+    """
+
+    ranks: np.ndarray
+    names: tuple[str, ...] | None
+    groups: tuple[Group | None, ...]
+    root: Any
 
 
 class GroupRole(ABC):
@@ -46,6 +66,24 @@ class GroupRole(ABC):
     def native_group(self, group: Group) -> Any:
         """What the framework's own functions take for ``group``: for users who call them on ``mesh.get_group()``."""
         return group
+
+    def native_mesh(
+        self, ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Group], root: Any = None
+    ) -> Any:
+        """The framework's own mesh of these global ranks, with the same groups. A framework without meshes has none to
+        give.
+
+        Args:
+            ranks: array, with this rank in it.
+            names: of its dimensions.
+            groups: this rank's along each dimension.
+            root: the framework's mesh to slice by ``names``, where this mesh is a slice of another one.
+        """
+        raise TypeError(f"{type(self).__name__} has no meshes of its own")
+
+    def describe_native_mesh(self, native: Any) -> NativeMesh:
+        """The other way round. Makes no groups. Raises TypeError for what is no mesh of the framework's."""
+        raise TypeError(f"{type(self).__name__} has no meshes of its own")
 
     def is_communication_failure(self, error: Exception) -> bool:
         """Whether a collective raised ``error`` because a rank did not do its part: it died, hangs or does something

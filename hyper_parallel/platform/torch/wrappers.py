@@ -2,21 +2,20 @@
 
 torch calls a hook whenever a module gets a submodule, which wrappers do with the model that they are given, before they
 communicate. So nothing of torch is replaced, and what builds on a wrapper is covered: ``Accelerator.prepare`` and
-``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. Only `fully_shard` does not wrap.
+``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. `fully_shard` does not wrap: see
+`fully_sharded`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.platform.torch.tensor import State, is_dtensor, layout_of
+from hyper_parallel.platform.torch.tensor import State, layout_of
 
-__all__ = ["refuse_distributed_parameters", "refuse_flat_parameter", "watch_wrappers"]
+__all__ = ["refuse_flat_parameter", "watch_wrappers"]
 
 
 def watch_wrappers(hooks: Any) -> Any:
@@ -48,8 +47,9 @@ def _check_data_parallel(wrapper: Any, model: Any) -> None:
         except ValueError as error:
             raise ValueError(
                 f"DistributedDataParallel over ranks {ranks} would average {path!r} over ranks that hold different "
-                "parts of it. Give it the group of the data-parallel dimension, DistributedDataParallel(model, "
-                "process_group=mesh['dp'].get_group()) with mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')); "
+                "parts of it. Give it the data-parallel dimension, DistributedDataParallel(model, "
+                "process_group=mesh['dp'].get_group()), or device_mesh=mesh['dp'].to_torch(), with mesh = "
+                "init_device_mesh(..., mesh_dim_names=('dp', 'tp')); "
                 "without data parallelism leave it out. Libraries that wrap the model by themselves, over all ranks "
                 "(Accelerator.prepare and Trainer of Hugging Face), can do neither: do not hand them the parallelised "
                 f"model. ({error})"
@@ -80,25 +80,3 @@ def _refuse_flat(x: Any, value: Any = None) -> Any:
 #: A property for the class of DTensors: the attribute by which torch's FSDP asks whether a parameter is one that it has
 #: made, which it does before it flattens and cuts what it finds.
 refuse_flat_parameter = property(_refuse_flat, _refuse_flat)
-
-
-def refuse_distributed_parameters(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for ``FSDPParam._init_sharded_param`` of torch's `fully_shard` (FSDP2): it refuses DTensors, on all
-    ranks, before it communicates.
-
-    FSDP2 takes a parameter for a plain tensor of the global shape and cuts it by rank, with operations on DTensors that
-    differ from rank to rank, so that ranks wait for each other or crash.
-    """
-
-    @functools.wraps(make)
-    def init_sharded_param(self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dtensor(param):
-            raise TypeError(
-                f"fully_shard cannot take over a parameter of shape {tuple(param.shape)} that is placed "
-                f"{list(param.placements)} on {param.device_mesh}: hyper_parallel has no data parallelism that shards "
-                "parameters. Use DistributedDataParallel over the data-parallel dimension of the mesh, or apply "
-                "fully_shard to modules that parallelize_module does not touch"
-            )
-        return make(self, param, *args, **kwargs)
-
-    return init_sharded_param

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
-from hyper_parallel import Replicate
+from hyper_parallel import Replicate, Shard, StridedShard
 from hyper_parallel.testing.fuzz.campaign import judge
 from hyper_parallel.testing.fuzz.program import Program, Step, values_of
 from hyper_parallel.testing.pool import WorkerPool
@@ -61,18 +62,24 @@ def _smaller(program: Program) -> Iterator[Program]:
     for at, leaf in enumerate(program.leaves):
         changes = [replace(leaf, requires_grad=False)] if leaf.requires_grad else []
         changes += [
-            replace(leaf, placements=(*leaf.placements[:d], Replicate(), *leaf.placements[d + 1 :]))
+            replace(leaf, placements=_natural((*leaf.placements[:d], Replicate(), *leaf.placements[d + 1 :])))
             for d, placement in enumerate(leaf.placements)
             if placement is not Replicate()
         ]
         for change in changes:
             yield replace(program, leaves=(*program.leaves[:at], change, *program.leaves[at + 1 :]))
     if len(program.mesh) == 2:
-        leaves = tuple(replace(leaf, placements=leaf.placements[:1]) for leaf in program.leaves)
+        leaves = tuple(replace(leaf, placements=_natural(leaf.placements[:1])) for leaf in program.leaves)
         steps = tuple(
-            replace(step, args=(step.args[0][:1],)) if step.word == "redistribute" else step for step in program.steps
+            replace(step, args=(_natural(step.args[0][:1]),)) if step.word == "redistribute" else step
+            for step in program.steps
         )
         yield replace(program, mesh=(2,), leaves=leaves, steps=steps)
+
+
+def _natural(placements: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The placements with all cuts in the order of the mesh dimensions."""
+    return tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
 
 
 def _without_step(program: Program, at: int) -> Program | None:

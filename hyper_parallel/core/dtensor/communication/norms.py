@@ -1,6 +1,7 @@
 """Norms of distributed tensors from those of the parts that ranks hold, for clipping gradients.
 
-There is one all-reduce for each mesh dimension that shards some of the tensors, whatever their number."""
+There is one all-reduce for each mesh dimension that shards some of the tensors, whatever their number. Tensors on
+slices of one mesh are taken together: along the dimensions that its slice lacks, a tensor is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.nesting import joined_meshes
 from hyper_parallel.core.dtensor.placement_types import Shard
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
-
-__all__ = ["largest_over_ranks", "norms_over_ranks", "total_norm"]
 
 
 def total_norm(
@@ -34,7 +34,7 @@ def total_norm(
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank counts of the tensors on one mesh.
+    """What this rank counts of the tensors on one mesh, and on slices of it.
 
     Attributes:
         mesh: the mesh.
@@ -55,11 +55,12 @@ class _Share:
 
 def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
     """One a mesh, in the order of the tensors. Plain tensors, the same on all ranks, go with the first mesh."""
-    meshes = list({layout.mesh: None for layout in layouts if layout is not None})
     shares = []
-    for mesh in meshes:
-        members = [i for i, layout in enumerate(layouts) if (meshes[0] if layout is None else layout.mesh) is mesh]
-        sharding = {i: _sharding(layouts[i]) for i in members}
+    joined = joined_meshes(layouts)
+    first_mesh = next(iter(joined.values()))
+    for mesh in dict.fromkeys(joined.values()):
+        members = [i for i, layout in enumerate(layouts) if (joined[layout.mesh] if layout else first_mesh) is mesh]
+        sharding = {i: _sharding(layouts[i], mesh) for i in members}
         mesh_dims = tuple(sorted(set().union(*sharding.values())))
         first = next(i for i in members if layouts[i] is not None)
         coordinate = mesh.get_coordinate()
@@ -82,9 +83,12 @@ def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
 _SHARES = Table(_shares, 1 << 8, "shares of norms")
 
 
-def _sharding(layout: Layout | None) -> tuple[int, ...]:
-    """The mesh dimensions that shard a tensor."""
-    return () if layout is None else tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Shard))
+def _sharding(layout: Layout | None, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
+    """The mesh dimensions that shard a tensor; those of ``mesh``, if that is given, of which its mesh is a slice."""
+    if layout is None:
+        return ()
+    own = [d for d, p in enumerate(layout.placements) if isinstance(p, Shard)]
+    return tuple(own if mesh is None else [mesh.index_of(layout.mesh, d) for d in own])
 
 
 def _norm_of_share(share: _Share, tensors: Sequence[Any], order: float, norm_of: Callable[[Sequence[Any]], Any]) -> Any:
@@ -111,13 +115,10 @@ def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: flo
         for mesh_dim in mesh_dims:
             norms = collectives.all_reduce_extreme(norms, mesh, mesh_dim, "max" if order > 0 else "min")
         return norms
-    along, is_sum = [d for d in mesh_dims if mesh.shape[d] > 1], order in (0, 1)
-    if not along:
-        return norms
-    powers = norms if is_sum else norms**order
-    for mesh_dim in along:
-        powers = collectives.all_reduce(powers, mesh, mesh_dim)
-    return powers if is_sum else powers ** (1.0 / order)
+    along = [d for d in mesh_dims if mesh.shape[d] > 1]
+    if order in (0, 1) or not along:
+        return collectives.all_reduce_over(norms, mesh, along)
+    return collectives.all_reduce_over(norms**order, mesh, along) ** (1.0 / order)
 
 
 def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], order: float) -> list[Any]:
@@ -128,17 +129,18 @@ def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], ord
             groups.setdefault((layout.mesh, mesh_dims), []).append(i)
     found = list(norms)
     for (mesh, mesh_dims), indices in groups.items():
-        platform = mesh.platform
-        together = platform.cat([norms[i].reshape((1,)) for i in indices], 0)
-        together = _combined(together, mesh, mesh_dims, order)
-        for position, i in enumerate(indices):
-            found[i] = platform.narrow(together, 0, position, 1).reshape(())
+        own = [norms[i] for i in indices]
+        combined = collectives.together(own, mesh.platform, _combined, mesh, mesh_dims, order)
+        for i, norm in zip(indices, combined, strict=True):
+            found[i] = norm
     return found
 
 
 def largest_over_ranks(value: Any, layouts: Iterable[Layout | None]) -> Any:
     """See `platform.contract.Core.largest_over_ranks`."""
-    along = {(layout.mesh, d) for layout in layouts if layout is not None for d in _sharding(layout)}
+    known = [layout for layout in layouts if layout is not None]
+    joined = joined_meshes(known)
+    along = {(mesh, d) for layout in known for mesh in (joined[layout.mesh],) for d in _sharding(layout, mesh)}
     # In an order that all ranks share.
     for mesh, mesh_dim in sorted(along, key=lambda pair: (pair[0].mesh.ravel().tolist(), pair[1])):
         value = collectives.all_reduce(value, mesh, mesh_dim, "max")

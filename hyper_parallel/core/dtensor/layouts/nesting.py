@@ -1,4 +1,5 @@
-"""Layouts of tensors of which the local parts are distributed once more, over another part of the mesh."""
+"""Layouts of one tensor on several slices of a mesh: of which the local parts are distributed once more over another
+slice, or which more ranks hold alike."""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-
-__all__ = ["nest"]
 
 
 def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
@@ -59,6 +58,33 @@ def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement]
                 placement = as_last_cut(found, both.shape, place, placement.dim)
             found[place] = placement
     return get_layout(both, tuple(found), shape)
+
+
+def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMesh]:
+    """For each mesh of the layouts, in their order, the one along all dimensions of those of the same root, if there is
+    one, else itself."""
+    meshes = list({layout.mesh: None for layout in layouts if layout is not None})
+    found: dict[DeviceMesh, DeviceMesh] = {}
+    for mesh in meshes:
+        same_root = [other for other in meshes if other.get_root_mesh() is mesh.get_root_mesh()]
+        found[mesh] = mesh._union(same_root) or mesh
+    return found
+
+
+def on_joined_meshes(layouts: Sequence[Layout | None]) -> list[Layout | None]:
+    """The layouts on one mesh where theirs are slices of one, with the same local tensors: along the dimensions that a
+    slice lacks, its tensors are the same on all ranks."""
+    joined = joined_meshes(layouts)
+    return [layout and _replicated_elsewhere(layout, joined[layout.mesh]) for layout in layouts]
+
+
+def _replicated_elsewhere(layout: Layout, mesh: DeviceMesh) -> Layout:
+    if mesh is layout.mesh:
+        return layout
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for mesh_dim, placement in enumerate(layout.placements):
+        placements[mesh.index_of(layout.mesh, mesh_dim)] = placement
+    return get_layout(mesh, tuple(placements), layout.shape)
 
 
 def _check_first(others: Sequence[Placement], packed: PackedShard, inner: Layout) -> None:

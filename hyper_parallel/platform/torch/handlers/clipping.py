@@ -15,15 +15,15 @@ from types import GeneratorType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
-from hyper_parallel.platform.torch.handlers.norms import reduced, widened
+from hyper_parallel.platform.torch.handlers.foreach import reduced, widened
+from hyper_parallel.platform.torch.native_dtensors import are_native_apart, from_native, is_native, to_native
 from hyper_parallel.platform.torch.tensor import State, layout_of
 
 __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
-
-T: Any = torch.Tensor
 
 
 # ---------------------------------------------------------------------------------------------------- the functions
@@ -44,7 +44,8 @@ def norm_clipping(original: Any) -> Any:
         foreach: bool | None = None,
     ) -> Any:
         parameters = _listed(parameters)
-        if tensor_class not in map(type, parameters):
+        if are_native_apart(parameters, tensor_class) or tensor_class not in map(type, parameters):
+            # Torch's own calls the functions below.
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         max_norm = float(max_norm)
         with torch.no_grad(), no_dispatch():
@@ -68,14 +69,16 @@ def total_norm_of_all(original: Any) -> Any:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Any:
         tensors = _listed(tensors)
-        if tensor_class not in map(type, tensors):
+        native = are_native_apart(tensors, tensor_class)
+        if not native and tensor_class not in map(type, tensors):
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         with torch.no_grad():
-            tensors = [reduced(x) for x in tensors]
+            tensors = [reduced(from_native(x) if native and is_native(x) else x) for x in tensors]
             layouts = [layout_of(x) for x in tensors]
             with no_dispatch(), _plain(tensors, tensor_class):
                 total, mesh = _global_norm(original, tensors, layouts, norm_type, error_if_nonfinite, foreach)
-        return State.core.replicated(total, mesh)
+        norm = State.core.replicated(total, mesh)
+        return to_native(norm) if native else norm
 
     return get_total_norm
 
@@ -87,7 +90,10 @@ def scaling_to_norm(original: Any) -> Any:
     @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> None:
         parameters = _listed(parameters)
-        if tensor_class not in map(type, parameters):
+        if are_native_apart(parameters, tensor_class):
+            parameters = [_LocalGradient(p.grad) for p in parameters]
+            total_norm = from_native(total_norm) if is_native(total_norm) else total_norm
+        elif tensor_class not in map(type, parameters):
             return original(parameters, max_norm, total_norm, foreach)
         max_norm = float(max_norm)
         with torch.no_grad():
@@ -115,9 +121,16 @@ def value_clipping(original: Any) -> Any:
     return clip_grad_value_
 
 
+class _LocalGradient:
+    """What stands for a parameter whose gradient is one of torch's own DTensors: its ``grad`` is the local part."""
+
+    def __init__(self, gradient: Any) -> None:
+        self.grad = gradient.to_local() if gradient is not None and is_native(gradient) else gradient
+
+
 def _listed(tensors: Any) -> Any:
     """A list that can be gone through twice. An empty generator stays what it is: torch warns of one."""
-    if isinstance(tensors, T):
+    if isinstance(tensors, Tensor):
         return [tensors]
     values = list(tensors)
     return tensors if isinstance(tensors, GeneratorType) and not values else values
@@ -157,13 +170,13 @@ def _plain(tensors: list[Any], tensor_class: Any) -> Iterator[None]:
 
 
 def _global_norm(
-    total_norm: Callable[..., torch.Tensor],
+    total_norm: Callable[..., Tensor],
     tensors: list[Any],
     layouts: list[Any],
     order: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[Tensor, Any]:
     """The norm, a plain tensor, and the first mesh. ``tensors`` are plain, ``total_norm`` is torch's function."""
     order, device = float(order), tensors[0].device
     # Ranks that count nothing, or tensors of one dtype only, must agree with the others.

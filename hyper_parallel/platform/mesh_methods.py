@@ -1,0 +1,74 @@
+"""Methods of meshes by which they become meshes of torch.distributed and back; core itself names no framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, TypeVar
+
+from hyper_parallel.platform.registry import get_platform, get_platform_for_device
+
+__all__ = ["MeshMethods"]
+
+_Mesh = TypeVar("_Mesh", bound="MeshMethods")
+
+
+class MeshMethods(ABC):
+    """What a `DeviceMesh` is to the meshes of torch.distributed: a base class of it."""
+
+    @classmethod
+    def from_torch(cls: type[_Mesh], torch_mesh: Any) -> _Mesh:
+        """The mesh of the same ranks, names and process groups as a mesh of torch.distributed. Makes no groups.
+
+        A slice of a mesh gives the same slice of the mesh that is made of its root, so what belongs together stays so.
+        All ranks call it, in the same order as they make other meshes.
+
+        Args:
+            torch_mesh: ``torch.distributed.device_mesh.DeviceMesh``.
+
+        Returns:
+            A `DeviceMesh`; the one of these ranks and names where there is one already.
+
+        Raises:
+            TypeError: for anything else, and on a platform that is not torch's.
+
+        Example:
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> from hyper_parallel import DeviceMesh
+            >>> mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
+            >>> mesh["tp"].get_root_mesh() is mesh
+            True
+        """
+        device_type = getattr(torch_mesh, "device_type", None)
+        platform = get_platform_for_device(device_type) if isinstance(device_type, str) else get_platform()
+        mesh: _Mesh = cls._of_native(platform, torch_mesh)
+        return mesh
+
+    def to_torch(self) -> Any:
+        """The mesh of torch.distributed with the same ranks, names and process groups. Makes no groups.
+
+        Slices of one mesh become slices of one mesh of torch's, as torch asks of the meshes of one model.
+
+        Returns:
+            ``torch.distributed.device_mesh.DeviceMesh``.
+
+        Raises:
+            TypeError: on a platform that is not torch's.
+            ValueError: on a rank outside the mesh; for a mesh of several dimensions without names, ranks that do not
+                ascend along each dimension, and dimensions that were flattened.
+
+        Example:
+            >>> from hyper_parallel import init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+            >>> mesh["dp"].to_torch().mesh_dim_names
+            ('dp',)
+        """
+        return self._to_native()
+
+    @classmethod
+    @abstractmethod
+    def _of_native(cls, platform: Any, native: Any) -> Any:
+        """The mesh made of one of the framework's own."""
+
+    @abstractmethod
+    def _to_native(self) -> Any:
+        """The framework's own mesh made of this one."""
