@@ -65,11 +65,6 @@ class Late:
             self.result = None
 
 
-@pytest.fixture
-def nothing() -> None:
-    return None
-
-
 def late(platform: Any, notes: list[str]) -> Any:
     """In place of `start_collective`: the collective is done at once, and its result shown when it is waited for."""
     native = type(platform).start_collective
@@ -89,8 +84,8 @@ def late(platform: Any, notes: list[str]) -> Any:
 
 @on_mesh()
 def overlapped(mesh: Any) -> None:
-    """Nothing is read early; in the second step gather i + 1 starts before compute i, and backward waits for reductions
-    at its end."""
+    """Nothing is read early; in the second step gather i + 1 starts before compute i, and reductions are waited for
+    when backward is over."""
     platform: Any = get_platform()
     torch.manual_seed(0)
     notes: list[str] = []

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication.coalesce import sum_together
-from hyper_parallel.platform.contract import NOTHING_FASTER
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
@@ -108,10 +107,9 @@ class Gradients:
             return shards()
 
         def deliver() -> None:
-            fast = platform.fast or NOTHING_FASTER
             for i, g in zip(indices, shards(), strict=True):
                 if g is not None:
-                    fast.add_to_gradient(parameters[i], g)
+                    _add_to_gradient(parameters[i], g, platform)
 
         model.delayed.append((reduction, deliver))
         return nothing
@@ -123,6 +121,13 @@ class Gradients:
         if self.divide_factor is not None:
             return "sum", 1 / self.divide_factor
         return ("sum", 1 / self._plan.mesh.size()) if self.force_sum else ("avg", 1.0)
+
+
+def _add_to_gradient(parameter: Any, gradient: Any, platform: Any) -> None:
+    if platform.fast is not None:
+        platform.fast.add_to_gradient(parameter, gradient)
+    else:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
