@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +13,14 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as torch
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.ranks import launch
 from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes
 from benchmarks.timing import Effort, Step, interleaved, ratios, spread
 from benchmarks.torch_groups import fake_group
 from benchmarks.torch_models import LlamaBlock, rotary_tables
 
-__all__ = ["DDP", "OURS", "PLAIN", "TORCH", "run", "versions"]
+__all__ = ["DDP", "OURS", "PLAIN", "TORCH", "Pass", "run", "versions"]
 
 RANKS, BLOCKS = 4, 4
 PLAIN, OURS, TORCH = "one device", "hyper_parallel.replicate", "torch's replicate"
@@ -43,7 +43,7 @@ class Model(nn.Module):
         return x
 
 
-def versions(sizes: LlamaSizes, device: str = "cpu", ranks: int = RANKS) -> dict[str, Callable[[], Any]]:
+def versions(sizes: LlamaSizes, device: str = "cpu", ranks: int = RANKS) -> dict[str, Pass]:
     """By name, a forward and backward of a few Llama blocks."""
     from hyper_parallel import init_device_mesh, replicate
 
@@ -57,7 +57,7 @@ def versions(sizes: LlamaSizes, device: str = "cpu", ranks: int = RANKS) -> dict
         TORCH: torch_replicate(copy.deepcopy(model), mesh=torch_mesh(device, (ranks,))),
         OURS: replicate(copy.deepcopy(model), init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))),
     }
-    return {name: _pass(m, x) for name, m in models.items()}
+    return {name: Pass(m, x) for name, m in models.items()}
 
 
 def _ddp(model: Any, **options: bool) -> Any:
@@ -76,7 +76,9 @@ def _reduced(buffer: Any) -> Any:
     return done
 
 
-class _pass:
+class Pass:
+    """A forward and backward of a model."""
+
     def __init__(self, model: Any, x: Any) -> None:
         self.model, self.x = model, x
 
@@ -84,6 +86,7 @@ class _pass:
         self.model(self.x).sum().backward()
 
     def clear(self) -> None:
+        """Without gradients again."""
         for p in self.model.parameters():
             p.grad = None
 
@@ -96,7 +99,7 @@ def run(effort: Effort, device: str = "cpu") -> Result:
         f"{BLOCKS} Llama blocks ({sizes}), {RANKS} ranks of a fake process group, one bucket of gradients.",
     )
     with fake_group(RANKS):
-        steps = {name: Step(step, step.clear) for name, step in versions(sizes, device).items()}  # type: ignore[attr-defined]
+        steps = {name: Step(step, step.clear) for name, step in versions(sizes, device).items()}
         times = interleaved(steps, effort, time.process_time_ns)
     table = Table("replicate: forward and backward", ["version", "microseconds", f"ratio to {DDP}"])
     ratio = ratios(times, DDP)
@@ -104,4 +107,8 @@ def run(effort: Effort, device: str = "cpu") -> Result:
     result.tables.append(table)
     found = next(row[2]["median"] for row in table.rows if row[0] == OURS)
     result.goals.append(Goal(f"{table.title}: {OURS} to {DDP}", found, 1.0))
-    return result
+    if device != "cpu":
+        return result
+    environment = {"HYPER_PARALLEL_PLATFORM": "torch-cpu", "OMP_NUM_THREADS": "1"}
+    (real,) = launch("benchmarks.replicate_rank", 2, str(max(6, effort.rounds * 2 // 5)), environment=environment)
+    return Result("replicate", f"{result.how}\n{real.how}", result.tables + real.tables, result.goals + real.goals)

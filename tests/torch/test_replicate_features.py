@@ -234,6 +234,10 @@ def autocast(mesh: Any) -> None:
     for m in attention:
         m(x[None], x[None], x[None])[0].sum().backward()
     check(*attention, "attention")
+    recurrent = two(nn.LSTM(4, 5, batch_first=True), mesh)[:2]
+    for m in recurrent:
+        m(x[None])[0].square().sum().backward()
+    check(*recurrent, "recurrent")
 
 
 @on_mesh()
@@ -294,6 +298,10 @@ def refused(mesh: Any) -> None:
     with CommDebugMode() as comm, pytest.raises(Exception, match="being compiled"):
         torch.compile(model, backend="eager", fullgraph=True)(x)
     assert comm.get_total_counts() == 0
+    inside = replicate(mlp().to(device()), mesh)
+    inside[0].compile(backend="eager")
+    inside(x).sum().backward()
+    assert inside[0].weight.grad is not None
     model[0].weight = nn.Parameter(torch.ones(7, 4, device=device()))
     with pytest.raises(ValueError, match="something has taken the place of a parameter 'weight'"):
         model(x)

@@ -53,12 +53,18 @@ class Arrangement:
         self.frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
         trained = [self.parameters[i] for i in self.trained]
         self.place = {id(p): i for i, p in enumerate(trained)}
-        sizes = [(p.dtype, p.itemsize * math.prod(platform.shape_of(p))) for p in trained]
+        # Of balanced parts: where tensor parallelism has cut unevenly, all ranks make the same buckets.
+        sizes = [(p.dtype, p.itemsize * math.prod(p._layout.shape) / _parts(p._layout)) for p in trained]
         self.buckets = [Bucket(mesh, m, [trained[i] for i in m]) for m in assign(sizes, bucket_bytes)]
         groups: dict[Any, list[int]] = {}
         for i, (dtype, _) in enumerate(sizes):
             groups.setdefault(dtype, []).append(i)
         self.roots = [(m, platform.zeros((), platform.detach(trained[m[0]]))) for m in groups.values()]
+
+
+def _parts(layout: Layout) -> int:
+    """Into how many parts a tensor is cut."""
+    return math.prod(layout.shard_count(dim) for dim in range(layout.ndim))
 
 
 class State:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Bucket", "Sent", "assign"]
 
 
-def assign(sizes: Sequence[tuple[Any, int]], cap: float) -> list[list[int]]:
+def assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
     """Which parameters travel together.
 
     The last parameter comes first, because its gradient does. A bucket is full when it has ``cap`` bytes or more.
@@ -31,7 +31,7 @@ def assign(sizes: Sequence[tuple[Any, int]], cap: float) -> list[list[int]]:
         >>> assign([("f", 8), ("f", 4), ("h", 4), ("f", 4)], cap=8)
         [[2], [3, 1], [0]]
     """
-    filling: dict[Any, tuple[list[int], int]] = {}
+    filling: dict[Any, tuple[list[int], float]] = {}
     full = []
     for i in reversed(range(len(sizes))):
         dtype, size = sizes[i]
