@@ -134,3 +134,35 @@ def test_two_orders_of_one_dimension() -> None:
         assert found is not None and found.operands[0] is found.operands[1] is found.results[0]
         if one is other:
             assert found.results[0].placements == one
+
+
+@pytest.mark.parametrize(
+    "placements", [(StridedShard(0, 2), PackedShard(0, (4, 4))), (PackedShard(0, (4, 4)), S0)], ids=str
+)
+@pytest.mark.parametrize(
+    ("op", "arguments", "native"),
+    [
+        ("split", ((4, 4), 0), lambda operands, static_args: np.split(operands[0], 2)),
+        ("view", ((2, 4, 3),), lambda operands, static_args: operands[0].reshape(static_args[0])),
+    ],
+    ids=["split", "view"],
+)
+def test_parts_of_packed_shards_that_are_cut_further(op: str, arguments: Any, native: Any, placements: tuple) -> None:
+    """Before the parts are taken apart, what cuts them further is undone."""
+    mesh, x = mesh_of_rank((2, 2), 0), np.arange(24.0).reshape(8, 3)
+    case = Case(op, "", (x,), arguments, native)
+    strategy = solve(case.sharding(), (get_layout(mesh, placements, x.shape),), mesh)
+    assert strategy is not None and strategy.operands[0] is not None
+    assert [p for p in strategy.operands[0].placements if isinstance(p, PackedShard)], "the parts stay packed"
+    for y, wanted in zip(run(case, case.sharding(), Solved((2, 2), strategy)), expected_results(case), strict=True):
+        same(y, wanted, f"{op} of {placements}")
+
+
+def test_most_operands_keep_their_order() -> None:
+    """To change the order of cuts costs something, on any mesh dimension: two operands are not moved for one."""
+    mesh = mesh_of_rank((2, 2), 0)
+    sharding = OPERATIONS["pointwise"].rule(((8,), (8,), (8,)), ())
+    assert sharding is not None
+    for kinds in ([(S0, S0), FIRST_LAST, FIRST_LAST], [FIRST_LAST, (S0, S0), (S0, S0)]):
+        found = solve(sharding, tuple(get_layout(mesh, kind, (8,)) for kind in kinds), mesh)
+        assert found is not None and found.results[0].placements == kinds[1]
