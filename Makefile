@@ -2,7 +2,7 @@
 # make test PLATFORM=torch-cpu TORCH=2.14.1   those of a backend of torch with another release of it
 # make test-npu                           those of torch-npu, on simulated NPUs
 # make readme-table                       the README's table of backends, from the last run of the tests
-# make demo [PLATFORM=mindspore] [TP=2]   train a small Llama on TP processes
+# make demo [PLATFORM=mindspore] [TP=2] [DP=1]   train a small Llama on DP x TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
@@ -16,6 +16,7 @@ PYTHON := python3
 PLATFORM :=
 TORCH :=
 TP := 2
+DP := 1
 PIP_ARGS :=
 
 # The backends that need nothing but a CPU, and all that have a folder of requirements.
@@ -73,7 +74,7 @@ ifeq ($(DEMO_PLATFORM)$(ASCEND_HOME_PATH),torch-npu)
 DEMO_PYTHON += -m tests.simulated_npu run $(DEMO_PYTHON)
 endif
 demo: .venv/$(DEMO_ENVIRONMENT)/.ready
-	HYPER_PARALLEL_PLATFORM=$(DEMO_PLATFORM) $(DEMO_PYTHON) examples/train_llama/train.py --tp $(TP)
+	HYPER_PARALLEL_PLATFORM=$(DEMO_PLATFORM) $(DEMO_PYTHON) examples/train_llama/train.py --tp $(TP) --dp $(DP)
 
 CASES :=
 OUT := benchmarks/results/$(shell uname -m)-$(shell getconf _NPROCESSORS_ONLN)-cores

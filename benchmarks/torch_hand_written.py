@@ -24,6 +24,7 @@ __all__ = ["Collectives", "Textbook", "Tuned", "hand_written_block", "hand_writt
 class Collectives(Protocol):
     """What the autograd functions call."""
 
+    rank: int
     size: int
 
     def all_reduce(self, x: Tensor) -> None:
@@ -37,27 +38,27 @@ class Collectives(Protocol):
 
 
 class Textbook:
-    """The functions of `torch.distributed`."""
+    """The functions of `torch.distributed`, over a group or over all ranks."""
 
-    def __init__(self) -> None:
-        self.size = dist.get_world_size()
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self.group = dist.get_rank(group), dist.get_world_size(group), group
 
     def all_reduce(self, x: Tensor) -> None:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self.group)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
-        dist.all_gather_into_tensor(out, x)
+        dist.all_gather_into_tensor(out, x, group=self.group)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
-        dist.reduce_scatter_tensor(out, x)
+        dist.reduce_scatter_tensor(out, x, group=self.group)
 
 
 class Tuned:
     """Methods of the process group, without the checks and the look-ups of `torch.distributed`."""
 
-    def __init__(self) -> None:
-        self.size = dist.get_world_size()
-        self.group: Any = dist.group.WORLD
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.group: Any = group or dist.group.WORLD
         self.sum = dist.AllreduceOptions()
 
     def all_reduce(self, x: Tensor) -> None:
@@ -195,7 +196,7 @@ def _shard(linear: nn.Linear, dim: int, rank: int, size: int) -> None:
 
 def hand_written_mlp(model: Mlp, collectives: Collectives) -> Mlp:
     """Parallelise ``model`` in place."""
-    rank, size = dist.get_rank(), collectives.size
+    rank, size = collectives.rank, collectives.size
     enter, leave = column_and_row(collectives)
     _shard(model.up, 0, rank, size)
     _shard(model.down, 1, rank, size)
@@ -209,7 +210,7 @@ def hand_written_block(
 ) -> tuple[LlamaBlock, Callable[[], None] | None]:
     """Parallelise ``block`` in place. With sequence parallelism its input and output are shards of the sequence, and
     the second value is to be called after backward: the norms' gradients of all ranks are summed, in one collective."""
-    rank, size = dist.get_rank(), collectives.size
+    rank, size = collectives.rank, collectives.size
     enter, leave = (gather_and_scatter if sequence_parallel else column_and_row)(collectives)
     attention, feed_forward = block.attention, block.feed_forward
     for linear in (attention.wq, attention.wk, attention.wv, feed_forward.w1, feed_forward.w3):

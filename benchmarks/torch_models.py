@@ -87,6 +87,19 @@ class LlamaBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class Blocks(nn.Module):
+    """Several blocks, one after the other."""
+
+    def __init__(self, sizes: LlamaSizes, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LlamaBlock(sizes) for _ in range(layers))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+
 class Llama(nn.Module):
     """Blocks between an embedding and a head; from tokens (batch, sequence) to logits."""
 

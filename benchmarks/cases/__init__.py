@@ -10,7 +10,19 @@ from benchmarks.timing import Effort
 
 __all__ = ["NAMES", "find"]
 
-NAMES = ("mlp", "llama", "collectives", "operators", "optimizer", "gloo", "loading", "mindspore", "cuda")
+NAMES = (
+    "mlp",
+    "llama",
+    "collectives",
+    "operators",
+    "optimizer",
+    "gloo",
+    "fully_shard",
+    "replicate",
+    "loading",
+    "mindspore",
+    "cuda",
+)
 
 
 def find(name: str) -> Callable[[Effort], Result]:

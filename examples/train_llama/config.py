@@ -78,6 +78,11 @@ class RunConfig:
     temperature: float = 0.7
     seed: int = 0
 
+    def check_batch(self, parts: int) -> None:
+        """Raise ValueError unless the batch has equal parts: then the mean of their losses is that of the batch."""
+        if parts < 1 or self.batch_size % parts:
+            raise ValueError(f"batch_size is {self.batch_size}, which does not divide into {parts} equal parts")
+
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine down to the final rate. Steps count from 0."""
         if step < self.warmup_steps:

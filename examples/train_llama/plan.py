@@ -1,21 +1,44 @@
-"""How the model is spread over the tensor-parallel processes: one plan for both frameworks.
+"""How the model is spread over the processes: one plan for both frameworks.
 
-The residual stream is split along the sequence (dimension 1 of (batch, length, hidden_size)). It is gathered
-in front of attention and feed-forward, whose weights are split over heads and hidden units, and
-what they return is summed and split along the sequence again.
+Along the mesh dimension "tp" it is tensor parallel. The residual stream is split along the sequence (dimension 1 of
+(batch, length, hidden_size)). It is gathered in front of attention and feed-forward, whose weights are split over heads
+and hidden units, and what they return is summed and split along the sequence again.
+
+Along the mesh dimension "dp" each row of processes has its own part of the batch, and its own part of every parameter:
+`fully_shard` gathers a layer when it is needed, and averages its gradients.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from hyper_parallel import (
     ColwiseParallel,
+    DeviceMesh,
     ParallelStyle,
     PrepareModuleInput,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
     Shard,
+    fully_shard,
+    parallelize_module,
 )
+
+
+def spread(model: Any, mesh: DeviceMesh) -> None:
+    """Spread a `LlamaForCausalLM` over a mesh with the dimensions "dp" and "tp", in place."""
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan())
+    if mesh["dp"].size() > 1:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+
+
+def part_of_batch(batch: Any, mesh: DeviceMesh) -> Any:
+    """The samples of a batch that this process trains on."""
+    size, rank = len(batch) // mesh["dp"].size(), mesh.get_local_rank("dp")
+    return batch[rank * size : (rank + 1) * size]
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:

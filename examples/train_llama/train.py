@@ -1,7 +1,8 @@
-"""Train a small Llama with tensor parallelism, next to the same model on one process.
+"""Train a small Llama with tensor and data parallelism, next to the same model on one process.
 
-    python train.py --tp 2                                     # PyTorch
-    HYPER_PARALLEL_PLATFORM=mindspore python train.py --tp 2   # MindSpore
+    python train.py --tp 2                                            # PyTorch
+    python train.py --dp 2 --tp 2                                     # each layer fully sharded over dp besides
+    HYPER_PARALLEL_PLATFORM=mindspore python train.py --dp 2 --tp 2   # MindSpore
 
 Ends with a non-zero status when the sharded model does not train like the whole one, or does not
 predict its validation text better than byte frequencies do.
@@ -24,7 +25,7 @@ import numpy as np
 
 from config import VOCAB_SIZE, RunConfig
 from data import Corpus, load_corpus, training_batch, unigram_entropy, validation_windows
-from hyper_parallel import get_platform, init_device_mesh
+from hyper_parallel import DeviceMesh, get_platform, init_device_mesh
 from launch import launch, under_launcher
 from progress import Progress
 from weights import write_initial_weights
@@ -43,6 +44,8 @@ class Trainer(Protocol):
     def step(self, inputs: np.ndarray, targets: np.ndarray, learning_rate: float) -> float: ...
 
     def gradients(self) -> dict[str, np.ndarray]: ...
+
+    def bytes_held(self) -> dict[str, int]: ...
 
     def loss(self, inputs: np.ndarray, targets: np.ndarray) -> float: ...
 
@@ -181,46 +184,63 @@ def report(record: Record, samples: Sequence[bytes], out: Path) -> bool:
     return not failures
 
 
-def work(run: RunConfig, processes: int, out: Path | None) -> int:
+def show_bytes(sharded: Trainer, unsharded: Trainer | None, mesh: DeviceMesh) -> None:
+    """Print what each process holds. Every process must call it."""
+    held = sharded.bytes_held()
+    for mesh_dim, size in enumerate(mesh.shape):
+        everybody = mesh.platform.all_gather_object(held, mesh.platform_group(mesh_dim), size)
+        held = everybody if mesh_dim == 0 else [held for part in zip(*everybody, strict=True) for held in part]
+    if unsharded is None:
+        return
+    rows = [("unsharded", unsharded.bytes_held()), *((f"rank {rank}", own) for rank, own in enumerate(held))]
+    for who, own in rows:
+        print(f"{who:10} " + ", ".join(f"{count:,} bytes of {what}" for what, count in own.items()), flush=True)
+
+
+def work(run: RunConfig, dp: int, tp: int, out: Path | None) -> int:
     """One rank of the run. Returns its exit status."""
     platform = get_platform()
     platform.init_process_group()
-    if platform.world_size() != processes:
-        raise SystemExit(f"--tp {processes}, but {platform.world_size()} processes were launched")
-    mesh = init_device_mesh(mesh_shape=(processes,), mesh_dim_names=("tp",))
+    if platform.world_size() != dp * tp:
+        raise SystemExit(f"--dp {dp} --tp {tp}, but {platform.world_size()} processes were launched")
+    mesh = init_device_mesh(mesh_shape=(dp, tp), mesh_dim_names=("dp", "tp"))
     first = platform.rank() == 0
+    name = f"tp{tp}" if dp == 1 else f"dp{dp}-tp{tp}"
 
     framework = "mindspore" if platform.name.startswith("mindspore") else "torch"
     make_trainer = importlib.import_module(f"backend_{framework}").Trainer
     weights = write_initial_weights(RUNS, run.model, run.seed)
     sharded: Trainer = make_trainer(run, weights, mesh)
     unsharded: Trainer | None = make_trainer(run, weights) if first else None
-    record = Record(platform.name, processes, weights.name)
+    record = Record(platform.name, dp * tp, weights.name)
     if first:
-        print(f"{platform.name}: {processes} processes, weights {weights.name}", flush=True)
+        print(f"{platform.name}: dp={dp}, tp={tp}, weights {weights.name}", flush=True)
 
     train(run, load_corpus(), sharded, unsharded, record)
+    show_bytes(sharded, unsharded, mesh)
     samples = generate(sharded, run, PROMPTS, show=first)
-    kept = report(record, samples, out or RUNS / f"{platform.name}-tp{processes}.json") if first else True
+    kept = report(record, samples, out or RUNS / f"{platform.name}-{name}.json") if first else True
     platform.destroy_process_group()
     return 0 if kept else 1
 
 
 def main() -> int:
     """Launch the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(description="Train a small Llama with tensor parallelism.")
-    parser.add_argument("--tp", type=int, default=2, help="number of processes")
+    parser = argparse.ArgumentParser(description="Train a small Llama with tensor and data parallelism.")
+    parser.add_argument("--tp", type=int, default=2, help="tensor parallel processes")
+    parser.add_argument("--dp", type=int, default=1, help="data parallel rows of them")
     parser.add_argument("--steps", type=int, default=RunConfig.steps)
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()
     run = RunConfig(steps=arguments.steps)
     try:
         run.model.check_divisible(arguments.tp)
+        run.check_batch(arguments.dp)
     except ValueError as error:
         parser.error(str(error))
     if under_launcher():
-        return work(run, arguments.tp, arguments.out)
-    status = launch(arguments.tp)
+        return work(run, arguments.dp, arguments.tp, arguments.out)
+    status = launch(arguments.dp * arguments.tp)
     print("all checks passed" if status == 0 else "FAILED, see above", flush=True)
     return status
 

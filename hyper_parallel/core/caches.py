@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Cache", "Table", "cache_sizes", "clear_caches"]
-
 _NAMED: list[tuple[str, Cache]] = []
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import hyper_parallel
 
-__all__ = ["import_hint"]
-
 
 def import_hint(value: Any) -> str:
     """The end of a message about a value that was refused: whose class it is of, and which import gives this library's.

@@ -3,7 +3,7 @@
 A framework has places where a DTensor is not noticed, or not served well enough. What the library puts there is listed
 in one module a backend, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`, which is installed when
 the DTensor class is made: a process that never makes a DTensor has nothing patched. Replacements do for plain tensors
-what the originals do. docs/patches.md shows the lists; `patch_table` writes it. This module imports no framework.
+what the originals do. docs/patches.md shows the lists. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from typing import Any, Literal
 
 from hyper_parallel.platform.imports import WhenImported
-from hyper_parallel.platform.unpatched import alive, resume, suspend
+from hyper_parallel.platform.without_patches import live_objects, make_unusable, make_usable
 
-__all__ = ["Patch", "PatchSet", "installed", "takes", "uninstall"]
+__all__ = ["Patch", "PatchSet", "calling", "installed", "takes", "uninstall"]
 
 _ABSENT: Any = object()
 #: The sets that are installed now.
@@ -49,6 +49,26 @@ def takes(parameters: str) -> Callable[[Any], str | None]:
         return None if found == names else f"takes {found} and not {names}"
 
     return check
+
+
+def calling(function: Callable, **options: Any) -> Callable[[Any], Callable]:
+    """A ``make`` for `Patch`: what is put there calls ``function(original, ...)`` with the arguments that it gets, and
+    with ``options``.
+
+    Example:
+        >>> double = calling(lambda original, x, times: original(x) * times, times=2)
+        >>> double(abs)(-3)
+        6
+    """
+
+    def make(original: Callable) -> Callable:
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs, **options)
+
+        return replacement
+
+    return make
 
 
 @dataclass(frozen=True)
@@ -90,13 +110,6 @@ class Patch:
     def waits(self) -> bool:
         """Whether the module that it waits for is not there yet."""
         return bool(self.after) and self.after not in sys.modules
-
-    @property
-    def undone(self) -> str:
-        """What `PatchSet.uninstall` does, in words."""
-        if any(name.endswith("]") for name in self.targets):
-            return "the entry is removed"
-        return "the original is put back" if self.held == "own" else "the attribute is deleted"
 
 
 # ------------------------------------------------------------------------------------------------------------- places
@@ -236,7 +249,7 @@ class PatchSet:
         self._classes, self._switch = classes, switch
         self._done: list[_Done] | None = None
         self._waiting: list[WhenImported] = []
-        self._suspended = False
+        self._left_unusable = False
 
     @property
     def installed(self) -> tuple[Patch, ...]:
@@ -259,9 +272,9 @@ class PatchSet:
         self._done = done
         _INSTALLED.append(self)
         self._switch(True)
-        if self._suspended:
-            resume(self._classes(), self.framework)
-            self._suspended = False
+        if self._left_unusable:
+            make_usable(self._classes(), self.framework)
+            self._left_unusable = False
 
     def _install_late(self, name: str) -> None:
         """Install the patches that waited for the module ``name``."""
@@ -298,7 +311,7 @@ class PatchSet:
         """
         if self._done is None:
             return
-        found = [] if abandon else alive(self._classes())
+        found = [] if abandon else live_objects(self._classes())
         if found:
             raise RuntimeError(
                 f"there are {len(found)} DTensors, which would compute wrong numbers without the patches of "
@@ -306,8 +319,8 @@ class PatchSet:
                 "uninstall(abandon=True) (MindSpore itself keeps what an optimizer has stepped on)"
             )
         self._switch(False)
-        self._suspended = True
-        suspend(self._classes(), self.framework)
+        self._left_unusable = True
+        make_unusable(self._classes(), self.framework)
         for waiting in self._waiting:
             waiting.cancel()
         done, self._done = self._done, None

@@ -66,17 +66,20 @@ class _Backend:
             return f"{type(error).__name__}: {error}"
 
 
-#: The built-in backends. For one framework, the best device comes first: an alias of the framework takes the first
-#: one that can run.
-_BUILT_IN = (
-    ("torch-cuda", "hyper_parallel.platform.torch.cuda:TorchCudaPlatform", "torch"),
-    ("torch-npu", "hyper_parallel.platform.torch.npu:TorchNpuPlatform", "torch"),
-    ("torch-cpu", "hyper_parallel.platform.torch.cpu:TorchCpuPlatform", "torch"),
-    ("mindspore", "hyper_parallel.platform.mindspore.base:MindSporePlatform", "mindspore"),
-)
+#: The known backends, the built-in ones to begin with. For one framework, the best device comes first: an alias of the
+#: framework takes the first one that can run.
+_backends = {
+    backend.name: backend
+    for backend in (
+        _Backend("torch-cuda", "hyper_parallel.platform.torch.cuda:TorchCudaPlatform", "torch"),
+        _Backend("torch-npu", "hyper_parallel.platform.torch.npu:TorchNpuPlatform", "torch"),
+        _Backend("torch-cpu", "hyper_parallel.platform.torch.cpu:TorchCpuPlatform", "torch"),
+        _Backend("mindspore", "hyper_parallel.platform.mindspore.base:MindSporePlatform", "mindspore"),
+    )
+}
 
 #: alias -> names of backends, the first available one is taken.
-_ALIASES: dict[str, tuple[str, ...]] = {
+_aliases: dict[str, tuple[str, ...]] = {
     "torch": ("torch-cuda", "torch-npu", "torch-cpu"),
     "pytorch": ("torch-cuda", "torch-npu", "torch-cpu"),
     "cpu": ("torch-cpu",),
@@ -91,8 +94,6 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 _FRAMEWORKS = ("torch", "mindspore")
 
 _lock = threading.RLock()
-_backends: dict[str, _Backend] = {}
-_aliases: dict[str, tuple[str, ...]] = {}
 _selected: Platform | None = None
 _entry_points_read = False
 
@@ -116,7 +117,6 @@ def register_platform(
         >>> register_platform("my-backend", "my_package.platform:MyPlatform", aliases=["mine"])  # doctest: +SKIP
     """
     with _lock:
-        _read_built_in()
         key = _normalize(name)
         known = _backends.get(key)
         if known is not None and known.target != target:
@@ -201,7 +201,6 @@ def get_platform_for_device(device_type: str) -> Platform:
 
 def _resolve(name: str, asked: str) -> Platform:
     key = _normalize(name)
-    _read_built_in()
     if key not in _backends and key not in _aliases:
         _read_all()
     candidates = _aliases.get(key, (key,))
@@ -266,17 +265,9 @@ def _normalize(name: Any) -> str:
     return name.strip().lower().replace("_", "-")
 
 
-def _read_built_in() -> None:
-    if not _backends:
-        _aliases.update(_ALIASES)
-        for name, target, framework in _BUILT_IN:
-            _backends[name] = _Backend(name, target, framework)
-
-
 def _read_all() -> None:
     """Also read the entry points of other packages, once. Their classes are not imported yet."""
     global _entry_points_read
-    _read_built_in()
     if _entry_points_read:
         return
     _entry_points_read = True

@@ -9,7 +9,7 @@ import pytest
 
 from hyper_parallel.platform.mindspore.autograd import _Recording, counted_begin, counted_end
 from hyper_parallel.platform.mindspore.patches import PATCHES
-from hyper_parallel.platform.patch_table import table
+from tests.support.patch_table import table
 from tests.support.patched_programs import fresh, page_has
 
 BEGINNING = """
@@ -180,6 +180,6 @@ def test_the_first_dtensor_may_be_made_inside_of_a_recording(monkeypatch: pytest
 
 
 def test_the_page_shows_what_is_listed() -> None:
-    """If not: python -m hyper_parallel.platform.patch_table mindspore."""
+    """If not: python -m tests.support.patch_table mindspore."""
     assert page_has("mindspore", table(PATCHES.patches))
     assert mindspore.__version__.startswith(PATCHES.patches[0].versions)

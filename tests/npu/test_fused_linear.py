@@ -10,6 +10,7 @@ import torch
 
 from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, Shard, get_platform, parallelize_module
 from hyper_parallel.debug import CommDebugMode
+from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import on_mesh
@@ -26,9 +27,9 @@ def fused(mesh: Any, collective: str, x: Any, weight: Any, dim: int = 0) -> tupl
     platform = get_platform()
     platform.fast.fuses_linear = True  # type: ignore[attr-defined]
     try:
-        y = platform.fast.linear_with_collective(
-            collective, x, weight, mesh.platform_group(0), mesh.size(), dim, lambda name, local: said.append(name)
-        )
+        group, size = mesh.platform_group(0), mesh.size()
+        how = LinearCollective(collective, group, size, dim, lambda name, local: said.append(name))
+        y = platform.fast.linear_with_collective(x, weight, how)
     finally:
         platform.fast.fuses_linear = False  # type: ignore[attr-defined]
     return y, said
@@ -114,7 +115,8 @@ def not_asked_for(mesh: Any) -> None:
     platform = get_platform()
     x, weight = made(torch.float16, TOKENS, IN, seed=1), made(torch.float16, OUT, IN, seed=2)
     assert platform.fast.fuses_linear is False  # type: ignore[attr-defined]
-    assert platform.fast.linear_with_collective("all_reduce", x, weight, mesh.platform_group(0), 2, 0, print) is None
+    how = LinearCollective("all_reduce", mesh.platform_group(0), 2, 0, print)
+    assert platform.fast.linear_with_collective(x, weight, how) is None
     assert fused(mesh, "all_reduce", x.float(), weight.float())[0] is None
 
 
@@ -130,7 +132,7 @@ def test_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     def yes(
         collective: str, x: Any = half, w: Any = weight, size: int = 2, dim: int = 1, chip: int = ASCEND_910B
     ) -> bool:
-        return fused_linear.applies(collective, x, w, size, dim, chip)
+        return fused_linear.applies(x, w, LinearCollective(collective, None, size, dim, print), chip)
 
     for collective in ("all_reduce", "all_gather", "reduce_scatter"):
         assert yes(collective)
@@ -229,9 +231,9 @@ def styles(mesh: Any, name: str, bias: bool, local: bool, dtype_name: str) -> No
     platform, calls = get_platform(), []
     applies = fused_linear.applies
 
-    def counted(collective: str, *args: Any) -> bool:
-        answer = applies(collective, *args)
-        calls.append((collective, answer))
+    def counted(x: Any, weight: Any, how: LinearCollective, chip: int) -> bool:
+        answer = applies(x, weight, how, chip)
+        calls.append((how.collective, answer))
         return answer
 
     fused_linear.applies = counted

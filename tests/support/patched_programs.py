@@ -46,7 +46,7 @@ def fresh(code: str, ranks: int = 1, port: int = 0) -> None:
 def page_has(framework: str, text: str) -> bool:
     """Whether docs/patches.md has ``text`` as the table of ``framework``."""
     # Not at the top: programs that show that nothing is imported import this module.
-    from hyper_parallel.platform.patch_table import with_table
+    from tests.support.patch_table import with_table
 
     page = (ROOT / "docs" / "patches.md").read_text(encoding="utf-8")
     return with_table(page, framework, text) == page

@@ -36,15 +36,15 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
         Cost(0, 0, 10, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, DTensors between modules": (
-        Cost(41, 31, 326, 78, "2 all_reduce (2048 B)"),
+        Cost(41, 31, 321, 78, "2 all_reduce (2048 B)"),
         Cost(0, 0, 21, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
         Cost(4, 0, 90, 80, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 51, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 50, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
-        Cost(43, 29, 354, 82, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(43, 29, 353, 82, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
         Cost(0, 0, 62, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from hyper_parallel import CollectiveError, DeviceMesh
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.platform.fault_reports import leave_report
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import lost_ranks
 from hyper_parallel.testing.spmd import on_mesh
@@ -265,9 +266,9 @@ def lose_a_rank_of_a_group(world: Any) -> tuple | None:
             errors.append(lost.value.missing)
         store = distributed_c10d._get_default_store()
         group, key = mesh.get_group(), f"hyper_parallel/fault/{mesh.get_group().group_name}/"
-        store.set("hyper_parallel/fault/1", "another collective")
+        leave_report(store, 1, "another collective")
         elsewhere = lost_ranks.find_missing_ranks(group, (0, 1), "mine")
-        store.set(f"{key}1", "theirs")
+        leave_report(store, 1, "theirs", key)
         here = lost_ranks.find_missing_ranks(group, (0, 1), "mine")
         patch.setattr(lost_ranks, "_fail_waiting_ranks", lambda group: None)
         patch.setattr(lost_ranks, "default_store", Broken)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from hyper_parallel.platform.patch_table import table
 from hyper_parallel.platform.torch.patches import PATCHES
+from tests.support.patch_table import table
 from tests.support.patched_programs import fresh, page_has
 
 BEGINNING = """
@@ -201,5 +201,5 @@ print("passed")
 
 
 def test_the_page_shows_what_is_listed() -> None:
-    """If not: python -m hyper_parallel.platform.patch_table torch."""
+    """If not: python -m tests.support.patch_table torch."""
     assert page_has("torch", table(PATCHES.patches))

@@ -179,9 +179,9 @@ def without_privates() -> Iterator[None]:
         for name in ("any_autocast", "saved_tensor_hooks", "current_node", "will_execute"):
             patch.setattr(fast, name, getattr(loaded, name))
         patch.setattr(autograd, "bare_apply", loaded.bare_apply)
-        patch.setattr(collectives, "_watchers", loaded.dispatch_modes)
-        patch.setattr(operators, "modes_open", loaded.function_modes)
-        patch.setattr(calls, "_calls_quickly", False)
+        patch.setattr(collectives, "dispatch_modes", loaded.dispatch_modes)
+        patch.setattr(operators, "function_modes", loaded.function_modes)
+        patch.setattr(calls, "calls_quickly", False)
         patch.setattr(calls, "_with_quick_call", calls._with_quick_call.__wrapped__)
         patch.setattr(calls, "_with_replaced_forward", calls._with_replaced_forward.__wrapped__)
         yield

@@ -125,6 +125,8 @@ def meshes_refused(mesh: Any) -> None:
     else:
         with pytest.raises(ValueError, match=r"rank \d is not part of"):
             two.to_torch()
+    with pytest.raises(TypeError, match=r"or give DeviceMesh\.from_torch\(mesh\)"):
+        distribute_tensor(randn(4), mesh.to_torch(), [Shard(0)])
     theirs = init_torch_mesh(device().type, (2, 2), mesh_dim_names=("x", "y"))
     split = theirs["x"]._unflatten(0, (1, 2), ("x1", "x2"))
     with pytest.raises(ValueError, match=r"dimension 'x1'.*make a mesh that has it"):
@@ -345,6 +347,7 @@ def batches(step: int) -> list[torch.Tensor]:
 
 WRAPPERS = {
     "device_mesh": lambda model, mesh: DistributedDataParallel(model, device_mesh=mesh["dp"].to_torch()),
+    "own mesh": lambda model, mesh: DistributedDataParallel(model, device_mesh=mesh["dp"]),
     "process_group": lambda model, mesh: DistributedDataParallel(model, process_group=mesh["dp"].get_group()),
     "composable": lambda model, mesh: composable(model, device_mesh=mesh["dp"].to_torch()),
     "composable group": lambda model, mesh: composable(model, process_group=mesh["dp"].get_group()),

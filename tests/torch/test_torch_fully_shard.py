@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,11 +32,21 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.testing.spmd import on_mesh
-from tests.torch.decoder import UNEVEN, Sizes, batch, decoder, plan
+from tests.torch.decoder import UNEVEN, Decoder, Sizes, batch, plan
+from tests.torch.decoder import decoder as decoder_of
 from tests.torch.support import close, device
 
 on_2_by_2 = on_mesh(2, 2, names=("dp", "tp"))
 SIZES = {"even": Sizes(), "uneven": UNEVEN}
+
+
+def real() -> torch.dtype:
+    """HCCL reduces no double precision."""
+    return torch.float32 if device().type == "npu" else torch.float64
+
+
+def decoder(sizes: Sizes = SIZES["even"], **options: Any) -> Decoder:
+    return decoder_of(sizes, real(), **options)
 
 
 def tensor_parallel(lib: Any) -> dict[str, Any]:
@@ -68,12 +79,17 @@ def sharded(model: Any, mesh: Any, **options: Any) -> Any:
     return fully_shard(model, mesh=data, **options)
 
 
-def same(model: Any, single: Any, what: Callable[[Any], Any], tolerance: float = 1e-10) -> None:
+def same(model: Any, single: Any, what: Callable[[Any], Any], tolerance: float = 1e-5) -> None:
     for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
         got, wanted = what(p), what(q)
         assert (got is None) == (wanted is None), name
         if wanted is not None:
-            close(whole(got), wanted, name, tolerance)
+            exact(whole(got), wanted, name, tolerance)
+
+
+def exact(got: Any, wanted: torch.Tensor, what: str, tolerance: float = 1e-5) -> None:
+    """To 1e-10 in double precision, which not every device has."""
+    close(got, wanted, what, 1e-10 if wanted.dtype == torch.float64 else tolerance)
 
 
 def train(
@@ -92,18 +108,19 @@ def train(
         losses = [single(*part) for part in parts]
         (torch.stack(losses).mean()).backward()
         loss = model(*parts[rank])
-        close(whole(loss), losses[rank], "loss", 1e-10)
+        exact(whole(loss), losses[rank], "loss")
         with around():
             loss.backward()
         same(model, single, lambda p: p.grad)
         if clip is not None:
             wanted = nn.utils.clip_grad_norm_(single.parameters(), clip)
-            close(whole(nn.utils.clip_grad_norm_(model.parameters(), clip)), wanted, "norm", 1e-10)
+            exact(whole(nn.utils.clip_grad_norm_(model.parameters(), clip)), wanted, "norm")
             same(model, single, lambda p: p.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    same(model, single, lambda p: p)
+    # In single precision, AdamW makes rounding errors of small gradients large.
+    same(model, single, lambda p: p, 2e-4)
 
 
 # ------------------------------------------------------------------------------------------------ right
@@ -161,6 +178,7 @@ def short(mesh: Any) -> None:
     for step in range(2):
         model(*batch(Sizes(), step))
     assert seen[0] is seen[1] and isinstance(seen[0], DTensor) and seen[0]._layout is planned
+    assert seen[0].untyped_storage().nbytes() == 0, "its memory is that of the gathered buffer, which torch frees"
 
 
 def test_short_forwards_stay(pool: Any) -> None:
@@ -195,7 +213,7 @@ TIED = {
 
 @on_2_by_2
 def tied_and_frozen(mesh: Any) -> None:
-    single = Tied().to(device(), torch.float64)
+    single = Tied().to(device(), real())
     model = sharded(parallelize_module(copy.deepcopy(single), mesh["tp"], TIED), mesh["dp"])
     assert model.embedding.weight is model.head.weight
     train(model, single, mesh.get_local_rank("dp"), Sizes(vocabulary=7))
@@ -223,8 +241,8 @@ def mixed(mesh: Any) -> None:
     """bfloat16 rounds; both libraries round at the same places."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     models = [
-        parallelize_module(decoder(dtype=torch.float32), mesh["tp"], plan(hyper_parallel)),
-        of_torch.parallelize_module(decoder(dtype=torch.float32), mesh["tp"].to_torch(), plan(TORCH)),
+        parallelize_module(decoder_of(dtype=torch.float32), mesh["tp"], plan(hyper_parallel)),
+        of_torch.parallelize_module(decoder_of(dtype=torch.float32), mesh["tp"].to_torch(), plan(TORCH)),
     ]
     for step in range(2):
         for model in models:
@@ -368,9 +386,66 @@ def test_state_dicts(pool: Any) -> None:
 
 
 @on_2_by_2
+def checkpointed(mesh: Any, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    single = decoder()
+    model = sharded(parallelize_module(decoder(), mesh["tp"], plan(hyper_parallel)), mesh["dp"])
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    train(model, single, mesh.get_local_rank("dp"), Sizes())
+
+
+def test_distributed_checkpoint(pool: Any, tmp_path: Path) -> None:
+    pool.run(4, checkpointed, str(tmp_path / "checkpoint"))
+
+
+@on_2_by_2
+def by_columns(mesh: Any) -> None:
+    single = decoder()
+    model = parallelize_module(decoder(), mesh["tp"], plan(hyper_parallel))
+    up, down = model.block.feed_forward.up.weight, model.block.feed_forward.down.weight
+    column = torch.distributed.tensor.Shard(1)
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: column if p is up or p is down else None)
+    feed_forward = model.block.feed_forward
+    assert repr(feed_forward.up.weight.placements) == "(Shard(dim=1), Shard(dim=0))"
+    assert repr(feed_forward.down.weight.placements) == "(_StridedShard(dim=1, sf=2), Shard(dim=1))"
+    train(model, single, mesh.get_local_rank("dp"), Sizes())
+
+
+def test_another_dimension(pool: Any) -> None:
+    """Whoever chooses one is asked about the parameters of the model."""
+    pool.run(4, by_columns)
+
+
+@on_2_by_2
+def from_meta(mesh: Any) -> None:
+    single = decoder()
+    with torch.device("meta"):
+        model = Decoder().to(real())
+    parallelize_module(model, mesh["tp"], plan(hyper_parallel))
+    sharded(model, mesh["dp"])
+    model.to_empty(device=device())
+    with torch.no_grad():
+        for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+            assert isinstance(p, TorchDTensor), name
+            p.copy_(torch.distributed.tensor.distribute_tensor(q, p.device_mesh, p.placements))
+    train(model, single, mesh.get_local_rank("dp"), Sizes())
+
+
+def test_models_made_on_meta(pool: Any) -> None:
+    pool.run(4, from_meta)
+
+
+@on_2_by_2
 def unsharded(mesh: Any) -> None:
     model = sharded(parallelize_module(decoder(), mesh["tp"], plan(hyper_parallel)), mesh["dp"])
-    x = torch.ones(2, 8, dtype=torch.float64, device=device())
+    x = torch.ones(2, 8, dtype=real(), device=device())
     with pytest.raises(ValueError, match=r"(?s)'weight' of Linear 'block.attention.wq' is torch's own.*unshard\(\)"):
         model.block.attention.wq(x)
     model.block.unshard()

@@ -24,7 +24,7 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
-from hyper_parallel.platform.torch.levels import SEEN
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard
 
@@ -162,7 +162,7 @@ def after_transforms(mesh: Any) -> tuple:
     with pytest.raises(ValueError, match=REFUSED):
         torch.vmap(model)(x)
     close(torch.vmap(reference)(x), reference(x))
-    seen = bool(SEEN)
+    seen = bool(MAYBE_INSIDE)
     close(model(x), reference(x))
     inside: list[Any] = []
     with forward_ad.dual_level():
@@ -172,8 +172,8 @@ def after_transforms(mesh: Any) -> tuple:
         with pytest.raises(ValueError, match="inside forward-mode AD"):
             model(x)
     close(inside[0], x.sin())
-    SEEN.clear()
-    return seen, len(SEEN)
+    MAYBE_INSIDE.clear()
+    return seen, len(MAYBE_INSIDE)
 
 
 def test_transforms_of_plain_tensors_cost_nothing_afterwards(pool: Any) -> None:

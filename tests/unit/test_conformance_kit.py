@@ -37,9 +37,8 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the kit sets is gone after the test; there is one backend, of no framework."""
     for name in (adapters.ENVIRONMENT_VARIABLE, "HYPER_PARALLEL_PLATFORM", "OMP_NUM_THREADS", "GLOG_v"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(registry, "_BUILT_IN", (("b", Named, None),))
     monkeypatch.setattr(registry, "_entry_points_read", True)
-    monkeypatch.setattr(registry, "_backends", {})
+    monkeypatch.setattr(registry, "_backends", {"b": registry._Backend("b", Named, None)})
     monkeypatch.setattr(registry, "_aliases", {})
 
 

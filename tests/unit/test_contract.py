@@ -117,6 +117,9 @@ def test_what_verbs_answer_of_themselves() -> None:
     assert platform.native_group("tp") == "tp"
     assert platform.to_device(x) is x
     assert list(platform.named_parameters(x)) == [("weight", x)]
+    module = SimpleNamespace(register_forward_pre_hook=dict, register_forward_hook=lambda hook, **how: (hook, how))
+    assert platform.register_forward_pre_hook(module, {}, prepend=True) == {"prepend": True, "with_kwargs": False}
+    assert platform.register_forward_hook(module, print) == (print, {"prepend": False, "with_kwargs": False})
     assert [part.tolist() for part in platform.chunk(x, 2, 0)] == [x[:2].tolist(), x[2:].tolist()]
     assert platform.contiguous(x.T).flags.c_contiguous
     assert platform.zeros((2,), x).tolist() == [0.0, 0.0] and platform.ones((2,), x).tolist() == [1.0, 1.0]
@@ -154,6 +157,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert [part.tolist() for part in parts] == [x.tolist(), [], y.tolist()]
     swapped = platform.joint_function(lambda ctx, factor, a, b: [b * factor, a.T], lambda ctx, b, a: [a.T, b])
     assert [z.tolist() for z in swapped(2, x, y)] == [(y * 2).tolist(), x.T.tolist()]
+    assert not platform.tells_unused
     out = np.zeros(6)
     platform.start_collective("all_gather", out, y + 1, "", None, 3).wait()
     assert out.tolist() == [1, 2, 2, 4, 3, 6]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.platform.patch_table import table, with_table
 from hyper_parallel.platform.patching import Patch, PatchSet, installed, takes, uninstall
-from hyper_parallel.platform.unpatched import Unpatched
+from hyper_parallel.platform.without_patches import NeedsPatches
+from tests.support.patch_table import table, with_table
 
 
 class Base:
@@ -220,7 +220,7 @@ def test_distributed_tensors_need_the_patches(framework: Any) -> None:
 
 def test_none_can_be_made_without_the_patches() -> None:
     class Classes:
-        dtensor: Any = Unpatched("fw")
+        dtensor: Any = NeedsPatches("fw")
 
     for holder in (Classes, Classes()):
         with pytest.raises(RuntimeError, match="the patches of fw are not installed"):
@@ -249,7 +249,7 @@ def test_table() -> None:
 
 
 def test_table_in_its_page() -> None:
-    page = "a\n<!-- made by python -m hyper_parallel.platform.patch_table fw: do not edit -->\nold\n<!-- end -->\nb\n"
+    page = "a\n<!-- made by python -m tests.support.patch_table fw: do not edit -->\nold\n<!-- end -->\nb\n"
     made = with_table(page, "fw", "new")
     assert made == page.replace("\nold\n", "\n\nnew\n\n") and with_table(made, "fw", "new") == made
     with pytest.raises(ValueError, match="patch_table other: do not edit"):

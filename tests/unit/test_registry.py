@@ -20,7 +20,7 @@ from hyper_parallel.platform import (
     register_platform,
     registry,
 )
-from hyper_parallel.platform.contract import NOTHING_FASTER, Fast
+from hyper_parallel.platform.contract import NOTHING_FASTER, Fast, LinearCollective
 
 
 class _Backend:
@@ -43,14 +43,13 @@ def backend(name: str, device_type: str, reason: str | None = None) -> Any:
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A registry with four fakes in place of the built-in backends, in which nothing is selected."""
     built_in = (
-        ("torch-cuda", backend("torch-cuda", "cuda", "no GPU"), None),
-        ("torch-npu", backend("torch-npu", "npu", "torch_npu is installed, CANN is not: no libascendcl.so"), None),
-        ("torch-cpu", backend("torch-cpu", "cpu"), None),
-        ("mindspore", backend("mindspore", "cpu"), None),
+        backend("torch-cuda", "cuda", "no GPU"),
+        backend("torch-npu", "npu", "torch_npu is installed, CANN is not: no libascendcl.so"),
+        backend("torch-cpu", "cpu"),
+        backend("mindspore", "cpu"),
     )
-    monkeypatch.setattr(registry, "_BUILT_IN", built_in)
-    monkeypatch.setattr(registry, "_backends", {})
-    monkeypatch.setattr(registry, "_aliases", {})
+    monkeypatch.setattr(registry, "_backends", {b.name: registry._Backend(b.name, b, None) for b in built_in})
+    monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
     monkeypatch.setattr(registry, "_selected", None)
     monkeypatch.setattr(registry, "_entry_points_read", False)
     monkeypatch.setattr(registry, "entry_points", lambda group: ())
@@ -84,7 +83,6 @@ def test_names_and_aliases(name: str, chosen: str) -> None:
 
 
 def test_an_alias_of_a_framework_takes_its_best_device() -> None:
-    registry._read_built_in()
     registry._backends["torch-npu"].target = backend("torch-npu", "npu")
     assert get_platform("torch").name == "torch-npu"
 
@@ -160,7 +158,8 @@ def test_detection(
 
 
 def test_a_framework_that_is_not_installed_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BUILT_IN", (("ghost", "no_such_package.platform:Ghost", "no_such_package"),))
+    ghost = registry._Backend("ghost", "no_such_package.platform:Ghost", "no_such_package")
+    monkeypatch.setattr(registry, "_backends", {"ghost": ghost})
     assert available_platforms() == {"ghost": "no_such_package is not installed"}
 
 
@@ -192,8 +191,8 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 
 
 def test_platform_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    built_in = tuple((name, target, name.partition("-")[0]) for name, target, _ in registry._BUILT_IN)
-    monkeypatch.setattr(registry, "_BUILT_IN", built_in)
+    for found in registry._backends.values():
+        found.framework = found.name.partition("-")[0]
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
     monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "torch-cpu")
     assert get_platform_for_device("cpu") is get_platform()
@@ -206,8 +205,8 @@ def test_platform_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_platform_of_another_framework_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    built_in = tuple((name, target, name.partition("-")[0]) for name, target, _ in registry._BUILT_IN)
-    monkeypatch.setattr(registry, "_BUILT_IN", built_in)
+    for found in registry._backends.values():
+        found.framework = found.name.partition("-")[0]
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
     monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "mindspore")
     with pytest.raises(ValueError, match=r"'cuda'; use one of 'cpu' \(platform 'mindspore'\), or leave it out"):
@@ -221,7 +220,7 @@ def test_the_contract_has_no_instances() -> None:
 
 def test_platforms_without_what_makes_them_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, there in (("torch-cpu", "0", False), ("mindspore", "1", True)):
-        monkeypatch.setattr(registry._BUILT_IN[2 if name == "torch-cpu" else 3][1], "fast", Fast(), raising=False)
+        monkeypatch.setattr(registry._backends[name].target, "fast", Fast(), raising=False)
         monkeypatch.setenv(registry.FAST_VARIABLE, value)
         assert (get_platform(name).fast is not None) is there
 
@@ -232,7 +231,7 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
         NOTHING_FASTER.is_plain_linear(module),
         NOTHING_FASTER.is_plain_embedding(module),
         NOTHING_FASTER.norm_call(module),
-        NOTHING_FASTER.linear_with_collective("all_reduce", x, x, None, 2, 0, print),
+        NOTHING_FASTER.linear_with_collective(x, x, LinearCollective("all_reduce", None, 2, 0, print)),
         NOTHING_FASTER.autograd_step(print, print),
         NOTHING_FASTER.autograd_pair(print, print),
         NOTHING_FASTER.linear_view(print, print, "key", print),

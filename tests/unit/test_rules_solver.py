@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ def test_what_the_solver_chooses_is_right(case: Case) -> None:
         for _ in range(TRIES):
             layouts = tuple(_any_layout(x, mesh, chance) if isinstance(x, np.ndarray) else None for x in case.operands)
             strategy = solve(sharding, layouts, mesh, pinned)
+            on_last_rank = _on_rank(math.prod(mesh_shape) - 1, mesh_shape, sharding, layouts, pinned)
+            assert on_last_rank == (strategy and _placements(strategy)), "ranks choose otherwise"
             if strategy is None:
                 assert pinned is not None
                 continue
@@ -53,6 +56,30 @@ def test_what_the_solver_chooses_is_right(case: Case) -> None:
             for y, wanted in zip(run(case, sharding, Solved(mesh_shape, strategy)), expected, strict=True):
                 same(y, wanted, f"{case}: {layouts} -> {strategy}")
     assert found
+
+
+def _on_rank(rank: int, mesh_shape: tuple[int, ...], sharding: Any, layouts: tuple, pinned: int | None) -> list | None:
+    """What the solver chooses on another rank."""
+    mesh = mesh_of_rank(mesh_shape, rank)
+    there = tuple(layout and get_layout(mesh, layout.placements, layout.shape) for layout in layouts)
+    strategy = solve(sharding, there, mesh, pinned)
+    return None if strategy is None else _placements(strategy)
+
+
+def _placements(strategy: Strategy) -> list:
+    operands = [None if layout is None else layout.placements for layout in strategy.operands]
+    return [operands, strategy.partial_grad_dims, [layout.placements for layout in strategy.results]]
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0)], ids=str)
+def test_a_rank_with_everything_chooses_as_the_others(sizes: tuple[int, int]) -> None:
+    """One row over two ranks: the first has the whole tensor, but all run alike."""
+    sharding = OPERATIONS["embedding"].rule(((4,), (1, 2)), (None,))
+    assert sharding is not None
+    mesh = mesh_of_rank((2,), 0)
+    layouts = (get_layout(mesh, (Replicate(),), (4,)), get_layout(mesh, (PackedShard(0, sizes),), (1, 2)))
+    found = [_on_rank(rank, (2,), sharding, layouts, None) for rank in (0, 1)]
+    assert found[0] == found[1]
 
 
 def _any_layout(x: np.ndarray, mesh: Any, chance: random.Random) -> Layout:
@@ -66,6 +93,18 @@ def _any_layout(x: np.ndarray, mesh: Any, chance: random.Random) -> Layout:
         if x.shape[cut.dim] > 1 and chance.random() < 0.3:
             placements[1] = PackedShard(cut.dim, (1, x.shape[cut.dim] - 1))
     return get_layout(mesh, tuple(placements), x.shape)
+
+
+def test_packed_shards_stay_where_the_native_operation_runs() -> None:
+    """What replaces it may ask where a shard begins, and gets the tensor whole."""
+    mesh = mesh_of_rank((2,), 0)
+    rule, packed = OPERATIONS["amax"].rule, get_layout(mesh, (PackedShard(0, (4, 2)),), (6, 5))
+    for dims, stays in (((1,), True), ((0,), False)):
+        sharding = rule(((6, 5),), (dims, False))
+        assert sharding is not None
+        strategy = solve(sharding, (packed,), mesh)
+        assert strategy is not None
+        assert (strategy.operands[0] is packed) is stays
 
 
 #: Of these the kernels for nothing are others than for something, with other graphs: see their rules.

@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.layouts.strides import (
     indexed_strides,
     is_contiguous,
     reshaped_strides,
+    spaced_strides,
 )
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 
@@ -140,3 +141,49 @@ def test_strides_of_a_shard(order: tuple[int, ...]) -> None:
             mesh=SimpleNamespace(platform=SimpleNamespace(strides=strides_of)),
         )
         assert memory_order.strides_of(local, layout) == strides_of(whole), cut
+
+
+# ---------------------------------------------------------------------------- the order of new tensors, and of shards
+def test_dense_strides_are_those_of_numpy() -> None:
+    """Of tensors without stretched dimensions, where NumPy's and torch's rules agree."""
+    for order in itertools.permutations(range(3)):
+        for index in ((slice(None),) * 3, (slice(0, 2), slice(None), slice(0, 4, 2)), (slice(0, 1), ...)):
+            x = X.transpose(order)[index]
+            assert agree(x * 2, dense_strides(x.shape, strides_of(x))), (order, index)
+
+
+def test_dense_strides_leave_stretched_dimensions_where_they_are() -> None:
+    """As in torch: ``ones(1, 4).expand(3, 4) * 2`` is contiguous, and so is what lies beside a permuted one."""
+    assert dense_strides((3, 4), (0, 1)) == (4, 1)
+    assert dense_strides((4, 3), (1, 0)) == (3, 1)
+    assert dense_strides((2, 2, 3), (1, 0, 2)) == (1, 2, 4)
+    assert dense_strides((3, 4), (1, 3), (3, 2)) == (1, 3)
+
+
+PARTS = ((4, 5, 6), (2, 5, 6), (4, 2, 6), (4, 5, 3), (2, 3, 2))
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_spaced_strides_tell_those_of_the_whole(part: tuple[int, ...]) -> None:
+    """A shard with these strides is contiguous where the whole is, and its dimensions merge where the whole's do."""
+    seen = set()
+    for order in itertools.permutations(range(3)):
+        for cut in itertools.product((1, 2), repeat=3):
+            # Each dimension in a larger one, at steps of `cut` elements.
+            strides, step = [0] * 3, 1
+            for dim in reversed(order):
+                strides[dim] = step * cut[dim]
+                step *= cut[dim] * X.shape[dim]
+            found = spaced_strides(X.shape, tuple(strides), part)
+            assert is_contiguous(part, found) == is_contiguous(X.shape, tuple(strides))
+            for inner, outer in itertools.permutations(range(3), 2):
+                merge = strides[outer] == strides[inner] * X.shape[inner]
+                assert merge == (found[outer] == found[inner] * part[inner]), (strides, found)
+                seen.add(merge)
+            last = 1 + sum((n - 1) * s for n, s in zip(part, found, strict=True))
+            places = {sum(i * s for i, s in zip(at, found, strict=True)) for at in np.ndindex(*part)}
+            assert len(places) == np.prod(part) and max(places) < last
+            layout = SimpleNamespace(ndim=3, shape=X.shape, local_shape=part)
+            whole = memory_order.whole_strides(layout, found)
+            assert whole == spaced_strides(X.shape, tuple(strides), X.shape)
+    assert seen == {True, False}

@@ -13,15 +13,11 @@ from hyper_parallel import (
     CollectiveError,
     ColwiseParallel,
     CommDebugMode,
-    CPUOffloadPolicy,
     DeviceMesh,
     DTensor,
-    FSDPModule,
     HeadNormParallel,
-    MixedPrecisionPolicy,
     ModuleStyle,
     NoParallel,
-    OffloadPolicy,
     OpSharding,
     PackedShard,
     ParallelStyle,
@@ -34,6 +30,7 @@ from hyper_parallel import (
     PrepareModuleOutput,
     RankMismatchError,
     Replicate,
+    ReplicatedModule,
     RowwiseParallel,
     SequenceParallel,
     Shard,
@@ -46,7 +43,6 @@ from hyper_parallel import (
     distribute_tensor,
     empty,
     full,
-    fully_shard,
     get_platform,
     implicit_replication,
     init_device_mesh,
@@ -60,6 +56,7 @@ from hyper_parallel import (
     register_platform,
     register_sharding,
     register_style,
+    replicate,
     strict,
     vocab_parallel_cross_entropy,
     zeros,
@@ -95,6 +92,10 @@ def train(model: Any, x: Any) -> None:
     assert_type(mesh["tp"].get_root_mesh(), DeviceMesh)
     manual_seed(0)
     parallelize_module(model, mesh["tp"], {"up": STYLES[0], "down": "rowwise"})
+    copied = replicate(model, mesh["dp"], bucket_cap_mb=25)
+    assert isinstance(copied, ReplicatedModule)
+    with copied.no_sync():
+        copied.set_requires_gradient_sync(True)
     distribute_module(model, mesh)
     y = distribute_tensor(x, mesh, placements)
     assert isinstance(y, DTensor)

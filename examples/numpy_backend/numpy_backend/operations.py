@@ -360,6 +360,15 @@ def clone(x: Array) -> Array:
     return made(np.array(x.value, order="C"), (x,), lambda g: [g])
 
 
+def with_strides(x: Array, strides: Sequence[int]) -> Array:
+    """A copy that lies in memory in that way."""
+    size = x.value.itemsize
+    memory = np.zeros(1 + sum((n - 1) * step for n, step in zip(x.shape, strides, strict=True) if n), x.dtype)
+    value = np.lib.stride_tricks.as_strided(memory, x.shape, [step * size for step in strides])
+    value[...] = x.value
+    return made(value, (x,), lambda g: [g])
+
+
 # ------------------------------------------------------------------------------ indexing
 def _plain_index(index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)

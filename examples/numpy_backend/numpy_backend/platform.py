@@ -160,6 +160,9 @@ class NumpyPlatform(Platform):
     def clone(self, x: Array) -> Array:
         return operations.clone(x)
 
+    def with_strides(self, x: Array, strides: Sequence[int]) -> Array:
+        return operations.with_strides(x, strides)
+
     def full(self, shape: Sequence[int], value: float, like: Array) -> Array:
         return Array(np.full(tuple(shape), value, like.dtype))
 

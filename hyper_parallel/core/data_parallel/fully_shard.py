@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
-from hyper_parallel.core.weak import WeakTable
+from hyper_parallel.core.weak_table import WeakTable
 
 __all__ = ["buffers_of", "fully_shard"]
 

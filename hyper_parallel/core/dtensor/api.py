@@ -11,17 +11,10 @@ from hyper_parallel.core.dtensor.communication.shard_steps import by_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.cuts import in_order
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.layouts.layout import Layout, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
-
-__all__ = [
-    "check_src_data_rank",
-    "distribute_module",
-    "distribute_parameter",
-    "distribute_tensor",
-]
 
 
 def distribute_tensor(
@@ -63,16 +56,15 @@ def distribute_tensor(
     if not platform.is_tensor(tensor):
         raise TypeError(f"distribute_tensor takes a tensor of the platform, got {type(tensor).__name__}")
     refuse_foreign(tensor, platform, "distribute_tensor")
+    shape = tuple(tensor.shape)
+    layout = requested_layout(mesh, placements, shape, f"a tensor of shape {shape}")
     if isinstance(tensor, DTensor):
-        normal = normalize_placements(placements, mesh, tensor._layout.ndim)
-        if tensor._layout is not get_layout(mesh, normal, tensor._layout.shape):
+        if tensor._layout is not layout:
             raise ValueError(
                 f"distribute_tensor got a DTensor placed {list(tensor.placements)} on {tensor.device_mesh}, asked for "
-                f"{list(normal)} on {mesh}: use tensor.redistribute(placements=...)"
+                f"{list(layout.placements)} on {mesh}: use tensor.redistribute(placements=...)"
             )
         return tensor
-    shape = tuple(platform.shape_of(tensor))
-    layout = get_layout(mesh, normalize_placements(placements, mesh, len(shape), f"a tensor of shape {shape}"), shape)
     check_src_data_rank(src_data_rank, mesh)
     x = platform.wrap(_shard_of(tensor, layout, src_data_rank), layout)
     if platform.requires_grad(tensor):
@@ -84,7 +76,7 @@ def distribute_parameter(
     module: Any,
     name: str,
     device_mesh: DeviceMesh,
-    placements: Sequence[Placement],
+    placements: Sequence[Placement] | None,
     *,
     src_data_rank: int | None = 0,
 ) -> None:
@@ -94,8 +86,8 @@ def distribute_parameter(
         module: module that holds the parameter itself, not through a child.
         name: name of the parameter in ``module``, such as ``"weight"``.
         device_mesh: the mesh.
-        placements: `Shard` or `Replicate` for each mesh dimension. A parameter that is distributed already, because
-            another module shares it, must have these.
+        placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere. A parameter that is
+            distributed already, because another module shares it, must have these.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -112,20 +104,16 @@ def distribute_parameter(
     """
     platform = bind_platform(device_mesh.platform)
     parameter = dict(platform.named_parameters(module))[name]
+    refuse_foreign(parameter, platform, f"distribute_parameter({name!r}) of {type(module).__name__}")
+    layout = requested_layout(device_mesh, placements, tuple(parameter.shape), f"parameter {name!r}")
     if isinstance(parameter, DTensor):
-        normal = normalize_placements(placements, device_mesh, parameter._layout.ndim)
-        if parameter._layout is not get_layout(device_mesh, normal, parameter._layout.shape):
+        if parameter._layout is not layout:
             raise ValueError(
                 f"parameter {name!r} of {type(module).__name__} is placed {list(parameter.placements)} on "
-                f"{parameter.device_mesh} already and cannot be placed {list(normal)} on {device_mesh}: modules that "
-                "share a parameter need styles that shard it the same way"
+                f"{parameter.device_mesh} already and cannot be placed {list(layout.placements)} on {device_mesh}: "
+                "modules that share a parameter need styles that shard it the same way"
             )
         return
-    refuse_foreign(parameter, platform, f"distribute_parameter({name!r}) of {type(module).__name__}")
-    shape = tuple(platform.shape_of(parameter))
-    layout = get_layout(
-        device_mesh, normalize_placements(placements, device_mesh, len(shape), f"parameter {name!r}"), shape
-    )
     check_src_data_rank(src_data_rank, device_mesh)
     platform.set_distributed_parameter(module, name, _shard_of(parameter, layout, src_data_rank), layout)
 
@@ -175,7 +163,7 @@ def distribute_module(
     for path, submodule in list(platform.named_modules(module)):
         if partition_fn is not None:
             partition_fn(path, submodule, mesh)
-        replicate_rest(submodule, mesh, src_data_rank)
+        replicate_undistributed(submodule, mesh, src_data_rank)
     if pre_hook is not None:
         platform.register_forward_pre_hook(module, pre_hook, with_kwargs=True)
     if output_fn is not None:
@@ -183,16 +171,15 @@ def distribute_module(
     return module
 
 
-def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+def replicate_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Replicate the parameters and buffers that ``module`` itself holds and that are plain still."""
     platform = mesh.platform
-    replicated = normalize_placements(None, mesh, 0)
     for name, parameter in list(platform.named_parameters(module)):
         if not isinstance(parameter, DTensor):
-            distribute_parameter(module, name, mesh, replicated, src_data_rank=src_data_rank)
+            distribute_parameter(module, name, mesh, None, src_data_rank=src_data_rank)
     for name, buffer in list(platform.named_buffers(module)):
         if not isinstance(buffer, DTensor):
-            platform.set_buffer(module, name, distribute_tensor(buffer, mesh, replicated, src_data_rank=src_data_rank))
+            platform.set_buffer(module, name, distribute_tensor(buffer, mesh, src_data_rank=src_data_rank))
 
 
 def check_src_data_rank(src_data_rank: int | None, mesh: DeviceMesh) -> None:

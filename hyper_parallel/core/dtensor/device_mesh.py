@@ -25,8 +25,6 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "resolve_mesh"]
-
 _WORLDS: dict[Platform, weakref.ref[Any]] = {}
 _ACTIVE = threading.local()
 
@@ -242,9 +240,10 @@ def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
         raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
-        raise TypeError(
-            f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{import_hint(mesh)}"
-        )
+        framework, hint = kind.__module__.partition(".")[0], import_hint(mesh)
+        if hint and hasattr(DeviceMesh, f"from_{framework}"):
+            hint += f", or give DeviceMesh.from_{framework}(mesh)"
+        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{hint}")
     return mesh
 
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import get_layout, normalize_placements
+from hyper_parallel.core.dtensor.layouts.layout import requested_layout
 from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
-
-__all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
 
 def zeros(*size: Any, **options: Any) -> Any:
@@ -106,7 +104,7 @@ def _make(
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     if any(n < 0 for n in shape):
         raise ValueError(f"{name}: sizes must not be negative, got {shape}")
-    layout = get_layout(mesh, normalize_placements(placements, mesh, len(shape), f"a tensor of shape {shape}"), shape)
+    layout = requested_layout(mesh, placements, shape, f"a tensor of shape {shape}")
     if any(p.is_partial() for p in layout.placements):
         raise ValueError(f"{name} makes sharded or replicated tensors, got placements {list(layout.placements)}")
     with platform.no_dispatch():

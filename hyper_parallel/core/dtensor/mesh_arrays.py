@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["check_ranks_of_mesh", "rows_along", "sub_array"]
-
 
 def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_size: int) -> None:
     """Raise ValueError unless ``ranks``, with dimensions called ``names``, are a mesh in a world of ``world_size``."""

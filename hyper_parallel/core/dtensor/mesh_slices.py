@@ -13,8 +13,6 @@ from hyper_parallel.core.dtensor.mesh_arrays import rows_along, sub_array
 if TYPE_CHECKING:
     from hyper_parallel.platform import Platform
 
-__all__ = ["MESHES", "Slices", "new_mesh"]
-
 #: All meshes, by platform and what else makes them equal.
 MESHES: dict[tuple, Any] = {}
 

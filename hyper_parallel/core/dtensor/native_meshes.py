@@ -14,8 +14,6 @@ from hyper_parallel.platform.mesh_methods import MeshMethods
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import NativeMesh
 
-__all__ = ["NativeMeshes", "made_of", "remember_made", "slice_like"]
-
 #: The framework's mesh -> the world that there was when a mesh was made of it, and that mesh.
 _MADE: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Any]] = weakref.WeakKeyDictionary()
 
@@ -26,6 +24,10 @@ class NativeMeshes(Slices, MeshMethods):
     #: Of a root: the framework's mesh that shares its groups, while somebody holds it. Kept weakly, because it may hold
     #: groups, which must not outlive the default group.
     _native: Callable[[], Any] | None = None
+
+    def _get_root_mesh(self) -> Any:
+        """`get_root_mesh`, by the name that torch's wrappers ask a mesh for."""
+        return self.get_root_mesh()
 
     def _to_native(self) -> Any:
         platform, root = self.platform, self.get_root_mesh()

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-__all__ = ["REDUCE_OPS", "PackedShard", "Partial", "Placement", "Replicate", "Shard", "StridedShard"]
-
 #: What a `Partial` may be reduced with.
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 

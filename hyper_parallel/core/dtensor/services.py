@@ -6,19 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import device_mesh
-from hyper_parallel.core.dtensor.communication import local_collectives, norms
+from hyper_parallel.core.dtensor.communication import local_collectives, norms, transitions
 from hyper_parallel.core.dtensor.communication.coalesce import open_block
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
 from hyper_parallel.core.dtensor.layouts import memory_order, nesting
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
-from hyper_parallel.core.dtensor.operations.operands import all_replicated
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard
 from hyper_parallel.platform.registry import get_platform_for_device
-
-__all__ = ["Services"]
 
 _PLACEMENTS = {cls.__name__: cls for cls in (Replicate, Shard, StridedShard, Partial)}
 
@@ -35,6 +31,7 @@ class Services:
     before_write, after_write = staticmethod(views.before_write), staticmethod(views.after_write)
     is_contiguous = staticmethod(memory_order.is_contiguous_whole)
     open_block = staticmethod(open_block)
+    to_owner, to_summands = staticmethod(transitions.to_owner), staticmethod(transitions.to_summands)
     total_norm = staticmethod(norms.total_norm)
     norms_over_ranks = staticmethod(norms.norms_over_ranks)
     largest_over_ranks = staticmethod(norms.largest_over_ranks)
@@ -75,12 +72,4 @@ class Services:
     def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
         """See `platform.contract.Core`."""
         platform = mesh.platform
-        return platform.wrap(local, get_layout(mesh, all_replicated(mesh), tuple(platform.shape_of(local))))
-
-    def to_owner(self, gradient: Any, layout: Layout) -> Any:
-        """See `platform.contract.Core`."""
-        return transitions_of(layout.mesh.platform).to_owner(gradient, layout)
-
-    def to_summands(self, gradient: Any, layout: Layout) -> Any:
-        """See `platform.contract.Core`."""
-        return transitions_of(layout.mesh.platform).to_summands(gradient, layout)
+        return platform.wrap(local, replicated_layout(mesh, platform.shape_of(local)))

@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
-from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_ranks, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
-from hyper_parallel.core.dtensor.communication.transitions import transitions_of
+from hyper_parallel.core.dtensor.communication.transitions import ConvertCotangent, to_owner, to_summands
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.operations.views import CurrentLayout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
 
-__all__ = ["DTensor", "bind_platform", "dtensor_class"]
-
+_GIVEN = "the local tensor given to DTensor.from_local"
 _BOUND: dict[Platform, type] = {}
 #: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
 _TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Cache(1 << 14, "targets of redistribute")
@@ -62,8 +60,8 @@ class DTensor:
     _origin: Any = None
     #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
     _ties: Any = None
-    #: ``_collect(cotangent, mesh, mesh_dims)`` of an instance that stands for a parameter of `fully_shard`: takes a part
-    #: of its gradient that is still to be summed over these mesh dimensions, inside `coalesce_gradients`.
+    #: ``_collect(cotangent, mesh, mesh_dims)`` of an instance that stands for a parameter of `fully_shard`: takes a
+    #: part of its gradient that is still to be summed over these mesh dimensions, inside `coalesce_gradients`.
     _collect: Any = None
     #: How often dispatch has let the instance be written to.
     _writes: int = 0
@@ -121,23 +119,23 @@ class DTensor:
                     f"a tensor of global shape {whole} placed {list(normal)} on {mesh} has local shape "
                     f"{tuple(layout.local_shape)} on rank {platform.rank()}, got {local_shape}"
                 )
-            if run_check:
+            if run_check and mesh.get_coordinate() is not None:
                 _check_over_ranks(local_tensor, layout, misfit)
-            elif misfit is not None:
+            if misfit is not None:
                 raise ValueError(misfit)
             if key is not None:
                 _EVEN_LAYOUTS[key] = layout
         if CHECKS:
-            check_replicated(local_tensor, mesh, layout.placements, "the local tensor given to DTensor.from_local")
+            check_replicated(local_tensor, mesh, layout.placements, _GIVEN)
         if mesh._coordinate is None:
             local_tensor = platform.zeros((0,), local_tensor)  # this rank has no part
         with platform.no_dispatch():
             local = platform.alias(local_tensor)
             if grad_placements is not None:
-                wanted = get_layout(mesh, normalize_placements(grad_placements, mesh, layout.ndim), layout.shape)
-                local = _with_cotangent(local, layout.cotangent, wanted, platform)
+                wanted = requested_layout(mesh, grad_placements, layout.shape)
+                local = _with_cotangent(local, layout.cotangent, wanted)
             if layout.summed_mesh_dims:
-                local = _to_summands(local, layout, platform)
+                local = _for_summands(local, layout, to_owner)
             x = platform.wrap(local, layout)
             if platform.requires_grad(local_tensor) and grad_placements is None and not layout.summed_mesh_dims:
                 x._origin = local_tensor
@@ -156,10 +154,8 @@ class DTensor:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             if grad_placements is None:
-                return platform.alias(_of_summands(self, layout, platform) if layout.summed_mesh_dims else self)
-            given = layout.with_placements(
-                normalize_placements(grad_placements, layout.mesh, layout.ndim, "the gradient")
-            )
+                return platform.alias(_for_summands(self, layout, to_summands) if layout.summed_mesh_dims else self)
+            given = requested_layout(layout.mesh, grad_placements, layout.shape, "the gradient")
             partial = tuple(
                 i
                 for i, (g, p) in enumerate(zip(given.placements, layout.placements, strict=True))
@@ -167,11 +163,9 @@ class DTensor:
             )
             local = partial_grad_view(self, partial) if partial else self
             if layout.summed_mesh_dims:
-                local = _of_summands(local, layout, platform)
+                local = _for_summands(local, layout, to_summands)
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
-            if rest is not layout.cotangent:
-                local = _with_cotangent(local, rest, layout.cotangent, platform)
-            return platform.alias(local)
+            return platform.alias(_with_cotangent(local, rest, layout.cotangent))
 
     def redistribute(
         self,
@@ -298,8 +292,7 @@ def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> La
         ValueError, TypeError: as there.
     """
     mesh = layout.mesh
-    normal = normalize_placements(placements, mesh, layout.ndim, f"a tensor of shape {tuple(layout.shape)}")
-    target = get_layout(mesh, normal, layout.shape)
+    target = requested_layout(mesh, placements, layout.shape, f"a tensor of shape {tuple(layout.shape)}")
     for mesh_dim, (have, want) in enumerate(zip(layout.placements, target.placements, strict=True)):
         if want.is_partial() and have is not want:
             raise ValueError(
@@ -322,67 +315,27 @@ def _even_global_shape(
     return tuple(shape)
 
 
-def _with_cotangent(local: Any, given: Layout, wanted: Layout, platform: Platform) -> Any:
+def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
     """Identity whose cotangent arrives laid out as ``given`` and leaves as ``wanted``."""
     if given is wanted:
         return local
-    return transitions_of(platform).convert_cotangent(local, lambda g: redistribute_local(g, given, wanted))
+    return ConvertCotangent(given.mesh.platform, lambda g: redistribute_local(g, given, wanted))(local)
 
 
-def _to_summands(local: Any, layout: Layout, platform: Platform) -> Any:
-    """``local``, which the user holds, as the local tensor of ``layout``: identity in forward and backward. Gradients
-    of gradients of summands are counted otherwise outside of DTensors than inside."""
-    if not platform.requires_grad(local):
-        return local
-    transitions = transitions_of(platform)
-    return transitions.convert_cotangent(local, lambda g: transitions.to_owner(g, layout))
+def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
+    """``local``, which a DTensor of ``layout`` is made of (``convert`` is `to_owner`) or which its user gets
+    (`to_summands`): identity in forward and backward. Gradients of gradients of summands are counted otherwise outside
+    of DTensors than inside."""
+    return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 
 
-def _of_summands(local: Any, layout: Layout, platform: Platform) -> Any:
-    """The local tensor of ``layout`` as its user gets it: the inverse of `_to_summands`."""
-    if not platform.requires_grad(local):
-        return local
-    transitions = transitions_of(platform)
-    return transitions.convert_cotangent(local, lambda g: transitions.to_summands(g, layout))
-
-
-def _check_over_ranks(local: Any, layout: Layout, problem: str | None) -> None:
-    """Raise ValueError on every rank of the mesh when ranks differ, or when one of them has a ``problem`` already."""
-    mesh, platform = layout.mesh, layout.mesh.platform
-    if mesh.get_coordinate() is None:
-        return
-    communicating = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
-    for mesh_dim in communicating:
-        mine = (tuple(layout.shape), str(local.dtype))
-        everyone = collectives.all_gather_object((mine, problem), mesh, mesh_dim)
-        problem = _difference(everyone, mesh.ranks_along(mesh_dim))
-        if problem is None and layout.placements[mesh_dim].is_replicate():
-            with platform.no_dispatch(), platform.no_grad():
-                plain = platform.detach(local)
-                first = collectives.broadcast(platform.clone(plain), mesh, mesh_dim, 0)
-                same = platform.bytes_of(first) == platform.bytes_of(plain)
-            if not same:
-                problem = (
-                    f"DTensor.from_local: the values on rank {platform.rank()} differ from those of rank "
-                    f"{mesh.ranks_along(mesh_dim)[0]}, but the placement on mesh dimension {mesh.dim_label(mesh_dim)} "
-                    "is Replicate()"
-                )
-    for mesh_dim in communicating:
-        problems = collectives.all_gather_object(problem, mesh, mesh_dim)
-        problem = next((p for p in problems if p is not None), None)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def _difference(everyone: list[tuple], ranks: Sequence[int]) -> str | None:
-    """What is wrong with the ((shape, dtype), problem) of ``ranks``."""
-    for _, problem in everyone:
-        if problem is not None:
-            return problem
-    for rank, (theirs, _) in zip(ranks, everyone, strict=True):
-        if theirs != everyone[0][0]:
-            return (
-                f"DTensor.from_local: rank {rank} has global shape and dtype {theirs}, rank {ranks[0]} has "
-                f"{everyone[0][0]}; for uneven shards pass the global shape"
-            )
-    return None
+def _check_over_ranks(local: Any, layout: Layout, misfit: str | None) -> None:
+    """Raise ValueError on every rank of the mesh when ranks differ, or not all of them have the same ``misfit``."""
+    facts = {
+        "what does not fit": misfit or "nothing",
+        "the global shape, which follows from the local one where it is not given": str(tuple(layout.shape)),
+        "the dtype": str(local.dtype),
+    }
+    with check_ranks(layout.mesh):
+        CHECKS[-1].agree("DTensor.from_local", facts)
+        check_replicated(local, layout.mesh, layout.placements, _GIVEN)

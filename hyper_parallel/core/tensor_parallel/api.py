@@ -8,8 +8,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.rest import broadcast_rest, check_rest, remember_plan
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
 from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT, name_module
@@ -95,7 +95,7 @@ def parallelize_module(
         name_module(submodule, path)
         mesh.platform.register_forward_pre_hook(submodule, guard)
     remember_plan(module, [submodule for _, submodule, _ in matches], mesh)
-    broadcast_rest(module, mesh, src_data_rank)
+    broadcast_undistributed(module, mesh, src_data_rank)
     if CHECKS:
-        check_rest(module, mesh)
+        check_whole_tensors(module, mesh)
     return module

@@ -14,8 +14,6 @@ from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
 
-__all__ = ["KEY_OR_VALUE", "Attention", "Match", "check_projections", "head_norms"]
-
 #: (path, module, style): what a plan gives one module.
 Match = tuple[str, Any, ParallelStyle]
 

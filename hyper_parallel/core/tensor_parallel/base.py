@@ -9,36 +9,25 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_rest
+from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_undistributed
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.rest import check_call
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
+from hyper_parallel.core.dtensor.undistributed import check_first_call
 from hyper_parallel.core.lookalikes import import_hint
-from hyper_parallel.core.tensor_parallel.convert import convert_outputs, to_output, to_placement, too_few_inputs
+from hyper_parallel.core.tensor_parallel.convert import Slots, convert_outputs, to_output, to_placement, too_few_inputs
 from hyper_parallel.core.tensor_parallel.planned_parameters import (
     module_label,
     parameter_check,
     path_of,
     remember_layouts,
 )
-from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes, uneven_on
+from hyper_parallel.core.tensor_parallel.uneven_shards import UNEVEN, compare_shapes
 from hyper_parallel.platform.contract.modules import APPLIED
-
-__all__ = [
-    "LocalForward",
-    "ModuleStyle",
-    "ParallelStyle",
-    "check_flag",
-    "is_placed",
-    "is_styled",
-    "mark_applied",
-    "of_style",
-]
 
 
 class ParallelStyle(ABC):
@@ -154,9 +143,9 @@ class ModuleStyle(ParallelStyle):
     """
 
     placements: Mapping[str, Placement] = MappingProxyType({})
-    input_layouts: tuple[Placement | None, ...] = (Replicate(),)
-    desired_input_layouts: tuple[Placement | None, ...] | None = None
-    output_layouts: tuple[Placement | None, ...] | None = (Replicate(),)
+    input_layouts: Slots = (Replicate(),)
+    desired_input_layouts: Slots | None = None
+    output_layouts: Slots | None = (Replicate(),)
     use_local_output: bool = True
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
@@ -234,7 +223,7 @@ class ModuleStyle(ParallelStyle):
         for name, placement in self.parameter_placements(module, device_mesh).items():
             distribute_parameter(module, name, device_mesh, (placement,), src_data_rank=self.src_data_rank)
         for _, submodule in list(platform.named_modules(module)):
-            replicate_rest(submodule, device_mesh, self.src_data_rank)
+            replicate_undistributed(submodule, device_mesh, self.src_data_rank)
         remember_layouts(module, device_mesh)
         platform.replace_forward(module, lambda forward: self._new_forward(module, forward, device_mesh))
         mark_applied(module, self, device_mesh)
@@ -253,7 +242,7 @@ class ModuleStyle(ParallelStyle):
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), convert, module, *args, **kwargs)
             if CHECKS:
-                check_call(module)
+                check_first_call(module)
             check(module)
             args, kwargs = self.prepare_inputs(module, args, kwargs, mesh)
             if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
@@ -266,9 +255,8 @@ class ModuleStyle(ParallelStyle):
             return convert
         by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
         shard, run_plain = local.shard, local.plain
-        uneven: Any = ()
+        compares = shard is not None and run_plain is not None
         if shard is not None and run_plain is not None:
-            uneven = uneven_on(mesh)
 
             def compare(module: Any, x: Any) -> Any:
                 """In the first call, and in all calls once shards are uneven."""
@@ -282,7 +270,7 @@ class ModuleStyle(ParallelStyle):
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), run, module, *args, **kwargs)
             if len(args) == 1 and not kwargs and not CHECKS:
-                if uneven:
+                if compares and mesh in UNEVEN:
                     by_class[plain] = compare
                 run_local = by_class.get(type(args[0]))
                 if run_local is not None:
@@ -306,8 +294,12 @@ def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (style, mesh)))
 
 
-def of_style(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a hook that a style registers, and so registers again where the module is loaded."""
+def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run(module, ...)`` as a hook that a style registers, and registers again where the module is loaded."""
+
+    def hook(module: Any, *args: Any) -> Any:
+        return run_in_module(path_of(module), run, module, *args) if LISTENERS else run(module, *args)
+
     hook.of_style = True  # type: ignore[attr-defined]
     return hook
 

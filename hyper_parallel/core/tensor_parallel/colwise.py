@@ -1,9 +1,9 @@
 """`ColwiseParallel`, and column-parallel linear layers as the local operation and the collectives that the plan fixed.
 
-The layer of Megatron (Shoeybi et al. 2019) as a function of the module, so that a copy of the module computes with its
-own parameters. It stands for the conversions of the style and the dispatch of the operation where both are known
-beforehand: for a plain input, and for a distributed one that is placed as the style wants it. What either would look up
-is looked up once for each shape.
+The layer of Megatron (Shoeybi et al. 2019). It does at once what the conversions of the style and the dispatch of the
+operation would do, for a plain input and for a distributed one that is placed as the style wants it: what they would
+look up in every call is looked up once for each shape. It is a function of the module, so that a copy of the module
+computes with its own parameters.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.collectives import bind_all_reduce
-from hyper_parallel.core.dtensor.communication.redistribute import linear_key, partial_grad_view
-from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
+from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view
+from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, linear_key, summation
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
@@ -22,12 +22,9 @@ from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
 from hyper_parallel.core.tensor_parallel.convert import to_output
 from hyper_parallel.core.tensor_parallel.heads import local_heads
-from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.platform.contract import NOTHING_FASTER, cached_view
-
-__all__ = ["ColwiseParallel"]
 
 _FIRST = (0,)
 
@@ -106,8 +103,6 @@ class ColwiseParallel(WeightParallel):
         layouts = None if whole else self.known_layouts(module, mesh)
         if layouts is None:
             return None
-        if not mesh.platform.is_linear_module(module):
-            return embedding_forward(mesh, module, layouts[0], desired, given is Replicate(), use_local)
         local = _column_forward(mesh, *layouts, given is Replicate(), use_local)
         return overlapped_first(local, mesh, *layouts, given, desired, use_local)
 

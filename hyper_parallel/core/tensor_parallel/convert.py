@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
@@ -15,21 +15,10 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
-from hyper_parallel.core.tensor_parallel.uneven_shards import ANY_UNEVEN, COMPARED, HANDED_OUT, compare_shapes
+from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, HANDED_OUT, UNEVEN, compare_shapes
 
-__all__ = [
-    "as_named",
-    "as_pairs",
-    "as_single",
-    "as_slots",
-    "check_placement",
-    "check_tensor_dim",
-    "convert_outputs",
-    "to_known_placement",
-    "to_output",
-    "to_placement",
-    "too_few_inputs",
-]
+#: A placement for each input or output, None for one that stays as it is.
+Slots: TypeAlias = "tuple[Placement | None, ...]"
 
 _WHOLE = (Replicate(),)
 #: MindSpore's limit. Torch has none that is as low, and no layer that a style is for comes near it.
@@ -79,7 +68,7 @@ def to_placement(
         elif (
             taker is not None
             and isinstance(layout, Shard)
-            and (ANY_UNEVEN or what not in taker.__dict__.get(COMPARED, ()))
+            and (mesh in UNEVEN or what not in taker.__dict__.get(COMPARED, ()))
         ):
             compare_shapes(x, mesh, layout, what, taker)
         try:
@@ -87,7 +76,6 @@ def to_placement(
         except RankMismatchError as error:
             raise RankMismatchError(f"{what}: {error}", error.ranks) from None
         except ValueError as error:
-            _check_dim(layout, x, what)
             raise ValueError(f"{what} does not lie as the plan says: {error}") from None
     else:
         raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
@@ -112,16 +100,8 @@ def _redistribute(x: Any, desired: Placement, what: str) -> Any:
         _TARGETS[x._layout, desired] = placed._layout
         return placed
     except ValueError as error:
-        _check_dim(desired, x, what)
         differs = isinstance(error, RankMismatchError)  # which names the place, and the ranks
         raise error if differs else ValueError(f"{what} cannot be placed as the plan says: {error}") from None
-
-
-def _check_dim(placement: Placement | None, x: Any, what: str) -> None:
-    """Raise ValueError when ``placement`` shards a dimension that ``x`` does not have."""
-    ndim = len(x.shape)
-    if isinstance(placement, Shard) and not -ndim <= placement.dim < ndim:
-        raise ValueError(f"{what} has shape {tuple(x.shape)}, and the plan places it {placement!r}: no such dimension")
 
 
 def to_output(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, what: str) -> Any:
@@ -174,7 +154,7 @@ def convert_outputs(
     return type(output)(new) if several else new[0]
 
 
-def as_slots(value: Any, keyword: str, style: str) -> tuple[Placement | None, ...]:
+def as_slots(value: Any, keyword: str, style: str) -> Slots:
     """A layout keyword as a tuple: a single placement is a tuple of one.
 
     Raises:
@@ -209,9 +189,7 @@ def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None
         return {}
     if not isinstance(value, dict):
         raise TypeError(f"{style}({keyword}=...) takes a dict from names of inputs to placements, got {value!r}")
-    for slot in value.values():
-        if slot is not None:
-            check_placement(slot, keyword, style)
+    as_slots(tuple(value.values()), keyword, style)
     return dict(value)
 
 
@@ -235,9 +213,7 @@ def check_tensor_dim(dim: int, what: str) -> None:
         )
 
 
-def as_pairs(
-    given: Any, desired: Any, keyword: str, style: str
-) -> tuple[tuple[Placement | None, ...], tuple[Placement | None, ...]]:
+def as_pairs(given: Any, desired: Any, keyword: str, style: str) -> tuple[Slots, Slots]:
     """A layout keyword and ``desired_<keyword>`` as tuples of one length.
 
     Raises:

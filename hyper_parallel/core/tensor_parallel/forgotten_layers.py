@@ -16,8 +16,6 @@ from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
-__all__ = ["guard_forgotten_layers"]
-
 
 @dataclass(frozen=True)
 class _Guard:

@@ -18,8 +18,7 @@ from hyper_parallel.core.tensor_parallel.attention import KEY_OR_VALUE, Attentio
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
-
-__all__ = ["check_fused"]
+from hyper_parallel.core.tensor_parallel.weight import linear_sizes
 
 _OF_ATTENTION = re.compile(r"(c_attn|q_?k_?v|query_?key_?value|in_?proj)", re.IGNORECASE)
 _FUSED = re.compile(
@@ -89,13 +88,11 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
         if style.output_layouts != (Shard(-1),) or not style.use_local_output:
             continue  # as a DTensor, or gathered, it is taken apart by its global sizes
         parent, _, name = path.rpartition(".")
-        kind = platform.kind_of(module)
         yield _Projection(
             path,
             module,
             style,
-            int(getattr(module, kind.weight).shape[1 - kind.out_dim]),
-            style.features(module, platform),
+            *linear_sizes(module, platform),
             {row: size for row, size in rows.items() if path and row.rpartition(".")[0] == parent},
             tuple(other for above, other in linear if path and above == parent and other != name),
         )

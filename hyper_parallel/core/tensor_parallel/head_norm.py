@@ -9,8 +9,6 @@ from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.convert import to_placement
 
-__all__ = ["HeadNormParallel"]
-
 
 class HeadNormParallel(ModuleStyle):
     """Run a norm over the last dimension on attention heads that are sharded: the q_norm and k_norm of a model.

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Partial
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-
-__all__ = ["as_heads", "check_heads", "local_heads", "sizes_of_heads"]
 
 
 def as_heads(heads: int | Sequence[int] | None, style: str) -> int | tuple[int, ...] | None:

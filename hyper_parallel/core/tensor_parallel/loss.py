@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
+from hyper_parallel.core.dtensor.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
@@ -85,17 +85,15 @@ def vocab_parallel_cross_entropy(
     for name, x in (("local_logits", local_logits), ("target", target), ("weight", weight)):
         _check_plain(platform, name, x, optional=name == "weight")
     logits, dim = _layout_of_logits(local_logits, mesh, dim, vocab_size)
-    layouts = (
-        logits,
-        _layout_of_target(target, logits, dim),
-        None if weight is None else _layout_of_weight(weight, logits, dim),
-    )
+    layouts, total = (logits, _layout_of_target(target, logits, dim)), logits.shape[dim]
+    if weight is not None and tuple(platform.shape_of(weight)) != (total,):
+        shape = tuple(platform.shape_of(weight))
+        raise ValueError(f"weight must have one entry for each of {total} classes, got shape {shape}")
     with platform.no_dispatch():
-        mine = weight
-        if layouts[2] is not None:
-            mine = platform.narrow(weight, 0, layouts[2].local_offset[0], layouts[2].local_shape[0])
+        if weight is not None:
+            weight = platform.narrow(weight, 0, logits.local_offset[dim], logits.local_shape[dim])
         static_args = (reduction, ignore_index, float(label_smoothing))
-        return sharded_cross_entropy(platform, (local_logits, target, mine), static_args, layouts, dim)
+        return sharded_cross_entropy(platform, (local_logits, target, weight), static_args, layouts, dim)
 
 
 def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:
@@ -134,30 +132,24 @@ def _layout_of_logits(
     rank, size = mesh.get_local_rank(0), mesh.shape[0]
     compared = _COMPARED.setdefault(mesh, set())
     key = (dim, vocab_size, shape[dim] if vocab_size is None else 0)
-    if size > 1 and key not in compared:
-        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
-        everyone = all_gather_object((shape, dim, vocab_size), mesh, 0)
-    else:
-        everyone = [(shape, dim, vocab_size) if i == rank else None for i in range(size)]
     total = shape[dim] * size if vocab_size is None else vocab_size
-    parts = chunk_sizes(total, size)
-    for other, seen in enumerate(everyone):
-        if seen is None:
-            continue
-        theirs, their_dim, their_total = seen
-        samples, their_samples = without(shape, (dim,)), without(theirs, (their_dim,))
-        if their_dim != dim or their_total != vocab_size or samples != their_samples:
-            raise ValueError(
-                f"local_logits must differ between ranks in their classes only: rank {rank} gave shape {tuple(shape)}, "
-                f"dim {dim} and vocab_size={vocab_size}, rank {other} gave shape {tuple(theirs)}, dim {their_dim} and "
-                f"vocab_size={their_total}"
-            )
-        if theirs[dim] != parts[other]:
-            raise ValueError(
-                f"rank {other} of {size} holds {parts[other]} of {total} classes, and its local_logits of shape "
-                f"{tuple(theirs)} have {theirs[dim]} in dimension {dim}: give vocab_size= where the parts are not "
-                "equal, and dim=-1 where the classes come last"
-            )
+    part, misfit = chunk_sizes(total, size)[rank], ""
+    if shape[dim] != part:
+        misfit = (
+            f"rank {rank} of {size} holds {part} of {total} classes, and its local_logits of shape {tuple(shape)} have "
+            f"{shape[dim]} in dimension {dim}: give vocab_size= where the parts are not equal, and dim=-1 where the "
+            "classes come last"
+        )
+    if key not in compared:
+        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
+        facts = {
+            "the samples of local_logits": f"{without(shape, (dim,))} beside dim={dim}",
+            "the number of classes: give vocab_size= where the parts are not equal": str(total),
+            "what does not fit": misfit or "nothing",
+        }
+        check_of(mesh).agree("vocab_parallel_cross_entropy", facts)
+    if misfit:
+        raise ValueError(misfit)
     compared.add(key)  # not before: where parts do not fit, the ranks' keys differ
     shape[dim] = total
     return get_layout(mesh, (Shard(dim),), shape), dim
@@ -176,10 +168,3 @@ def _layout_of_target(target: Any, logits: Layout, dim: int) -> Layout:
         f"with the classes in dimension {dim} it must hold integers of shape {samples}, or probabilities of shape "
         f"{tuple(logits.local_shape)}; dim=-1 when the classes come last"
     )
-
-
-def _layout_of_weight(weight: Any, logits: Layout, dim: int) -> Layout:
-    shape = tuple(logits.mesh.platform.shape_of(weight))
-    if shape != (logits.shape[dim],):
-        raise ValueError(f"weight must have one entry for each of {logits.shape[dim]} classes, got shape {shape}")
-    return get_layout(logits.mesh, (Shard(0),), shape)

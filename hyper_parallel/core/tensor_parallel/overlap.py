@@ -1,4 +1,4 @@
-"""Collectives that go on while the linear layers before or after them compute: a switch, and where it is looked at."""
+"""Collectives that are under way while linear layers compute: the switch for it, and the layers that look at it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.base import LocalForward
-from hyper_parallel.platform.contract import NOTHING_FASTER
-
-__all__ = ["overlap_collectives", "overlapped_first"]
+from hyper_parallel.platform.contract import NOTHING_FASTER, LinearCollective
 
 _MIB = 1 << 20
 
@@ -122,7 +120,8 @@ def overlapped_first(
             return NotImplemented
         with platform.no_dispatch():
             try:
-                y = fast.linear_with_collective(collective, x, matrix, group, size, dim, record_native, chunks)
+                how = LinearCollective(collective, group, size, dim, record_native, chunks)
+                y = fast.linear_with_collective(x, matrix, how)
             except RuntimeError as error:
                 explain_along(error, collective, x, mesh, 0)
                 raise

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
-from hyper_parallel.core.tensor_parallel.convert import as_slots, check_placement
-
-__all__ = ["ParameterParallel"]
+from hyper_parallel.core.tensor_parallel.convert import Slots, as_slots, check_placement
 
 
 class ParameterParallel(ModuleStyle):
@@ -40,8 +38,8 @@ class ParameterParallel(ModuleStyle):
         self,
         placements: dict[str, Placement],
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] = Replicate(),  # noqa: B008 - interned and immutable
-        output_layouts: Placement | tuple[Placement | None, ...] = Replicate(),  # noqa: B008
+        input_layouts: Placement | Slots = Replicate(),  # noqa: B008 - interned and immutable
+        output_layouts: Placement | Slots = Replicate(),  # noqa: B008
         use_local_output: bool = True,
     ) -> None:
         name = type(self).__name__

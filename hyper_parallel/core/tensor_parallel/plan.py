@@ -14,13 +14,12 @@ from hyper_parallel.core.dtensor.operations.modes import is_strict
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.dtensor.undistributed import held_tensors
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.fused import check_fused
 from hyper_parallel.core.tensor_parallel.style_names import style_by_name
-
-__all__ = ["Plan", "did_you_mean", "path_matches", "plan_facts", "resolve_plan"]
 
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
 
@@ -69,13 +68,9 @@ def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank
     }
     for path, _, style in matches:
         facts[f"the style of {path!r}"] = repr(style)
-    for path, module in mesh.platform.named_modules(model):
-        for name, p in mesh.platform.named_parameters(module):
-            full = f"{path}.{name}" if path else name
-            facts[f"parameter {full!r}"] = f"{p.dtype} {tuple(p.shape)}, requires_grad={p.requires_grad}"
-        for name, buffer in mesh.platform.named_buffers(module):
-            full = f"{path}.{name}" if path else name
-            facts[f"buffer {full!r}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
+    for kind, path, x in held_tensors(model, mesh.platform):
+        gradient = f", requires_grad={x.requires_grad}" if kind == "parameter" else ""
+        facts[f"{kind} {path!r}"] = f"{x.dtype} {tuple(x.shape)}{gradient}"
     return facts
 
 

@@ -14,17 +14,6 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = [
-    "UNIT",
-    "layouts_of",
-    "module_label",
-    "name_module",
-    "parameter_check",
-    "path_of",
-    "planned_layouts",
-    "remember_layouts",
-]
-
 #: Attribute of a module that data parallelism has made a unit of.
 UNIT = "_hyper_parallel_unit"
 _PATH = "_hyper_parallel_path"

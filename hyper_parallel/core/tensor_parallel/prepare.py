@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import dtensor_class
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, mark_applied, of_style
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, hook_of_style, mark_applied
 from hyper_parallel.core.tensor_parallel.convert import (
+    Slots,
     as_named,
     as_pairs,
     convert_outputs,
@@ -18,9 +19,7 @@ from hyper_parallel.core.tensor_parallel.convert import (
     to_placement,
     too_few_inputs,
 )
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, path_of
-
-__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -50,8 +49,8 @@ class PrepareModuleInput(ParallelStyle):
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_layouts: Placement | Slots | None = None,
+        desired_input_layouts: Placement | Slots | None = None,
         input_kwarg_layouts: dict[str, Placement] | None = None,
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
@@ -81,17 +80,13 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         distributed = dtensor_class(device_mesh.platform)
 
-        def before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            if LISTENERS:
-                return run_in_module(path_of(module), self._before, module, args, kwargs, device_mesh, distributed)
-            return self._before(module, args, kwargs, device_mesh, distributed)
-
-        device_mesh.platform.register_forward_pre_hook(module, of_style(before), with_kwargs=True)
+        before = hook_of_style(partial(self._before, device_mesh, distributed))
+        device_mesh.platform.register_forward_pre_hook(module, before, with_kwargs=True)
         mark_applied(module, self, device_mesh)
         return module
 
     def _before(
-        self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, distributed: type
+        self, mesh: DeviceMesh, distributed: type, module: Any, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
         if len(args) < len(self.input_layouts):
             raise too_few_inputs(module, args, self.input_layouts, self)
@@ -134,8 +129,8 @@ class PrepareModuleOutput(ParallelStyle):
     def __init__(
         self,
         *,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement | None, ...],
+        output_layouts: Placement | Slots,
+        desired_output_layouts: Placement | Slots,
         use_local_output: bool = True,
     ) -> None:
         name = type(self).__name__
@@ -145,16 +140,12 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = check_flag(use_local_output, "use_local_output", name)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        def after(module: Any, args: tuple, output: Any) -> Any:
-            if LISTENERS:
-                return run_in_module(path_of(module), self._after, module, output, device_mesh)
-            return self._after(module, output, device_mesh)
-
-        device_mesh.platform.register_forward_hook(module, of_style(after))
+        after = hook_of_style(partial(self._after, device_mesh))
+        device_mesh.platform.register_forward_hook(module, after)
         mark_applied(module, self, device_mesh)
         return module
 
-    def _after(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+    def _after(self, mesh: DeviceMesh, module: Any, args: tuple, output: Any) -> Any:
         return convert_outputs(module, output, self.output_layouts, self._prepare, self, mesh)
 
     def _prepare(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
@@ -188,13 +179,13 @@ class PrepareModuleInputOutput(ParallelStyle):
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_layouts: Placement | Slots | None = None,
+        desired_input_layouts: Placement | Slots | None = None,
         input_kwarg_layouts: dict[str, Placement] | None = None,
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_input: bool = False,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement | None, ...],
+        output_layouts: Placement | Slots,
+        desired_output_layouts: Placement | Slots,
         use_local_output: bool = True,
     ) -> None:
         self.prepare_module_input = PrepareModuleInput(

@@ -6,8 +6,6 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.convert import as_single
 
-__all__ = ["NoParallel"]
-
 
 class NoParallel(ModuleStyle):
     """Replicate a module and all below it on the mesh, with the layouts of input and output explicit.

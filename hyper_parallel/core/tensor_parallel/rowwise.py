@@ -1,6 +1,6 @@
 """`RowwiseParallel`, and row-parallel linear layers as the local operation and the collectives that the plan fixed.
 
-See `colwise` for what they stand for; with the sequence sharded Korthikanti et al. 2022.
+As `colwise`. With the output sharded along the sequence: Korthikanti et al. 2022.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
-from hyper_parallel.core.tensor_parallel.local_embedding import embedding_forward
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.platform.contract import NOTHING_FASTER
-
-__all__ = ["RowwiseParallel"]
 
 
 class RowwiseParallel(WeightParallel):
@@ -65,8 +62,6 @@ class RowwiseParallel(WeightParallel):
         layouts = None if unknown else self.known_layouts(module, mesh)
         if layouts is None:
             return None
-        if not mesh.platform.is_linear_module(module):
-            return embedding_forward(mesh, module, layouts[0], desired, given is Replicate(), use_local)
         local = _row_forward(mesh, *layouts, desired, given is Shard(-1), use_local)
         return overlapped_first(local, mesh, *layouts, given, desired, use_local)
 

@@ -18,8 +18,6 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import layouts_of
 from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
-__all__ = ["SequenceParallel"]
-
 
 class SequenceParallel(ModuleStyle):
     """Run a module whose parameters are replicated on an input that is sharded along the sequence.

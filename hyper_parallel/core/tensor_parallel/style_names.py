@@ -13,8 +13,6 @@ from hyper_parallel.core.tensor_parallel.replicated import NoParallel
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 from hyper_parallel.core.tensor_parallel.sequence import SequenceParallel
 
-__all__ = ["register_style", "style_by_name", "style_names"]
-
 
 def _colwise_gathered() -> ParallelStyle:
     return ColwiseParallel(output_layouts=Replicate())

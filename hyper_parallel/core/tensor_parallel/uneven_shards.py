@@ -1,30 +1,26 @@
-"""Plain shards do not know the global size and are taken to be equal: when ranks compare whether they are.
+"""When ranks compare the sizes of plain shards.
 
-Once for each module that takes one, in its first call; and in every call, from when a plain shard of another size than
-on the other ranks was handed out on the mesh, which all ranks know from its layout. Collectives of unequal shards may
-end the process where nothing can be raised.
+A plain shard does not know its global size, so the shards of all ranks are taken to be equal. Collectives of unequal
+ones may end the process where nothing can be raised. A module that takes plain shards therefore compares them in its
+first call. Once a layer has given plain shards of unequal sizes on a mesh, which all ranks know from the layout, it
+compares them in every call.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.caches import Cache, Table
+from hyper_parallel.core.dtensor.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
-__all__ = ["ANY_UNEVEN", "COMPARED", "HANDED_OUT", "compare_shapes", "uneven_on"]
-
-#: mesh -> a list, empty until an uneven shard was handed out.
-_UNEVEN: weakref.WeakKeyDictionary[DeviceMesh, list[bool]] = weakref.WeakKeyDictionary()
 #: Attribute of a module: what of it was compared.
 COMPARED = "_hyper_parallel_compared"
-#: Not empty when there is such a list on some mesh.
-ANY_UNEVEN: list[bool] = []
+#: The meshes on which an uneven shard was handed out.
+UNEVEN: dict[DeviceMesh, bool] = Cache(1 << 14, "meshes with uneven shards")
 
 
 def _hand_out(layout: Layout) -> None:
@@ -35,21 +31,15 @@ def _hand_out(layout: Layout) -> None:
         return
     sizes = shard_sizes(placement, layout.shape[placement.dim], mesh.size())
     if min(sizes) != max(sizes):
-        uneven_on(mesh).append(True)
-        ANY_UNEVEN.append(True)
+        UNEVEN[mesh] = True
 
 
 #: ``HANDED_OUT[layout]`` is to be read when a local tensor of that layout, on a 1-D mesh, is handed out.
 HANDED_OUT = Table(_hand_out, 1 << 14, "layouts handed out")
 
 
-def uneven_on(mesh: DeviceMesh) -> list[bool]:
-    """A list that is empty until an uneven shard is handed out on the mesh, always the same one."""
-    return _UNEVEN.setdefault(mesh, [])
-
-
 def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, taker: Any) -> None:
-    """Raise ValueError, on all ranks, where a plain shard differs in shape from those of the other ranks.
+    """Raise RankMismatchError, on all ranks, where a plain shard differs in shape from those of the other ranks.
 
     Args:
         x: the plain tensor.
@@ -59,15 +49,14 @@ def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, ta
     """
     mesh.require_member(what)
     compared = taker.__dict__.get(COMPARED, ())
-    if mesh.size() > 1 and (what not in compared or uneven_on(mesh)):
-        shapes = collectives.all_gather_object(tuple(x.shape), mesh, 0)
-        if len(set(shapes)) > 1:
-            seen = (f"{shape} (rank {r})" for r, shape in zip(mesh.ranks_along(0), shapes, strict=True))
-            raise ValueError(
-                f"{what} is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}, and "
-                f"the ranks have {', '.join(seen)}: for a size that does not divide, pass DTensors between modules "
-                "(use_local_output=False in the module before, or DTensor.from_local(x, mesh, "
-                f"[{placement!r}], shape=...)), or pad"
-            )
+    if mesh.size() > 1 and (what not in compared or mesh in UNEVEN):
+        check_of(mesh).agree(
+            "a call",
+            row=mesh.ranks_along(0),
+            row_facts={f"the shape of {what}": str(tuple(x.shape))},
+            remedy=f"it is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}. For "
+            "a size that does not divide, pass DTensors between modules (use_local_output=False in the module before, "
+            f"or DTensor.from_local(x, mesh, [{placement!r}], shape=...)), or pad",
+        )
     if what not in compared:
         object.__setattr__(taker, COMPARED, (*compared, what))

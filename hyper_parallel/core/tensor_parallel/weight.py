@@ -16,8 +16,6 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import module_label,
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 
-__all__ = ["WeightParallel"]
-
 
 class WeightParallel(ModuleStyle):
     """What `ColwiseParallel` and `RowwiseParallel` share."""
@@ -103,13 +101,12 @@ class WeightParallel(ModuleStyle):
             layout = needed if layout is Shard(-1) else layout
         if isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
             # The weight knows the number of features, so uneven shards of them need no word from the user.
-            size = _weight_shape(module, platform)[1 - platform.kind_of(module).out_dim]
+            size, _ = linear_sizes(module, platform)
         return to_placement(x, mesh, layout, needed, what, size, module)
 
     def known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
-        """Layouts of weight and bias for a module of the framework's own, whose forward is known; else None."""
-        fast = mesh.platform.fast or NOTHING_FASTER
-        if not (fast.is_plain_linear(module) or fast.is_plain_embedding(module)):
+        """Layouts of weight and bias for a linear module of the framework's own, whose forward is known; else None."""
+        if not (mesh.platform.fast or NOTHING_FASTER).is_plain_linear(module):
             return None
         held: Any = planned_layouts(module)
         weight = held[mesh.platform.kind_of(module).weight]
@@ -150,6 +147,12 @@ class WeightParallel(ModuleStyle):
         except ValueError as error:
             name = type(self).__name__
             raise ValueError(f"{name}(packed={self.packed}) on {where or type(module).__name__!r}: {error}") from None
+
+
+def linear_sizes(module: Any, platform: Platform) -> tuple[int, int]:
+    """How many features a linear module takes, and how many it gives, on all ranks together."""
+    shape, out_dim = _weight_shape(module, platform), platform.kind_of(module).out_dim
+    return shape[1 - out_dim], shape[out_dim]
 
 
 def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:

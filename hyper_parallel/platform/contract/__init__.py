@@ -26,7 +26,7 @@ from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
-from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast
+from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCollective
 from hyper_parallel.platform.contract.groups import GroupRole, NativeMesh
 from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
@@ -37,6 +37,7 @@ __all__ = [
     "Core",
     "Dispatch",
     "Fast",
+    "LinearCollective",
     "ModuleKind",
     "NativeMesh",
     "NativeOp",

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["AutogradRole", "cached_view"]
+__all__ = ["AutogradRole", "TensorFunction", "cached_view"]
 
 Tensor = Any
+#: From one tensor to another.
+TensorFunction = Callable[[Tensor], Tensor]
 
 
-def cached_view(platform: Any, make: Callable[[Tensor], Tensor], key: Any) -> Callable[..., Tensor]:
+def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., Tensor]:
     """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``, the same each time under the
     conditions of `Platform.read_cache`; it is kept there under ``key``. Further arguments of ``view`` are ignored."""
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
@@ -48,8 +50,8 @@ class AutogradRole(ABC):
         return None
 
     def after_backward(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before whoever asked for
-        it goes on. Not where it fails."""
+        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before whoever asked
+        for it goes on. Not where it fails."""
         raise TypeError(f"{type(self).__name__} does not know when a backward pass ends, as its `backward_pass` says")
 
     @abstractmethod
@@ -64,6 +66,9 @@ class AutogradRole(ABC):
         attributes; a tensor that backward needs goes through ``ctx.save_for_backward(...)`` and comes back as
         ``ctx.saved_tensors``. Interception is off in both.
         """
+
+    #: Whether a `joint_function` is told which of its results nothing was computed from.
+    tells_unused: bool = False
 
     def joint_function(
         self: Any, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
@@ -100,7 +105,7 @@ class AutogradRole(ABC):
 
         return apply
 
-    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> Callable[[Tensor], Tensor]:
+    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
         """``view(x)``: the data of ``x``, not to be written to; its cotangent reaches ``x`` as
         ``convert(x, cotangent)``. ``x`` itself where it requires no gradient, and the same view each time under the
         conditions of `read_cache`; it is kept there under ``key``. ``convert`` is recorded when gradients of gradients

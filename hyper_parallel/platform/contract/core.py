@@ -26,29 +26,23 @@ class Core(Protocol):
     @property
     def dispatch(self) -> Dispatch:
         """Runs native operations of which some argument is a DTensor."""
-        ...
 
     def implicit_replication(self) -> AbstractContextManager[None]:
         """Inside, a plain tensor that meets a DTensor counts as replicated."""
-        ...
 
     def replicated(self, local: Tensor, mesh: Mesh) -> Any:
         """A DTensor made of a new plain tensor that is the same on every rank of ``mesh``."""
-        ...
 
     # ------------------------------------------------------------------------------------ memory
     def before_write(self, x: Tensor) -> None:
         """To be called before the backend itself writes to the DTensor ``x``. Raises ValueError, on all ranks, where
         the write could not be made visible in the tensors that share memory with it on a single device."""
-        ...
 
     def after_write(self, x: Tensor) -> None:
         """To be called after it, with interception on."""
-        ...
 
     def is_contiguous(self, x: Tensor) -> bool:
         """Whether the single device's tensor would be contiguous; False where its shards do not tell."""
-        ...
 
     def strides_of_whole(self, x: Tensor) -> tuple[int, ...]:
         """Strides that the single device's tensor would have, as far as they are known; the same on all ranks."""
@@ -74,17 +68,14 @@ class Core(Protocol):
 
     # ------------------------------------------------------------------------------------ gradients
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """The plain local gradient that reached a tensor of ``layout``, for who reads it as a DTensor. Interception is
-        off."""
-        ...
+        """The plain local gradient that reached a tensor of ``layout``, for somebody who reads it as a DTensor.
+        Interception is off."""
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """The other way round: the local part of a gradient that somebody gives, for the backward of the tensor."""
-        ...
 
     def open_block(self) -> AbstractContextManager[Any] | None:
         """Inside `coalesce_gradients`, a further block of that kind; None outside."""
-        ...
 
     # ------------------------------------------------------------------------------------ norms
     def total_norm(
@@ -107,17 +98,14 @@ class Core(Protocol):
         Returns:
             The norm, a plain tensor, and the first mesh.
         """
-        ...
 
     def norms_over_ranks(
         self, norms: Sequence[Tensor], layouts: Sequence[Layout | None], order: float
     ) -> Sequence[Tensor]:
         """The norm of each whole tensor, from new ones of local tensors; a sum over ranks where ``order`` is 0 or 1."""
-        ...
 
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
         """The largest ``value``, which may be overwritten, over all ranks that share one of the sharded tensors."""
-        ...
 
     def on_joined_meshes(self, layouts: Sequence[Layout | None]) -> Sequence[Layout | None]:
         """The layouts on one mesh where theirs are slices of one, with the same local tensors: for functions of the
@@ -135,22 +123,18 @@ class Core(Protocol):
             layout: of the result.
             alike: whether ranks agree on what is drawn. False for constants, and for a generator of the program's own.
         """
-        ...
 
     def take_part(self, drawn: Tensor, layout: Layout) -> Tensor:
         """This rank's part of a whole tensor that each rank has drawn, as a new tensor: ranks that hold the same part
         get that of the first of them. Interception is off."""
-        ...
 
     def of_first_rank(self, value: Any, mesh: Mesh) -> Any:
         """The picklable ``value`` of the first rank of ``mesh``, on all of its ranks."""
-        ...
 
     # ------------------------------------------------------------------------------------ refusals
     def refuse_part_of_classes(self, count: int) -> None:
         """To be called where a loss of the framework takes plain logits of ``count`` classes; raises ValueError where
         they are one rank's part of the classes that a module gives."""
-        ...
 
     def check_local_collective(
         self,
@@ -173,22 +157,18 @@ class Core(Protocol):
             apart: whether what each rank gives stays apart from what others give, in plain tensors.
             parts: whether it leaves another result on each rank.
         """
-        ...
 
     def check_rows(self, name: str, whole: Layout, part: Layout, count: int) -> None:
         """Raise ValueError unless a DTensor with layout ``whole`` is ``count`` DTensors with layout ``part`` one after
         the other along dimension 0, on local tensors as on global ones."""
-        ...
 
     # ------------------------------------------------------------------------------------ copies
     @property
-    def restore(self) -> Callable[..., Any]:
+    def restore(self) -> Callable:
         """``restore(rebuild, layout, coordinate, *parts)``, the function to be pickled with a DTensor: gives
         ``rebuild(layout, *parts)`` once the DTensor class is made, or raises RuntimeError where the layout means
         another part of the tensor than it did at ``coordinate`` of the mesh."""
-        ...
 
     @property
     def unpickling(self) -> tuple[Any, ...]:
         """What unpickling a layout, and `restore`, call."""
-        ...

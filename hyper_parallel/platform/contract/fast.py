@@ -7,13 +7,41 @@ With the environment variable ``HYPER_PARALLEL_FAST=0`` every platform is withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NOTHING_FASTER", "Fast"]
+from hyper_parallel.platform.contract.autograd import TensorFunction
+
+__all__ = ["NOTHING_FASTER", "Fast", "LinearCollective"]
 
 Tensor = Any
 Module = Any
 Group = Any
+
+
+@dataclass(frozen=True)
+class LinearCollective:
+    """What `Fast.linear_with_collective` is to do.
+
+    Attributes:
+        collective: ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all of
+            them. ``"reduce_scatter"``: this rank's part of that sum along ``dim``. ``"all_gather"``: ``x`` of all
+            ranks, one after the other along ``dim``, times ``weight.T``; backward sums the gradient of ``x`` over the
+            ranks and gives each its part.
+        group: of ranks.
+        size: how many they are.
+        dim: a dimension of ``x``, not the last; of no meaning to ``"all_reduce"``.
+        record: is called with the name and the operand of each collective, in backward too, right before it.
+        chunks: into how many both are cut if that is more than one, fewer where that number does not divide; a native
+            operation does both where `Fast.fuses_linear` is set.
+    """
+
+    collective: str
+    group: Group
+    size: int
+    dim: int
+    record: Callable[[str, Tensor], None]
+    chunks: int = 1
 
 
 class Fast:
@@ -49,35 +77,15 @@ class Fast:
         place of its own, where that costs less than calling the module. None where it does not."""
         return None
 
-    def linear_with_collective(
-        self,
-        collective: str,
-        x: Tensor,
-        weight: Tensor,
-        group: Group,
-        size: int,
-        dim: int,
-        record: Callable[[str, Tensor], None],
-        chunks: int = 1,
-    ) -> Tensor | None:
+    def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
         """`linear` without bias and a collective that overlap, or None, having done nothing, where the backend cannot
-        overlap them for these operands. Differentiable in ``x`` and ``weight``. A native operation does both where
-        `fuses_linear` is set; otherwise both are cut into ``chunks``, fewer where that number does not divide, if that
-        is more than one.
-
-        ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all of them.
-        ``"reduce_scatter"``: this rank's part of that sum along dimension ``dim`` of ``x``, not the last.
-        ``"all_gather"``: ``x`` of all ranks, one after the other along ``dim``, times ``weight.T``; backward sums the
-        gradient of ``x`` over the ranks and gives each its part.
-
-        All ranks must get the same answer, so core asks only where their operands have the same shapes. ``record``
-        is called with the name and the operand of each collective, in backward too, right before it.
-        """
+        overlap them for these operands. Differentiable in ``x`` and ``weight``. All ranks must get the same answer, so
+        core asks only where their operands have the same shapes."""
         return None
 
     def autograd_step(
-        self, forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction
+    ) -> TensorFunction | None:
         """`Platform.autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
 
         ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
@@ -94,10 +102,10 @@ class Fast:
 
     def linear_view(
         self,
-        convert: Callable[[Tensor], Tensor],
-        record: Callable[[Tensor], Tensor],
+        convert: TensorFunction,
+        record: TensorFunction,
         key: Any,
-        otherwise: Callable[[Tensor], Tensor],
+        otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
         """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone; its cotangent reaches ``x``
         as ``convert(cotangent)``, which may overwrite it; where gradients of gradients are asked for as
@@ -110,9 +118,7 @@ class Fast:
         """
         return None
 
-    def in_place_step(
-        self, write: Callable[[Tensor], Tensor], record: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor] | None:
+    def in_place_step(self, write: TensorFunction, record: TensorFunction) -> TensorFunction | None:
         """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the
         data. The cotangent is left as it is; where gradients of gradients are asked for it is ``record(cotangent)``.
 
@@ -123,13 +129,19 @@ class Fast:
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """Asked inside the backward of a function of these: whether `add_to_gradient` after it is as good as returning
-        the cotangents, because nothing but the accumulated gradients depends on them. A framework that returns gradients answers False."""
+        the cotangents, because nothing but the accumulated gradients depends on them. A framework that returns
+        gradients answers False."""
         return False
 
     def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
         """Add a plain tensor, which nobody else writes to, to the gradient that ``parameter`` has, or make it that;
         after `can_delay_gradient` said yes."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
+
+    def run_soon(self, x: Tensor) -> None:
+        """Let backward run the function that gave ``x`` as soon as it can, before others that it could run as well.
+        Data parallelism sends gradients there. Called with interception off."""
+        return
 
 
 #: For a platform without.

@@ -19,74 +19,57 @@ class TensorMembers(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape; of a DTensor, the global one."""
-        ...
 
     @property
     def ndim(self) -> int:
         """How many dimensions there are."""
-        ...
 
     @property
     def dtype(self) -> Any:
         """The framework's dtype. Two are compared with ``==``."""
-        ...
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        ...
 
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are asked for."""
-        ...
 
     @property
     def grad(self) -> Any:
         """The gradient that the framework has left here, or None; of a DTensor a DTensor."""
-        ...
 
     @property
     def _version(self) -> int:
         """A number that grows when the framework writes to the tensor in place, also through a view."""
-        ...
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Ask for gradients, or no longer. Returns the tensor."""
-        ...
 
     def reshape(self, shape: Sequence[int]) -> Any:
         """The same elements in row-major order in another shape; a view where strides allow it. Differentiable."""
-        ...
 
     def sum(self) -> Any:
         """The sum of all elements, without dimensions. Differentiable."""
-        ...
 
     def any(self) -> Any:
         """Whether any element of a tensor of booleans is true, as a tensor without dimensions."""
-        ...
 
     def __getitem__(self, index: Any) -> Any:
         """Indexing as NumPy has it; a view for ints, slices, None and dots. Differentiable."""
-        ...
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """A write in place."""
-        ...
 
     def __len__(self) -> int:
         """The size of the first dimension."""
-        ...
 
     def __iter__(self) -> Iterator[Any]:
         """The slices along the first dimension."""
-        ...
 
     def __bool__(self) -> bool:
         """The value of a tensor of one element."""
-        ...
 
     def __float__(self) -> float:
         """The value of a tensor of one element."""
-        ...

@@ -149,8 +149,8 @@ class ModuleRole(ABC):
 
     @abstractmethod
     def own_parameters(self, module: Module) -> Mapping[str, Tensor | None]:
-        """The parameters that ``module`` itself holds, by name, without looking further: a table that is there
-        already. What something else has taken the place of (a parametrization) is missing."""
+        """The parameters that ``module`` itself holds, by name, in a table that the framework keeps anyway. One that a
+        parametrization has replaced is not there."""
 
     def exchange_parameter(self, module: Module, name: str, x: Tensor) -> Tensor:
         """Let the forward of ``module``, and `own_parameters`, find the tensor ``x``, which need not be a parameter, in
@@ -171,23 +171,23 @@ class ModuleRole(ABC):
         live optimizers and tied modules keep seeing it. A parameter that already is distributed is replaced too.
         """
 
-    @abstractmethod
     def register_forward_pre_hook(
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args)`` before forward, or with ``with_kwargs`` ``hook(module, args, kwargs)``, which
-        returns None, or the new args, or ``(args, kwargs)``. ``prepend`` puts it before the hooks that are there."""
+        returns None, or the new args, or ``(args, kwargs)``; ``prepend``: before the hooks that are there."""
+        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
-    @abstractmethod
     def register_forward_hook(
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
-        ``with_kwargs``); what it returns, unless None, replaces the output."""
+        ``with_kwargs``); what it returns, unless None, replaces the output. By default it is the module's method."""
+        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     @abstractmethod
     def replace_forward(
-        self, module: Module, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+        self, module: Module, make: Callable[[Callable], Callable], methods: type | None = None
     ) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
         **kwargs)``, that of its class, or what replaces it already. Hooks run around it as before. A copy of the module

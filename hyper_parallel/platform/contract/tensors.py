@@ -19,8 +19,11 @@ class TensorRole(ABC):
     Tensor: Any
     Parameter: Any
     Size: Any
-    #: Whether the framework's largest and smallest element of some with NaN among them is NaN, wherever that stands.
+    #: Whether the largest and the smallest of numbers with a NaN among them are NaN, wherever the NaN stands.
     extremes_keep_nan: bool = True
+    #: Whether element-wise operations give results that lie in memory in the order of their first operand, and draw
+    #: random numbers in that order; else both are in row-major order.
+    keeps_memory_order: bool = True
 
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
@@ -74,9 +77,9 @@ class TensorRole(ABC):
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
-        """``how()``, which says how the native ``operation`` has written to a plain tensor since: ``""`` for not,
-        ``"recorded"`` for a change that gradients pass through, else ``"values"``. Unless a framework counts writes, it
-        is found out by comparing values."""
+        """To be called before the native ``operation`` gets a plain tensor. Gives ``how()``, which says what has been
+        written to the tensor since: ``""`` for nothing, ``"recorded"`` for a change that gradients pass through, else
+        ``"values"``. Unless a framework counts writes, values are compared."""
         before = self.bytes_of(self.detach(x))
         return lambda: "" if self.bytes_of(self.detach(x)) == before else "values"
 
@@ -110,7 +113,7 @@ class TensorRole(ABC):
         return self.cat([x.reshape((math.prod(self.shape_of(x)),)) for x in xs], 0)
 
     def part(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """`join` backwards: tensors of these shapes, which are views of ``x`` where possible. Differentiable."""
+        """The inverse of `join`: tensors of these shapes, views of ``x`` where possible. Differentiable."""
         counts = list(map(math.prod, shapes))
         x = x.reshape((sum(counts),))
         return [
@@ -138,10 +141,10 @@ class TensorRole(ABC):
         """Ones with dtype and device of ``like``."""
         return self.full(shape, 1, like)
 
-    def ones_in_memory(self, shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
-        """`ones` with the given strides, of a dense tensor. For frameworks that draw a tensor's random numbers in the
-        order of its elements in memory; the others draw in row-major order, whatever the strides."""
-        return self.ones(shape, like)
+    @abstractmethod
+    def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
+        """``x`` in new memory with these strides: each is a multiple of the next smaller one, and no two elements meet.
+        There may be gaps. Differentiable."""
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:

@@ -13,9 +13,14 @@ from mindspore import Tensor, nn, ops
 from hyper_parallel.platform.contract import cached_view
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
-from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import FunctionBase, TensorPy, drop_recordings, is_recording
-from hyper_parallel.platform.mindspore.private import no_grad as _no_grad
+from hyper_parallel.platform.mindspore.private import (
+    AutogradFunction,
+    FunctionBase,
+    TensorPy,
+    drop_recordings,
+    is_recording,
+    no_grad,
+)
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 
 __all__ = [
@@ -62,34 +67,24 @@ def forget_recordings() -> None:
     _Recording.forwards = _Recording.backwards = 0
 
 
-def counted_begin(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the beginning of a recording."""
-
-    @functools.wraps(plain)
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        _Recording.forwards += 1
-        _Recording.forget()
-        return plain(*args, **kwargs)
-
-    return begin
+def counted_begin(plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the beginning of a recording."""
+    _Recording.forwards += 1
+    _Recording.forget()
+    return plain(*args, **kwargs)
 
 
-def counted_end(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the end of a recording."""
-
-    @functools.wraps(plain)
-    def end(executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():
-            output = _reduced(output)
-        # The first DTensor may have been made inside of it, and its beginning not been counted.
-        _Recording.forwards = max(0, _Recording.forwards - 1)
-        _Recording.forget()
-        return plain(executor, function, output, *args, **kwargs)
-
-    return end
+def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the end of a recording."""
+    if is_recording():
+        output = _reduced(output)
+    # The first DTensor may have been made inside of it, and its beginning not been counted.
+    _Recording.forwards = max(0, _Recording.forwards - 1)
+    _Recording.forget()
+    return plain(executor, function, output, *args, **kwargs)
 
 
-def closed_forward(plain: Callable[..., Any]) -> Callable[..., Any]:
+def closed_forward(plain: Callable) -> Callable:
     """What stands for the forward of a function or cell whose gradient is asked for.
 
     After an error of one of its operations MindSpore ends the recording, after any other error (ours among them) it
@@ -132,7 +127,7 @@ def _reduced(output: Any) -> Any:
     return output.redistribute(placements=layout.cotangent.placements)
 
 
-def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
+def counted_backward(plain: Callable) -> Callable:
     """What stands for backward."""
 
     @functools.wraps(plain)
@@ -157,7 +152,7 @@ def counted_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
 _data = TensorPy.data.__get__
 
 
-class _Identity(_Function):
+class _Identity(AutogradFunction):
     """The same data as a new tensor, whatever its strides."""
 
     @staticmethod
@@ -253,7 +248,7 @@ class AutogradVerbs:
     def after_backward(self, callback: Callable[[], None]) -> None:
         _Recording.callbacks.setdefault(_Recording.backwards, []).append(callback)
 
-    def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
             ctx.count = len(static)
             with NoDispatch():
@@ -270,12 +265,12 @@ class AutogradVerbs:
 
         name = getattr(forward, "__qualname__", "function").replace("<locals>.", "")
         function: Any = type(
-            name, (_Function,), {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+            name, (AutogradFunction,), {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         )
-        # `_Function.apply` without its Python part, which is there for another kind of functions.
+        # `AutogradFunction.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)
 
-    def joint_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    def joint_function(self, forward: Callable, backward: Callable) -> Callable:
         def run_forward(ctx: Any, static: Any, *xs: Any) -> tuple:
             with NoDispatch():
                 ys = tuple(_data(y) for y in forward(ctx, static, *xs))
@@ -290,10 +285,10 @@ class AutogradVerbs:
                 return (None, *(_zeros(*x) if g is None else g for g, x in zip(found, ctx.operands, strict=True)))
 
         members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
-        return _bare_apply.__get__(None, type(forward.__name__, (_Function,), members))
+        return _bare_apply.__get__(None, type(forward.__name__, (AutogradFunction,), members))
 
-    def detach(self, x: Any) -> Any:
-        return _data(x)
+    detach: Any = staticmethod(_data)
+    no_grad: Any = staticmethod(no_grad)
 
     def alias(self, x: Any) -> Any:
         if not self.requires_grad(x):
@@ -307,9 +302,6 @@ class AutogradVerbs:
 
     def same_memory(self, x: Any, y: Any) -> bool:
         return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-    def no_grad(self) -> AbstractContextManager:
-        return _no_grad()
 
     # Outside a recording nothing is stored, because nothing tells whether the holder was written to since.
     def read_cache(self, holder: Any, key: Any) -> Any:
@@ -333,6 +325,7 @@ class FastAutograd:
     """What `Platform.fast` has of the group "autograd"."""
 
     platform: Any
+    add_to_gradient: Any = staticmethod(DelayedGradients.add)
 
     def linear_view(
         self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
@@ -347,6 +340,3 @@ class FastAutograd:
 
     def can_delay_gradient(self, *parameters: Any) -> bool:
         return all(map(DelayedGradients.take, parameters))
-
-    def add_to_gradient(self, parameter: Any, cotangent: Any) -> None:
-        DelayedGradients.add(parameter, cotangent)

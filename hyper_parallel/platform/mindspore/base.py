@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore
 from mindspore import Parameter, Tensor
 
-from hyper_parallel.platform.contract import Core, NativeOp, Platform
+from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
 from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
 from hyper_parallel.platform.mindspore.dtensor_class import make_dtensor_class
@@ -34,6 +32,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     device_type = "cpu"
     comm_backend = "mccl"
     extremes_keep_nan = False  # it is lost unless it comes first
+    keeps_memory_order = False
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)
@@ -49,8 +48,9 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
             return "mindspore is not installed"
         return None
 
-    def make_dtensor_class(self, mixin: type, core: Core) -> type:
-        return make_dtensor_class(mixin, core)
+    make_dtensor_class: Any = staticmethod(make_dtensor_class)
+    no_dispatch: Any = staticmethod(NoDispatch)
+    op_table: Any = OPS
 
     def wrap(self, local: Tensor, layout: Any) -> Any:
         if isinstance(local, (InterceptedTensor, Parameter)):
@@ -64,13 +64,6 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
         local.__class__ = Classes.dtensor
         local._layout = layout
         return local
-
-    def no_dispatch(self) -> AbstractContextManager:
-        return NoDispatch()
-
-    @property
-    def op_table(self) -> Mapping[Any, NativeOp]:
-        return OPS
 
     def why_no_rule(self, function: Any) -> str | None:
         name = function if isinstance(function, str) else getattr(function, "name", None)

@@ -18,8 +18,7 @@ from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import Dispatch, NativeOp
 from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
-from hyper_parallel.platform.mindspore.private import AutogradFunction as _Function
-from hyper_parallel.platform.mindspore.private import NoFallbackGuard, no_grad
+from hyper_parallel.platform.mindspore.private import AutogradFunction, NoFallbackGuard, no_grad
 
 __all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules"]
 
@@ -32,7 +31,7 @@ def use_rules(dispatch: Dispatch) -> None:
     _DISPATCH[:] = [dispatch]
 
 
-class _Zeros(_Function):
+class _Zeros(AutogradFunction):
     """Zeros of which tensors are inputs, with gradient zero. The gradient has them as inputs again, as it has on ranks
     with elements: gradients of gradients may communicate on the way to them."""
 
@@ -87,7 +86,7 @@ def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> An
 
 
 def _zeros(op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None) -> Any:
-    """Zeros, which are sums of nothing. Of what has no neutral element only results without elements are asked for.
+    """Zeros, which are sums of nothing. What is no sum (a maximum) comes here for results without elements only.
 
     The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
     dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands.

@@ -42,7 +42,7 @@ def grad(
     grad_position: int | tuple[int, ...] | None = 0,
     weights: Sequence[Any] | None = None,
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable:
     """See `hyper_parallel.mindspore.grad`."""
     plain = ms.grad(fn, grad_position, weights, has_aux)
 

@@ -136,48 +136,33 @@ def _is_filled(cell: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ from the source
-def checked_jit(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of the call of a function that is compiled with jit."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatching():
-            return original(self, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
-        if isinstance(self.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
-            return run_compiled_step(original, self, args, kwargs)
-        found = next(distributed_in((args, kwargs)), None)
-        if found is not None and self.fn.__module__ == "mindspore.amp":
-            return self.fn(*args, **kwargs)  # loss scaling: compiled for speed only
-        _refuse(f"the function {self.fn.__name__!r} compiled with jit", args, kwargs, self.obj, self.fn)
-        return original(self, *args, **kwargs)
-
-    return call
+def checked_jit(original: Callable, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the call of a function that is compiled with jit."""
+    if not is_dispatching():
+        return original(executor, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+    if isinstance(executor.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
+        return run_compiled_step(original, executor, args, kwargs)
+    function = executor.fn
+    if function.__module__ == "mindspore.amp" and next(distributed_in((args, kwargs)), None) is not None:
+        return function(*args, **kwargs)  # loss scaling: compiled for speed only
+    _refuse(f"the function {function.__name__!r} compiled with jit", args, kwargs, executor.obj, function)
+    return original(executor, *args, **kwargs)
 
 
-def checked_compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of compiling a cell, in graph mode."""
-
-    @functools.wraps(original)
-    def compile_cell(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse(f"{type(obj).__name__} in graph mode", args, kwargs, obj)
-        return original(self, obj, *args, **kwargs)
-
-    return compile_cell
+def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for compiling a cell, in graph mode."""
+    _refuse(f"{type(cell).__name__} in graph mode", args, kwargs, cell)
+    return original(executor, cell, *args, **kwargs)
 
 
-def checked_parser(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of the functions of its own that MindSpore asks for what the parser comes across."""
-
-    @functools.wraps(original)
-    def ask(*args: Any) -> Any:
-        answer = original(*args)
-        # Not looked through: of a module or a dict of names only a part is used.
-        found = next(distributed_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
-        if found is not None and is_dispatching():
-            raise graph_error("a function or cell that is compiled", found)
-        return answer
-
-    return ask
+def checked_parser(original: Callable, *args: Any) -> Any:
+    """Stands for the functions of its own that MindSpore asks for what the parser comes across."""
+    answer = original(*args)
+    # Not looked through: of a module or a dict of names only a part is used.
+    found = next(distributed_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
+    if found is not None and is_dispatching():
+        raise graph_error("a function or cell that is compiled", found)
+    return answer
 
 
 # ------------------------------------------------------------------------------------------------ from a run
@@ -202,35 +187,25 @@ def _allow_operations() -> None:
     NoDispatch.__enter__ = _original_enter  # type: ignore[method-assign]
 
 
-def allowed_again(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of the end of a run of which a graph is made."""
-
-    @functools.wraps(original)
-    def end(*args: Any, **kwargs: Any) -> Any:
-        _allow_operations()
-        return original(*args, **kwargs)
-
-    return end
+def allowed_again(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the end of a run of which a graph is made."""
+    _allow_operations()
+    return original(*args, **kwargs)
 
 
-def checked_begin(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of the beginning of a run that is recorded."""
-
-    @functools.wraps(original)
-    def begin(name: str, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatching():
-            return original(name, *args, **kwargs)
-        caller = sys._getframe(1).f_locals
-        function, given = caller.get("fn"), caller.get("args", args)
-        what = f"the function {getattr(function, '__name__', name)!r} compiled with jit"
-        # A graph of an earlier call may be there already: then nothing runs that could be caught later.
-        _refuse(what, args, given, function)
-        made = original(name, *args, **kwargs)
-        if made:
-            _refuse_operations(what, _forget_recording)
-        return made
-
-    return begin
+def checked_begin(original: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the beginning of a run that is recorded."""
+    if not is_dispatching():
+        return original(name, *args, **kwargs)
+    caller = sys._getframe(2).f_locals
+    function, given = caller.get("fn"), caller.get("args", args)
+    what = f"the function {getattr(function, '__name__', name)!r} compiled with jit"
+    # A graph of an earlier call may be there already: then nothing runs that could be caught later.
+    _refuse(what, args, given, function)
+    made = original(name, *args, **kwargs)
+    if made:
+        _refuse_operations(what, _forget_recording)
+    return made
 
 
 def _forget_recording() -> None:
@@ -245,26 +220,16 @@ def _forget_recording() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ from the bytecode
-def checked_preparation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of the look at the arguments before the bytecode is compiled."""
-
-    def prepare(args: tuple, kwargs: dict) -> Any:
-        if is_dispatching():
-            capturing = sys._getframe(1).f_locals.get("self")
-            function = getattr(capturing, "fn", None)
-            _refuse(f"the function {getattr(function, '__name__', '?')!r} compiled with jit", args, kwargs, function)
-        return original(args, kwargs)
-
-    return prepare
+def checked_preparation(original: Callable, args: tuple, kwargs: dict) -> Any:
+    """Stands for the look at the arguments before the bytecode is compiled."""
+    if is_dispatching():
+        function = getattr(sys._getframe(2).f_locals.get("self"), "fn", None)
+        _refuse(f"the function {getattr(function, '__name__', '?')!r} compiled with jit", args, kwargs, function)
+    return original(args, kwargs)
 
 
-def checked_enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of the beginning of a run whose bytecode is compiled."""
-
-    @functools.wraps(original)
-    def enter(self: Any) -> Any:
-        if is_dispatching():
-            _refuse_operations(f"the function {self.fn.__name__!r} compiled with jit")
-        return original(self)
-
-    return enter
+def checked_enter(original: Callable, capturing: Any) -> Any:
+    """Stands for the beginning of a run whose bytecode is compiled."""
+    if is_dispatching():
+        _refuse_operations(f"the function {capturing.fn.__name__!r} compiled with jit")
+    return original(capturing)

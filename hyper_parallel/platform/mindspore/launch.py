@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -51,15 +52,15 @@ def wait_for_group(group: str) -> None:
         dist.barrier(group)
 
 
+@dataclass(eq=False)
 class World:
     """One initialised default group; ``store`` is where its ranks met, ``group`` is its name, None without peers."""
 
-    def __init__(self, rank: int, size: int, group: str | None, store: Any = None) -> None:
-        self.rank = rank
-        self.size = size
-        self.group = group
-        self.store = store
-        self.subgroups: dict[tuple[int, ...], str] = {}
+    rank: int
+    size: int
+    group: str | None
+    store: Any = None
+    subgroups: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 
 class GroupVerbs:
@@ -140,8 +141,7 @@ class GroupVerbs:
             world.subgroups[world.rank,] = group
         return group
 
-    def is_communication_failure(self, error: Exception) -> bool:
-        return lost_ranks.is_communication_failure(error)
+    is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str

@@ -22,20 +22,37 @@ __all__ = ["LocalVerbs"]
 class LocalVerbs:
     """The groups "operations on plain local tensors" and "devices and random numbers" of the contract."""
 
-    def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
-        return mint.narrow(x, dim, start, length)
-
-    def chunk(self, x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
-        return mint.chunk(x, count, dim)
+    # Where MindSpore has a function of the same arguments, that is the verb.
+    narrow: Any = staticmethod(mint.narrow)
+    chunk: Any = staticmethod(mint.chunk)
+    contiguous: Any = staticmethod(dense)
+    log: Any = staticmethod(ops.log)
+    gather: Any = staticmethod(ops.gather_elements)
 
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
         return mint.cat(list(xs), dim)
 
-    def contiguous(self, x: Tensor) -> Tensor:
-        return dense(x)
-
     def clone(self, x: Tensor) -> Tensor:
         return copied(x)
+
+    def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
+        # New tensors are in row-major order: dimensions are exchanged, and gaps filled with zeros and cut off again.
+        order = tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], -x.shape[d])))
+        shape = [x.shape[d] for d in order]
+        steps = [strides[d] for d in order]
+        y = copied(mint.permute(x, order))
+        if steps[-1] > 1:
+            y, shape, steps = y.reshape((*shape, 1)), [*shape, 1], [*steps, 1]
+        for at in range(1, len(steps)):
+            wide = [*y.shape]
+            wide[at] = steps[at - 1] // steps[at] - shape[at]
+            if wide[at]:
+                y = mint.cat((y, mint.zeros(wide, dtype=x.dtype)), at)
+        for at, size in enumerate(shape):
+            y = y if y.shape[at] == size else mint.narrow(y, at, 0, size)
+        if len(shape) > x.ndim:
+            y = mint.squeeze(y, -1)
+        return mint.permute(y, tuple(sorted(range(x.ndim), key=order.__getitem__)))
 
     def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
         return _filled(tuple(shape), value, like.dtype)
@@ -59,12 +76,6 @@ class LocalVerbs:
     def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
         y = ops.exp(x - shift)
         return y if scale is None else y / scale
-
-    def log(self, x: Tensor) -> Tensor:
-        return ops.log(x)
-
-    def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        return ops.gather_elements(x, dim, index)
 
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         return ops.tensor_scatter_elements(x, index, source, dim, "add")

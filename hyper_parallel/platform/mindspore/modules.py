@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn
@@ -84,12 +85,9 @@ class ModuleVerbs:
     def set_distributed_parameter(self, module: Any, name: str, local: Any, layout: Any) -> None:
         make_distributed(module._params[name], local, layout)
 
-    def own_parameters(self, module: Any) -> Mapping[str, Any]:
-        return module._params
+    own_parameters: Any = staticmethod(attrgetter("_params"))
 
-    def replace_forward(
-        self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
-    ) -> None:
+    def replace_forward(self, module: Any, make: Callable[[Callable], Callable], methods: type | None = None) -> None:
         cls: Any = type(module)
         if methods is not None:
             # Other tensors may stand where parameters are when these are first called.
@@ -99,16 +97,6 @@ class ModuleVerbs:
         object.__setattr__(module, "_replaced_forward", make(cls.construct if replaced is None else replaced))
         if replaced is None or methods is not None:
             module.__class__ = _class_with_replaced_forward(cls, methods)
-
-    def register_forward_pre_hook(
-        self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
-    def register_forward_hook(
-        self, module: Any, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
 
 @cache

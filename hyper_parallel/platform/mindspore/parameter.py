@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, copy_of, is_dispatching
-from hyper_parallel.platform.unpatched import Unpatched
+from hyper_parallel.platform.without_patches import NeedsPatches
 
 __all__ = ["Classes", "DistributedParameter", "make_distributed"]
 
@@ -114,10 +114,10 @@ class Classes:
     """The classes that `make_dtensor_class` made: they are given out while MindSpore is patched."""
 
     made: tuple[type, ...] = ()
-    dtensor: Any = Unpatched("mindspore")
-    parameter: Any = Unpatched("mindspore")
+    dtensor: Any = NeedsPatches("mindspore")
+    parameter: Any = NeedsPatches("mindspore")
 
     @classmethod
     def allow(cls, allowed: bool) -> None:
         """Whether DTensors may be made."""
-        cls.dtensor, cls.parameter = cls.made if allowed else (Unpatched("mindspore"),) * 2
+        cls.dtensor, cls.parameter = cls.made if allowed else (NeedsPatches("mindspore"),) * 2

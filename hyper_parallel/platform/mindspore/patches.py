@@ -1,13 +1,12 @@
 """Every patch of MindSpore. The functions that make the replacements are in the modules of their subjects.
 
 Installed when the DTensor class is made, so never in a process that makes no DTensor; `PatchSet.uninstall` takes them
-back. docs/patches.md shows the list: ``python -m hyper_parallel.platform.patch_table mindspore`` writes it.
+back. docs/patches.md shows the list: ``python -m tests.support.patch_table mindspore`` writes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mindspore
@@ -16,7 +15,7 @@ from hyper_parallel.platform.mindspore import autograd, graphs
 from hyper_parallel.platform.mindspore.handlers import clipping, entry_points, likes, optimizers, plain_tensors
 from hyper_parallel.platform.mindspore.op_table import loss
 from hyper_parallel.platform.mindspore.parameter import Classes
-from hyper_parallel.platform.patching import Patch, PatchSet, takes
+from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
 
 __all__ = ["PATCHES"]
 
@@ -33,20 +32,20 @@ def _patch(target: str, reason: str, make: Callable[[Any], Any], **more: Any) ->
 
 def _sequence(primitive: str, distributed: Callable[[Any, tuple], Any], held: str = "inherited") -> Patch:
     reason = "tensors in a list or tuple are not looked at, and the operation runs on this rank's parts"
-    make = partial(entry_points.call_on_sequence, distributed=distributed)
+    make = calling(entry_points.call_on_sequence, distributed=distributed)
     return _patch(f"mindspore.ops.operations.{primitive}.__call__", reason, make, held=held)
 
 
 def _index(name: str) -> Patch:
     reason = "a plain tensor indexed by a DTensor takes this rank's part of the index"
-    return _patch(f"mindspore.Tensor.{name}", reason, partial(entry_points.checked_index, name=name), held="inherited")
+    return _patch(f"mindspore.Tensor.{name}", reason, calling(entry_points.checked_index), held="inherited")
 
 
 def _operator(name: str, reflected: str) -> Patch:
     return _patch(
         f"mindspore.Parameter._base_type[Parameter].{name}",
         "an operator between a plain parameter and a DTensor runs on this rank's part",
-        partial(entry_points.reflected_operator, reflected=reflected),
+        calling(entry_points.reflected_operator, reflected=reflected),
         held="inherited",
     )
 
@@ -56,7 +55,7 @@ def _loss(name: str) -> Patch:
     return _patch(
         f"mindspore.ops.function.{module}.{name}",
         "losses are right and gather the classes: MindSpore composes them of some twenty primitives",
-        partial(loss.dispatched_loss, name=name),
+        calling(loss.dispatched_loss, loss=name),
         everywhere=True,
         required=False,
     )
@@ -64,12 +63,12 @@ def _loss(name: str) -> Patch:
 
 def _draw_like(name: str) -> Patch:
     target = f"mindspore.ops.function.random_func.{name}"
-    return _patch(target, _PLAIN_LIKE, likes.draw_like, everywhere=True)
+    return _patch(target, _PLAIN_LIKE, calling(likes.draw_like), everywhere=True)
 
 
 def _optimizer(base: str) -> Patch:
     reason = "optimizers that need whole parameters step on this rank's parts, the others mix plain and distributed"
-    return _patch(f"{base}.__call__", reason, optimizers.optimizer_call, held="inherited")
+    return _patch(f"{base}.__call__", reason, calling(optimizers.optimizer_call), held="inherited")
 
 
 def _allow(allowed: bool) -> None:
@@ -81,8 +80,8 @@ PATCHES = PatchSet(
     "mindspore",
     mindspore.__version__,
     [
-        _patch("mindspore.graph.api._PyNativeExecutor.new_graph", _STALE, autograd.counted_begin),
-        _patch("mindspore.graph.api._PyNativeExecutor.end_graph", _STALE, autograd.counted_end),
+        _patch("mindspore.graph.api._PyNativeExecutor.new_graph", _STALE, calling(autograd.counted_begin)),
+        _patch("mindspore.graph.api._PyNativeExecutor.end_graph", _STALE, calling(autograd.counted_end)),
         _patch(
             "mindspore.ops.composite.base._pynative_func_grad_forward",
             "after an error within a function whose gradient is asked for, which may be raised on one rank alone, "
@@ -109,7 +108,7 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.nn.Cell._call_custom_bprop",
             "the ``bprop`` of a cell, as `ops.nanmean` is one, computes with this rank's parts",
-            entry_points.gathered_bprop,
+            calling(entry_points.gathered_bprop),
             check=takes("self args kwargs"),
         ),
         *(_operator(name, reflected) for name, reflected in entry_points.REFLECTED.items()),
@@ -122,19 +121,19 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.Tensor.__init__",
             "``Tensor(dtensor)`` is this rank's part",
-            plain_tensors.checked_init,
+            calling(plain_tensors.checked_init),
             held="inherited",
         ),
         _patch(
             "mindspore.Tensor.assign_value",
             "a plain parameter set to a DTensor becomes this rank's part",
-            plain_tensors.checked_assign,
+            calling(plain_tensors.checked_assign),
             check=takes("self value"),
         ),
         _patch(
             "mindspore.train.serialization._update_param",
             "``load_param_into_net`` compares whole shapes with those of parts, and says nothing of parallel values",
-            plain_tensors.checked_update,
+            calling(plain_tensors.checked_update),
             check=takes("param new_param strict_load"),
             required=False,
         ),
@@ -142,33 +141,33 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.ops.function.clip_func._ClipByGlobalNorm.construct",
             "``ops.clip_by_global_norm`` fails: it compares the distributed norm with a plain number",
-            partial(clipping.clipping, name="ops.clip_by_global_norm", place=1),
+            calling(clipping.clipping, name="ops.clip_by_global_norm", place=1),
             check=takes("self x"),
         ),
         _patch(
             "mindspore.ops.function.clip_func.clip_by_norm",
             _NORM_OF_A_PART,
-            partial(clipping.clipping, name="ops.clip_by_norm", place=0),
+            calling(clipping.clipping, name="ops.clip_by_norm", place=0),
             check=takes("x max_norm norm_type error_if_nonfinite"),
             everywhere=True,
         ),
         _patch(
             "mindspore.ops.function.clip_func._cal_total_norm",
             "``ops.clip_by_norm`` is right and slow: an all-reduce for each gradient",
-            clipping.norm_of_all,
+            calling(clipping.norm_of_all),
             check=takes("x norm_type"),
             required=False,
         ),
         _patch(
             "mindspore.nn.ClipByNorm.construct",
             _NORM_OF_A_PART,
-            partial(clipping.clipping, name="nn.ClipByNorm", place=1),
+            calling(clipping.clipping, name="nn.ClipByNorm", place=1),
             check=takes("self x clip_norm"),
         ),
         _patch(
             "mindspore.amp.all_finite",
             "of plain local gradients each rank sees its own, and one alone skips the step",
-            clipping.looking,
+            calling(clipping.looking),
             check=takes("inputs"),
             everywhere=True,
         ),
@@ -176,27 +175,27 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.ops.function.array_func.full_like",
             _PLAIN_LIKE,
-            likes.full_like,
+            calling(likes.full_like),
             check=takes("input fill_value dtype"),
             everywhere=True,
         ),
         *map(_loss, loss.LOSSES),
-        _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, graphs.checked_jit),
-        _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, graphs.checked_compile),
-        _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, graphs.checked_parser),
-        _patch("mindspore.graph._parse.get_object_key", _IN_A_GRAPH, graphs.checked_parser),
-        _patch("mindspore.graph.jit_trace._jit_trace_begin", _IN_A_GRAPH, graphs.checked_begin),
-        _patch("mindspore.graph.jit_trace._jit_trace_end", _IN_A_GRAPH, graphs.allowed_again),
-        _patch("mindspore.graph._utils.pijit_context.PreJit", _IN_A_GRAPH, graphs.checked_preparation),
+        _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, calling(graphs.checked_jit)),
+        _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, calling(graphs.checked_compile)),
+        _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, calling(graphs.checked_parser)),
+        _patch("mindspore.graph._parse.get_object_key", _IN_A_GRAPH, calling(graphs.checked_parser)),
+        _patch("mindspore.graph.jit_trace._jit_trace_begin", _IN_A_GRAPH, calling(graphs.checked_begin)),
+        _patch("mindspore.graph.jit_trace._jit_trace_end", _IN_A_GRAPH, calling(graphs.allowed_again)),
+        _patch("mindspore.graph._utils.pijit_context.PreJit", _IN_A_GRAPH, calling(graphs.checked_preparation)),
         _patch(
             "mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__",
             _IN_A_GRAPH,
-            graphs.checked_enter,
+            calling(graphs.checked_enter),
         ),
         _patch(
             "mindspore.graph._utils.pijit_context.PIJitCaptureContext.__exit__",
             _IN_A_GRAPH,
-            graphs.allowed_again,
+            calling(graphs.allowed_again),
         ),
     ],
     classes=lambda: Classes.made,

@@ -113,7 +113,7 @@ class LegacyFunction:
         return f"<primitive {self.name}>"
 
 
-def _dispatched(name: str, plain: Callable[..., Any]) -> Any:
+def _dispatched(name: str, plain: Callable) -> Any:
     """A method that MindSpore does not intercept, which goes by the row of that name."""
     row, function = OPS[name], Function(name, plain)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
+from hyper_parallel.platform.contract.autograd import TensorFunction
 from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_callback
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = [
     *("NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
@@ -22,13 +23,13 @@ __all__ = [
 ]
 
 # Not as methods of DTensors, which first ask whether they are to be intercepted.
-_view_as, _detach = torch.Tensor.view_as, torch.Tensor.detach
-shape_of, stride_of, address_of = torch.Tensor.shape.__get__, torch.Tensor.stride, torch.Tensor.data_ptr
+_view_as, _detach = Tensor.view_as, Tensor.detach
+shape_of, stride_of, address_of = Tensor.shape.__get__, Tensor.stride, Tensor.data_ptr
 is_grad_enabled = torch.is_grad_enabled
 
-#: What is compared where something was kept for a tensor, besides the version, which ``x.data = y`` leaves as it is:
-#: that the view that was kept has the same data; nothing, for DTensors, which forget what was kept; else address, shape
-#: and strides.
+#: What an entry of a `Cache` says that is to be compared, besides the version, which ``x.data = y`` does not change:
+#: whether the view that was kept still has the data of ``x``; or nothing, because assigning data to a DTensor clears
+#: its cache. Any other entry has the address, the shape and the strides.
 SAME_AS_VIEW, NOTHING = None, ()
 
 
@@ -53,7 +54,7 @@ class Cache(dict):
 class _NoContext:
     """The context of a function that autograd does not record."""
 
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+    def save_for_backward(self, *tensors: Tensor) -> None:
         """Keep nothing."""
 
 
@@ -73,27 +74,27 @@ class AutogradVerbs(Platform):
     after_backward: Any = staticmethod(queue_callback)
 
     def autograd_function(
-        self, forward: Callable[..., torch.Tensor], backward: Callable[..., torch.Tensor]
-    ) -> Callable[..., torch.Tensor]:
+        self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
         """See `Platform.autograd_function`."""
 
-        def run_forward(ctx: Any, x: torch.Tensor, *static: Any) -> torch.Tensor:
+        def run_forward(ctx: Any, x: Tensor, *static: Any) -> Tensor:
             ctx.static_count = len(static)
             with no_dispatch():
                 y = forward(ctx, x, *static)
                 # As a view of ``x`` the result could not be changed in place.
                 return y.detach() if y is x or y._is_view() else y
 
-        def run_backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        def run_backward(ctx: Any, cotangent: Tensor) -> Any:
             with no_dispatch():
                 gradient = backward(ctx, as_plain(cotangent))
             return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
 
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
-        def run(x: torch.Tensor, *static: Any) -> torch.Tensor:
-            if SEEN:
-                refuse_levels(x)
+        def run(x: Tensor, *static: Any) -> Tensor:
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             if is_grad_enabled() and x.requires_grad:
                 return apply(x, *static)
             with no_dispatch():
@@ -101,25 +102,27 @@ class AutogradVerbs(Platform):
 
         return run
 
+    tells_unused = True
+
     def joint_function(
-        self, forward: Callable[..., Sequence[torch.Tensor]], backward: Callable[..., Sequence[torch.Tensor]]
-    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        self, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
+    ) -> Callable[..., tuple[Tensor, ...]]:
         """See `Platform.joint_function`."""
 
-        def run_forward(ctx: Any, static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def run_forward(ctx: Any, static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
             ctx.set_materialize_grads(False)
             with no_dispatch():
                 return tuple(y.detach() for y in forward(ctx, static, *xs))
 
-        def run_backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        def run_backward(ctx: Any, *cotangents: Tensor) -> Any:
             with no_dispatch():
                 return (None, *backward(ctx, *map(as_plain, cotangents)))
 
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
-        def run(static: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            if SEEN:
-                refuse_levels(xs[0])
+        def run(static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+            if MAYBE_INSIDE:
+                refuse_transforms(xs[0])
             if is_grad_enabled() and any(x.requires_grad for x in xs):
                 return apply(static, *xs)
             with no_dispatch():
@@ -127,15 +130,13 @@ class AutogradVerbs(Platform):
 
         return run
 
-    def gradient_view(
-        self, convert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], key: Any
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
         """See `Platform.gradient_view`: a view with a hook, where an autograd function costs several times as much."""
         read = self.read_cache
 
-        def view(x: torch.Tensor) -> torch.Tensor:
-            if SEEN:
-                refuse_levels(x)
+        def view(x: Tensor) -> Tensor:
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             if not (is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")
@@ -148,38 +149,37 @@ class AutogradVerbs(Platform):
             if cache is None:
                 cache = x.__dict__["_cached"] = Cache()
             # Weak, see `write_cache`: the operation keeps it.
-            cache[key] = (weakref.ref(y), x._version, SAME_AS_VIEW if type(x) is torch.Tensor else NOTHING)
+            cache[key] = (weakref.ref(y), x._version, SAME_AS_VIEW if type(x) is Tensor else NOTHING)
             return y
 
         return view
 
-    def requires_grad(self, x: torch.Tensor) -> bool:
+    def requires_grad(self, x: Tensor) -> bool:
         """See `Platform.requires_grad`."""
         return is_grad_enabled() and x.requires_grad
 
-    def detach(self, x: torch.Tensor) -> torch.Tensor:
+    def detach(self, x: Tensor) -> Tensor:
         """See `Platform.detach`."""
-        if SEEN:
-            refuse_levels(x)
-        if type(x) is torch.Tensor:
+        if MAYBE_INSIDE:
+            refuse_transforms(x)
+        if type(x) is Tensor:
             return x.detach()
         with no_dispatch():
             return _detach(x)
 
-    def alias(self, x: torch.Tensor) -> torch.Tensor:
+    def alias(self, x: Tensor) -> Tensor:
         """See `Platform.alias`."""
         with no_dispatch():
             return _view_as(x, x)
 
-    def same_memory(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+    def same_memory(self, x: Tensor, y: Tensor) -> bool:
         """See `Platform.same_memory`."""
         return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
-    def no_grad(self) -> AbstractContextManager:
-        """See `Platform.no_grad`."""
-        return torch.no_grad()
+    #: See `Platform.no_grad`.
+    no_grad: Any = staticmethod(torch.no_grad)
 
-    def read_cache(self, holder: torch.Tensor, key: Any) -> torch.Tensor | None:
+    def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
         """See `Platform.read_cache`."""
         cache = holder.__dict__.get("_cached")
         if not cache or not is_grad_enabled():
@@ -198,7 +198,7 @@ class AutogradVerbs(Platform):
         same = data is NOTHING or data == (address_of(holder), shape_of(holder), stride_of(holder))
         return value if same else None
 
-    def write_cache(self, holder: torch.Tensor, key: Any, value: torch.Tensor) -> None:
+    def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
         """See `Platform.write_cache`.
 
         A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator,
@@ -209,7 +209,7 @@ class AutogradVerbs(Platform):
             return
         weak = holder.is_leaf or value is holder or value._base is holder
         kept = weakref.ref(value) if weak else value
-        plain = type(holder) is torch.Tensor
+        plain = type(holder) is Tensor
         data = (address_of(holder), shape_of(holder), stride_of(holder)) if plain else NOTHING
         entry = (kept, holder._version, data)
         cache = holder.__dict__.get("_cached")
@@ -217,12 +217,12 @@ class AutogradVerbs(Platform):
             cache = holder.__dict__["_cached"] = Cache()
         cache[key] = entry
 
-    def clear_cache(self, holder: torch.Tensor) -> None:
+    def clear_cache(self, holder: Tensor) -> None:
         """See `Platform.clear_cache`."""
         holder.__dict__.pop("_cached", None)
 
 
-def make_apply(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+def make_apply(name: str, forward: Callable, backward: Callable) -> Callable:
     """`apply` of an autograd function of these methods."""
     function = type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -232,20 +232,18 @@ def make_apply(name: str, forward: Callable[..., Any], backward: Callable[..., A
 
 def as_plain(cotangent: Any) -> Any:
     """A cotangent as a plain tensor, whatever the user let backward begin with. Interception is off."""
-    return cotangent if cotangent is None or type(cotangent) is torch.Tensor else cotangent.as_subclass(torch.Tensor)
+    return cotangent if cotangent is None or type(cotangent) is Tensor else cotangent.as_subclass(Tensor)
 
 
-def hook_of(
-    convert: Callable[[torch.Tensor], Any] | None, record: Callable[[torch.Tensor], Any]
-) -> Callable[[torch.Tensor], Any]:
+def hook_of(convert: Callable[[Tensor], Any] | None, record: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """The hook that changes a cotangent by ``convert``, if at all, and where it has a gradient itself by ``record``.
     Both get plain tensors."""
 
-    def hook(cotangent: torch.Tensor) -> Any:
+    def hook(cotangent: Tensor) -> Any:
         change = record if is_grad_enabled() and cotangent.requires_grad else convert
         if change is None:
             return None
-        if type(cotangent) is torch.Tensor:
+        if type(cotangent) is Tensor:
             return change(cotangent)
         with no_dispatch():
             return change(as_plain(cotangent))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -10,16 +10,15 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
 from hyper_parallel.platform.torch.local_tensors import LocalVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.private import is_traceable_wrapper
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["TorchPlatform"]
@@ -44,10 +43,6 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     def __init__(self) -> None:
         warn_of_untested("torch", torch.__version__)
         self.fast = TorchFast(self)
-
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return torch.device(self.device_type)
 
     # ------------------------------------------------------------------------------------------------ types
     def foreign_tensor(self, x: Any) -> str | None:
@@ -93,8 +88,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
 
     def bytes_of(self, x: torch.Tensor) -> bytes:
         """See `Platform.bytes_of`."""
-        if SEEN:
-            refuse_levels(x)
+        if MAYBE_INSIDE:
+            refuse_transforms(x)
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         # Without elements it may have a stride of 0, with which torch does not view it as another dtype.
         return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
@@ -120,7 +115,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
             storage.resize_(0)
 
     def refill_storage(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """See `Platform.refill_storage`. Of what is written to ``data`` autograd does not count the writes."""
+        """See `Platform.refill_storage`. Autograd does not count what is written to ``data``."""
         storage = x.untyped_storage()
         if storage.resizable():
             storage.resize_(x.nbytes)
@@ -152,10 +147,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     wrap: Any = staticmethod(tensor.wrap)
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)
 
-    @property
-    def op_table(self) -> Mapping[Any, NativeOp]:
-        """See `Platform.op_table`."""
-        return OP_TABLE
+    op_table: Any = OP_TABLE
 
     def is_compiling(self) -> bool:
         """See `Platform.is_compiling`."""
@@ -174,6 +166,19 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         return None
 
     # ------------------------------------------------------------------------------------------------ devices, random
+    def device_module(self) -> Any:
+        """``torch.cuda`` or its like, which has this rank's device and generator."""
+        return getattr(torch, self.device_type)
+
+    def device(self) -> torch.device:
+        """This rank's device: the current one."""
+        return torch.device(self.device_type, self.device_module().current_device())
+
+    def _select_device(self, local_rank: int) -> None:
+        """Make the device of this rank the current one."""
+        module = self.device_module()
+        module.set_device(local_rank % module.device_count())
+
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.to_device`. A meta tensor stays one."""
         if type(x) is not T or x.layout is not torch.strided or x.is_nested or x.is_quantized:
@@ -185,6 +190,13 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 
-    def manual_seed(self, seed: int) -> None:
-        """See `Platform.manual_seed`."""
-        torch.manual_seed(seed)
+    #: See `Platform.manual_seed`.
+    manual_seed: Any = staticmethod(torch.manual_seed)
+
+    def get_rng_state(self) -> Any:
+        """See `Platform.get_rng_state`."""
+        return self.device_module().get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """See `Platform.set_rng_state`."""
+        self.device_module().set_rng_state(state)

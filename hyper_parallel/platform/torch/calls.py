@@ -15,19 +15,19 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.platform.torch.module_copies import copying_methods
-from hyper_parallel.platform.torch.private import calls_quickly as _calls_quickly
-from hyper_parallel.platform.torch.private import global_backward_hooks as _all_backward
-from hyper_parallel.platform.torch.private import global_backward_pre_hooks as _all_backward_pre
-from hyper_parallel.platform.torch.private import global_forward_hooks as _all_forward
-from hyper_parallel.platform.torch.private import global_forward_pre_hooks as _all_forward_pre
-from hyper_parallel.platform.torch.private import tracer as _tracer
+from hyper_parallel.platform.torch.private import (
+    calls_quickly,
+    global_backward_hooks,
+    global_backward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+    tracer,
+)
 
 __all__ = ["call_quickly", "replace_forward"]
 
 
-def replace_forward(
-    module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
-) -> None:
+def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], methods: type | None = None) -> None:
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
@@ -67,11 +67,11 @@ def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type
             or state["_backward_hooks"]
             or "forward" in state
             or "_compiled_call_impl" in state
-            or _all_forward_pre
-            or _all_forward
-            or _all_backward_pre
-            or _all_backward
-            or _tracer() is not None
+            or global_forward_pre_hooks
+            or global_forward_hooks
+            or global_backward_pre_hooks
+            or global_backward_hooks
+            or tracer() is not None
         ):
             return cls.__call__(self, *args, **kwargs)
         before, after = state["_forward_pre_hooks"], state["_forward_hooks"]
@@ -104,7 +104,7 @@ def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type
         return y
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_quick": True}
-    if _calls_quickly and (cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False)):
+    if calls_quickly and (cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False)):
         methods = {**methods, "__call__": call}
     bases = (cls,) if base is None else (base, cls)
     return type(cls.__name__, bases, {**names, **copying_methods(cls), **methods})

@@ -7,7 +7,6 @@ shape and keep one rank's shard.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.torch.tensor import is_dtensor
 
-__all__ = ["REFUSALS", "gathering"]
+__all__ = ["REFUSALS", "gather_first"]
 
 
 def _refuse(x: Any, *args: Any) -> Any:
@@ -35,17 +34,12 @@ def _refuse(x: Any, *args: Any) -> Any:
 REFUSALS = dict.fromkeys(("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"), _refuse)
 
 
-def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that ``get_model_state_dict`` and ``get_optimizer_state_dict`` with ``full_state_dict=True`` go
-    through, and which asks for torch's own class: it gets DTensors gathered."""
-
-    @functools.wraps(original)
-    def gather_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        on_cpu, only = bool(kwargs.get("cpu_offload")), kwargs.get("ranks_only") or ()
-        keep = not only or dist.get_rank(kwargs.get("pg")) in only
-        return original(_whole(state_dict, on_cpu, keep), *args, **kwargs)
-
-    return gather_state_dict
+def gather_first(original: Callable, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the function that ``get_model_state_dict`` and ``get_optimizer_state_dict`` with
+    ``full_state_dict=True`` go through, and which asks for torch's own class: it gets DTensors gathered."""
+    on_cpu, only = bool(kwargs.get("cpu_offload")), kwargs.get("ranks_only") or ()
+    keep = not only or dist.get_rank(kwargs.get("pg")) in only
+    return original(_whole(state_dict, on_cpu, keep), *args, **kwargs)
 
 
 def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:

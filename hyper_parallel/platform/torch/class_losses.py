@@ -6,19 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch.tensor import State, stand_for
 
 __all__ = ["whole_classes_only"]
 
 
-def whole_classes_only(original: Callable[..., Any]) -> Callable[..., Any]:
+def whole_classes_only(original: Callable) -> Callable:
     """What stands for ``cross_entropy`` and ``nll_loss`` of `torch.nn.functional`."""
 
     @functools.wraps(original)
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(input) is torch.Tensor and input.dim():
+        if type(input) is Tensor and input.dim():
             State.core.refuse_part_of_classes(input.shape[min(1, input.dim() - 1)])
         return original(input, target, *args, **kwargs)
 

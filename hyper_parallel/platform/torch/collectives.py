@@ -15,32 +15,27 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeMesh, Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import launch, lost_ranks, native_meshes
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.torch.private import dispatch_modes as _watchers
+from hyper_parallel.platform.torch.private import dispatch_modes
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = ["CommunicationVerbs"]
 
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
+
+def _options(kind: Any) -> dict[str, Any]:
+    """Reduce op -> torch's options for it."""
+    found = {}
+    for op in ("sum", "avg", "max", "min", "product"):
+        found[op] = options = kind()
+        options.reduceOp = getattr(dist.ReduceOp, op.upper())
+    return found
 
 
-def _options(kind: Any, op: Any) -> Any:
-    options = kind()
-    options.reduceOp = op
-    return options
-
-
-_ALL_REDUCE = {name: _options(dist.AllreduceOptions, op) for name, op in _REDUCE_OPS.items()}
-_REDUCE_SCATTER = {name: _options(dist.ReduceScatterOptions, op) for name, op in _REDUCE_OPS.items()}
+_ALL_REDUCE, _REDUCE_SCATTER = _options(dist.AllreduceOptions), _options(dist.ReduceScatterOptions)
 
 
 class _Group:
@@ -135,7 +130,7 @@ class CommunicationVerbs(Platform):
         return native_meshes.describe_mesh(native, self.device_type, _Group)
 
     # ------------------------------------------------------------------------------------------------ collectives
-    def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
+    def supports(self, collective: str, op: str, local: Tensor) -> bool:
         """See `Platform.supports`. What only moves data takes every dtype: it can travel as bytes."""
         if collective == "all_reduce":
             return local.dtype in self.all_reduce_dtypes.get(op, ())
@@ -143,44 +138,42 @@ class CommunicationVerbs(Platform):
             return local.dtype in self.reduce_scatter_dtypes.get(op, ())
         return True
 
-    def all_reduce(self, local: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
         """See `Platform.all_reduce`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+        if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         backend.allreduce([local], _ALL_REDUCE[op]).wait()
         return local
 
-    def all_gather(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
+    def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
         """See `Platform.all_gather`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+        if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         shape = local.shape
         out = local.new_empty((size * shape[0], *shape[1:]))
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         if local.dtype in self.moved_dtypes:
             backend._allgather_base(out, local).wait()
         else:
             backend._allgather_base(self._movable(out), self._movable(local)).wait()
         return out
 
-    def reduce_scatter(self, local: torch.Tensor, op: str, group: Any, size: int) -> torch.Tensor:
+    def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
         """See `Platform.reduce_scatter`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
+        if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         shape = local.shape
         out = local.new_empty((shape[0] // size, *shape[1:]))
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op]).wait()
         return out
 
-    def start_collective(
-        self, collective: str, out: torch.Tensor, local: torch.Tensor, op: str, group: Any, size: int
-    ) -> Any:
+    def start_collective(self, collective: str, out: Tensor, local: Tensor, op: str, group: Any, size: int) -> Any:
         """See `Platform.start_collective`."""
-        if SEEN:
-            refuse_levels(local)
-        backend = _resolve(group) if _watchers() else group.backend or _resolve(group)
+        if MAYBE_INSIDE:
+            refuse_transforms(local)
+        backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         if collective == "all_gather":
             return backend._allgather_base(self._movable(out), self._movable(local))
         if collective == "reduce_scatter":
@@ -189,25 +182,23 @@ class CommunicationVerbs(Platform):
             out.copy_(local)
         return backend.allreduce([out], _ALL_REDUCE[op])
 
-    def all_to_all(self, local: torch.Tensor, group: Any, size: int) -> torch.Tensor:
+    def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
         """See `Platform.all_to_all`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _sendable(local)
+        local = _sendable(local)
         out = torch.empty_like(local)
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
         return out
 
-    def broadcast(self, local: torch.Tensor, src: int, group: Any) -> torch.Tensor:
+    def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
         """See `Platform.broadcast`."""
-        if SEEN or local._is_zerotensor() or local.is_conj() or local.is_neg():
-            local = _sendable(local)
+        local = _sendable(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
         return local
 
-    def scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, group: Any) -> torch.Tensor:
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
         """See `Platform.scatter`."""
-        if SEEN:
-            refuse_levels(out)
+        if MAYBE_INSIDE:
+            refuse_transforms(out)
         sent = None if parts is None else [self._movable(p) for p in parts]
         dist.scatter(self._movable(out), sent, src=src, group=_resolve(group))
         return out
@@ -218,16 +209,15 @@ class CommunicationVerbs(Platform):
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
         """See `Platform.all_gather_object`."""
-        if SEEN:
-            refuse_levels()
+        if MAYBE_INSIDE:
+            refuse_transforms()
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=_resolve(group))
         return values
 
     # ------------------------------------------------------------------------------------------------ faults
-    def is_communication_failure(self, error: Exception) -> bool:
-        """See `Platform.is_communication_failure`."""
-        return lost_ranks.is_communication_failure(error)
+    #: See `Platform.is_communication_failure`.
+    is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str
@@ -239,8 +229,8 @@ class CommunicationVerbs(Platform):
         """See `Platform.tell_of_failure`."""
         lost_ranks.tell_of_failure([group() for group in groups], ranks, report)
 
-    def _movable(self, x: torch.Tensor) -> torch.Tensor:
-        """The same memory as a dtype that the backend can move."""
+    def _movable(self, x: Tensor) -> Tensor:
+        """The same memory, as a tensor of a dtype that the backend can move."""
         if x.dtype in self.moved_dtypes:
             return x
         return x.detach().reshape(-1).view(torch.uint8) if x.numel() else x.detach()
@@ -249,15 +239,15 @@ class CommunicationVerbs(Platform):
         """Make the device of this rank the current one."""
 
 
-def _sendable(x: torch.Tensor) -> torch.Tensor:
+def _sendable(x: Tensor) -> Tensor:
     """The values of ``x`` in memory: of an efficient zero tensor, which has none (backward and forward-mode AD make
     such), and of one that is marked as conjugate or negative, whose mark backends do not send.
 
     Raises:
-        ValueError: inside a transform, see `refuse_levels`.
+        ValueError: inside a transform, see `refuse_transforms`.
     """
-    if SEEN:
-        refuse_levels(x)
+    if MAYBE_INSIDE:
+        refuse_transforms(x)
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return x.resolve_conj().resolve_neg()

@@ -31,10 +31,13 @@ class TorchCpuPlatform(TorchPlatform):
             return "this torch was built without torch.distributed or without gloo"
         return None
 
-    def get_rng_state(self) -> Any:
-        """See `Platform.get_rng_state`."""
-        return torch.get_rng_state()
+    def device_module(self) -> Any:
+        """Torch itself, whose generator is that of the CPU."""
+        return torch
 
-    def set_rng_state(self, state: Any) -> None:
-        """See `Platform.set_rng_state`."""
-        torch.set_rng_state(state)
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def _select_device(self, local_rank: int) -> None:
+        """There is one."""

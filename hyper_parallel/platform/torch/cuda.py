@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -33,18 +31,3 @@ class TorchCudaPlatform(TorchPlatform):
         if not dist.is_available() or not dist.is_nccl_available():
             return "this torch was built without nccl"
         return None
-
-    def device(self) -> torch.device:
-        """This rank's GPU: the current one."""
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def _select_device(self, local_rank: int) -> None:
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-
-    def get_rng_state(self) -> Any:
-        """See `Platform.get_rng_state`."""
-        return torch.cuda.get_rng_state()
-
-    def set_rng_state(self, state: Any) -> None:
-        """See `Platform.set_rng_state`."""
-        torch.cuda.set_rng_state(state)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Core
@@ -26,10 +26,9 @@ from hyper_parallel.platform.torch.tensor import HANDLERS, Handler, State
 
 __all__ = ["make_dtensor_class"]
 
-T: Any = torch.Tensor
 
 _NO_KWARGS: dict[str, Any] = {}
-_local_shape = T.shape.__get__
+_local_shape = Tensor.shape.__get__
 
 
 def _local_property(name: str, base: Any) -> property:
@@ -42,20 +41,20 @@ def _local_property(name: str, base: Any) -> property:
         with no_dispatch():
             return read(self)
 
-    return property(get, doc=getattr(T, name).__doc__)
+    return property(get, doc=getattr(Tensor, name).__doc__)
 
 
 def _complex_part(name: str) -> property:
     """``x.real`` and ``x.imag``, which torch lets nobody intercept when they are set."""
-    read = getattr(T, name).__get__
+    read = getattr(Tensor, name).__get__
 
     def set_part(self: Any, value: Any) -> None:
         read(self).copy_(value)
 
-    return property(read, set_part, doc=getattr(T, name).__doc__)
+    return property(read, set_part, doc=getattr(Tensor, name).__doc__)
 
 
-def make_dtensor_class(mixin: type, core: Core, base: type = torch.Tensor) -> type:
+def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
     """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it.
 
     ``base`` is the class of local tensors. It is another one where torch's own tensors are a subclass that computes by

@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.contract import Fast
+from hyper_parallel.platform.contract import Fast, LinearCollective
+from hyper_parallel.platform.contract.autograd import TensorFunction
 from hyper_parallel.platform.torch import overlap
 from hyper_parallel.platform.torch.autograd import (
     NOTHING,
@@ -25,13 +27,19 @@ from hyper_parallel.platform.torch.autograd import (
     shape_of,
     stride_of,
 )
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.torch.private import any_autocast, current_node, saved_tensor_hooks, will_execute
+from hyper_parallel.platform.torch.private import (
+    any_autocast,
+    current_node,
+    saved_tensor_hooks,
+    set_order,
+    will_execute,
+)
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = ["TorchFast"]
 
-_detach, is_grad_enabled = torch.Tensor.detach, torch.is_grad_enabled
-_PLAIN = frozenset({torch.Tensor, type(None)})
+_detach, is_grad_enabled = Tensor.detach, torch.is_grad_enabled
+_PLAIN = frozenset({Tensor, type(None)})
 
 
 class TorchFast(Fast):
@@ -67,41 +75,36 @@ class TorchFast(Fast):
             and not module.sparse
         )
 
-    def embedding(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Fast.embedding`."""
-        return F.embedding(ids, weight)
-
-    #: See `Fast.linear`.
+    #: See `Fast.embedding` and `Fast.linear`.
+    embedding: Any = staticmethod(F.embedding)
     linear: Any = staticmethod(F.linear)
 
     # ------------------------------------------------------------------------------------------------ autograd
-    def autograd_step(
-        self, forward: Callable[[Any, torch.Tensor], torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def autograd_step(self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction) -> TensorFunction:
         """See `Fast.autograd_step`."""
         apply = make_apply("Step", forward, _without_context(backward))
 
-        def run(x: torch.Tensor) -> torch.Tensor:
-            if SEEN:
-                refuse_levels(x)
+        def run(x: Tensor) -> Tensor:
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             return apply(x) if is_grad_enabled() and x.requires_grad else forward(None, x)
 
         return run
 
     def autograd_pair(
         self,
-        forward: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        backward: Callable[[Any, Any], torch.Tensor],
-    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
+        backward: Callable[[Any, Any], Tensor],
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """See `Fast.autograd_pair`."""
 
-        def run_forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def run_forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
             ctx.set_materialize_grads(False)
             return forward(ctx, x)
 
         return make_apply("Pair", run_forward, _without_context(backward))
 
-    def can_delay_gradient(self, *parameters: torch.Tensor) -> bool:
+    def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
         if any("_read_in_backward" in p.__dict__ for p in parameters):
             return False
@@ -119,7 +122,7 @@ class TorchFast(Fast):
         except RuntimeError:
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
-    def add_to_gradient(self, parameter: torch.Tensor, cotangent: torch.Tensor) -> None:
+    def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
         """See `Fast.add_to_gradient`."""
         with no_dispatch():
             gradient: Any = parameter.grad
@@ -128,19 +131,23 @@ class TorchFast(Fast):
             else:
                 gradient.add_(cotangent)
 
+    def run_soon(self, x: Tensor) -> None:
+        """See `Fast.run_soon`. Among the nodes that it could run, torch's engine takes the one that was made last."""
+        set_order(x.grad_fn, 1 << 62)
+
     def linear_view(
         self,
-        convert: Callable[[torch.Tensor], torch.Tensor],
-        record: Callable[[torch.Tensor], torch.Tensor],
+        convert: TensorFunction,
+        record: TensorFunction,
         key: Any,
-        otherwise: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        otherwise: TensorFunction,
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """See `Fast.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
         hooks = OrderedDict({0: hook_of(convert, record)})
 
-        def view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            if SEEN:
-                refuse_levels(x)
+        def view(x: Tensor, weight: Tensor) -> Tensor:
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
             if not (is_grad_enabled() and x.requires_grad):
                 return x
             cache = x.__dict__.get("_cached")
@@ -167,7 +174,7 @@ class TorchFast(Fast):
             if cache is None:
                 cache = x.__dict__["_cached"] = Cache()
             # Weak, see `Platform.write_cache`: the operation keeps it.
-            if type(x) is not torch.Tensor:
+            if type(x) is not Tensor:
                 compared: Any = NOTHING
             else:
                 compared = SAME_AS_VIEW if dims == 2 else (address_of(x), shape_of(x), stride_of(x))
@@ -178,13 +185,13 @@ class TorchFast(Fast):
 
     def in_place_step(
         self,
-        write: Callable[[torch.Tensor], torch.Tensor],
-        record: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        write: TensorFunction,
+        record: TensorFunction,
+    ) -> TensorFunction:
         """See `Fast.in_place_step`."""
         hooks = OrderedDict({0: hook_of(None, record)})
 
-        def apply(y: Any) -> torch.Tensor:
+        def apply(y: Any) -> Tensor:
             if not (is_grad_enabled() and y.requires_grad):
                 return write(y)
             data = _detach(y)
@@ -200,30 +207,20 @@ class TorchFast(Fast):
         return apply
 
     # ------------------------------------------------------------------------------------------------ overlap
-    def linear_with_collective(
-        self,
-        collective: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: Any,
-        size: int,
-        dim: int,
-        record: Callable[[str, torch.Tensor], None],
-        chunks: int = 1,
-    ) -> torch.Tensor | None:
+    def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
         """See `Fast.linear_with_collective`: in chunks."""
         platform = self.platform
         with no_dispatch():
-            reduces = "all_reduce" if collective == "all_reduce" else "reduce_scatter"
-            if chunks < 2 or x.dtype not in platform.moved_dtypes or not platform.supports(reduces, "sum", x):
+            reduces = "all_reduce" if how.collective == "all_reduce" else "reduce_scatter"
+            if how.chunks < 2 or x.dtype not in platform.moved_dtypes or not platform.supports(reduces, "sum", x):
                 return None
-            chunks = overlap.chunks_of(collective, x, weight, size, dim, chunks)
+            chunks = overlap.chunks_of(x, weight, how)
             if chunks < 2:
                 return None
-            return overlap.run(collective, x, weight, platform.native_group(group), size, dim, chunks, record)
+            return overlap.run(x, weight, replace(how, group=platform.native_group(how.group), chunks=chunks))
 
 
-def _without_context(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _without_context(backward: Callable) -> Callable:
     """``backward`` of plain cotangents as a method of an autograd function."""
 
     def run(ctx: Any, *cotangents: Any) -> Any:

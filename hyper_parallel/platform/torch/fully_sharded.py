@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.mesh_methods import MeshMethods
@@ -26,8 +26,6 @@ from hyper_parallel.platform.torch.private import root_of_mesh
 from hyper_parallel.platform.torch.tensor import is_dtensor
 
 __all__ = ["checking_parameters", "converting_parameter", "taking_meshes"]
-
-T: Any = torch.Tensor
 
 
 def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -103,12 +101,24 @@ def converting_parameter(make: Callable[..., None]) -> Callable[..., None]:
     cls = sys.modules[make.__module__].FSDPParam
 
     @functools.wraps(make)
-    def init(self: Any, param: Any, module_info: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_dtensor(param):
-            return make(self, param, module_info, *args, **kwargs)
-        self.__class__, self._layout = _keeping_layout(cls), param._layout
-        make(self, _to_native(param), module_info, *args, **kwargs)
-        param._handed_over = True
+    def init(
+        self: Any,
+        param: Any,
+        module_info: Any,
+        mesh_info: Any,
+        post_forward: Any,
+        device: Any,
+        shard_placement_fn: Any,
+        *args: Any,
+    ) -> None:
+        choose = shard_placement_fn
+        if is_dtensor(param):
+            self.__class__, self._layout = _keeping_layout(cls), param._layout
+            found, param = param, _to_native(param)
+            if shard_placement_fn is not None:
+                choose = lambda _: shard_placement_fn(found)  # noqa: E731 - who chooses knows the model's parameters
+            found._handed_over = True
+        make(self, param, module_info, mesh_info, post_forward, device, choose, *args)
 
     return init
 
@@ -143,7 +153,7 @@ def _keeping_layout(cls: type) -> type:
 
     def get_grad_inner_tensor(self: Any, grad: Any) -> Any:
         with no_dispatch():
-            return grad.as_subclass(T)
+            return grad.as_subclass(Tensor)
 
     methods = {
         "__module__": cls.__module__,

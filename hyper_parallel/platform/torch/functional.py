@@ -7,7 +7,7 @@ way through Python once more. The native function that it would call in the end 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 from hyper_parallel.platform.torch.op_table.binding import Table
 from hyper_parallel.platform.torch.private import native
+from hyper_parallel.platform.torch.tensor import Handler
 
 __all__ = ["calls_in_place", "direct_calls"]
 
-Handler = Callable[[Any, tuple, dict], Any]
 
 #: function -> the native function for ``inplace=False``.
 _ACTIVATIONS = {

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.platform.torch.overlap import FUNCTIONS
 
 __all__ = ["applies", "run"]
-
-Record = Callable[[str, torch.Tensor], None]
 
 _OPERATORS = {
     "all_reduce": "npu_mm_all_reduce_base",
@@ -37,26 +36,26 @@ _COUNTS = (2, 4, 8)
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def applies(collective: str, x: torch.Tensor, weight: torch.Tensor, size: int, dim: int, chip: int) -> bool:
+def applies(x: Tensor, weight: Tensor, how: LinearCollective, chip: int) -> bool:
     """Whether an operator does it. What this looks at is the same on every rank, if shards are equal.
 
     Args:
-        collective, x, weight, size, dim: as for `Platform.linear_with_collective`.
+        x, weight, how: as for `Fast.linear_with_collective`.
         chip: torch_npu's number of the chip.
     """
-    if chip < _ASCEND_910B or _ASCEND_310B <= chip < _ASCEND_910C or not all(map(_exists, _needed(collective))):
+    if chip < _ASCEND_910B or _ASCEND_310B <= chip < _ASCEND_910C or not all(map(_exists, _needed(how.collective))):
         return False
-    if size not in (_COUNTS if chip < _ASCEND_910C else (*_COUNTS, 16)):
+    if how.size not in (_COUNTS if chip < _ASCEND_910C else (*_COUNTS, 16)):
         return False
     if x.dtype not in _DTYPES or weight.dtype is not x.dtype or torch.is_autocast_enabled("npu"):
         return False
     if x.dim() < 2 or weight.dim() != 2 or 0 in x.shape or 0 in weight.shape:
         return False
-    if collective == "all_reduce":
+    if how.collective == "all_reduce":
         return True
     # What is gathered and scattered are rows of a matrix, so the dimension must be the outermost.
-    outermost = math.prod(x.shape[:dim]) == 1 and dim < x.dim() - 1
-    divided = collective == "all_gather" or x.shape[dim] % size == 0
+    outermost = math.prod(x.shape[: how.dim]) == 1 and how.dim < x.dim() - 1
+    divided = how.collective == "all_gather" or x.shape[how.dim] % how.size == 0
     return outermost and divided and all(n in _SUMMED for n in weight.shape)
 
 
@@ -68,18 +67,10 @@ def _exists(collective: str) -> bool:
     return hasattr(torch.ops.npu, _OPERATORS[collective])
 
 
-def run(
-    collective: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: Any,
-    size: int,
-    dim: int,
-    record: Record,
-) -> torch.Tensor:
-    """See `Platform.linear_with_collective`."""
-    y = FUNCTIONS[collective].apply(x.reshape(-1, x.shape[-1]), weight, _Fused(group, size, record))
-    return y.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 : -1], y.shape[-1])
+def run(x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor:
+    """See `Fast.linear_with_collective`; the group is a ``ProcessGroup``."""
+    y = FUNCTIONS[how.collective].apply(x.reshape(-1, x.shape[-1]), weight, _Fused(how))
+    return y.reshape(*x.shape[: how.dim], -1, *x.shape[how.dim + 1 : -1], y.shape[-1])
 
 
 def communicator(group: Any) -> str:
@@ -95,28 +86,28 @@ def communicator(group: Any) -> str:
 class _Fused:
     """Products and their collective in one operator, with the methods of `overlap._Chunked`: all rows are one chunk."""
 
-    def __init__(self, group: Any, size: int, record: Record) -> None:
-        self.group, self.size, self.record = group, size, record
+    def __init__(self, how: LinearCollective) -> None:
+        self.how = how
 
-    def pieces(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, x: Tensor) -> list[Tensor]:
         return [x]
 
-    def whole(self, chunks: list[torch.Tensor]) -> torch.Tensor:
+    def whole(self, chunks: list[Tensor]) -> Tensor:
         return chunks[0]
 
-    def reduce(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def reduce(self, x: Tensor, other: Tensor) -> Tensor:
         return self._run("all_reduce", x, other)
 
-    def gather(self, x: torch.Tensor, other: torch.Tensor, multiplies: bool = True) -> list[Any]:
-        return [self._run("all_gather", x, other, self.size)]
+    def gather(self, x: Tensor, other: Tensor, multiplies: bool = True) -> list[Any]:
+        return [self._run("all_gather", x, other, self.how.size)]
 
-    def scatter(self, pieces: list[torch.Tensor], other: torch.Tensor) -> torch.Tensor:
-        return self._run("reduce_scatter", pieces[0], other, self.size)
+    def scatter(self, pieces: list[Tensor], other: Tensor) -> Tensor:
+        return self._run("reduce_scatter", pieces[0], other, self.how.size)
 
-    def finish(self, started: torch.Tensor) -> torch.Tensor:
+    def finish(self, started: Tensor) -> Tensor:
         return started
 
-    def _run(self, collective: str, rows: torch.Tensor, other: torch.Tensor, *size: int) -> Any:
+    def _run(self, collective: str, rows: Tensor, other: Tensor, *size: int) -> Any:
         rows = rows.contiguous()
-        self.record(collective, rows)
-        return getattr(torch.ops.npu, _OPERATORS[collective])(rows, other, communicator(self.group), *size)
+        self.how.record(collective, rows)
+        return getattr(torch.ops.npu, _OPERATORS[collective])(rows, other, communicator(self.how.group), *size)

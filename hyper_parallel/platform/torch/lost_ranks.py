@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.fault_reports import exchange_reports, leave_report
 from hyper_parallel.platform.torch.private import default_store
 
 __all__ = ["ALIKE", "GRACE", "is_communication_failure", "find_missing_ranks", "tell_of_failure", "timeout_of"]
@@ -45,29 +46,9 @@ def find_missing_ranks(group: Any, ranks: Sequence[int], report: str) -> tuple[d
     """
     if group is None or not dist.is_initialized():
         return None
-    store, me = default_store(), dist.get_rank()
-    here, anywhere = f"hyper_parallel/fault/{group.group_name}/", "hyper_parallel/fault/"
-    reports: dict[int, str] = {me: report}
-    waiting = [rank for rank in ranks if rank != me]
-    deadline = time.monotonic() + GRACE
-    try:
-        store.set(f"{here}{me}", report)
-        store.set(f"{anywhere}{me}", report)
-        _fail_waiting_ranks(group)
-        while waiting and time.monotonic() < deadline:
-            for rank in [rank for rank in waiting if store.check([f"{here}{rank}"])]:
-                reports[rank] = store.get(f"{here}{rank}").decode()
-                waiting.remove(rank)
-            time.sleep(0.05)
-        for rank in [rank for rank in waiting if store.check([f"{anywhere}{rank}"])]:
-            reports[rank] = store.get(f"{anywhere}{rank}").decode()
-    except RuntimeError:
-        # The store does not answer. Without torchrun, whose agent keeps it, rank 0 does. It may have ended only after
-        # it had left its report.
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or 0 not in ranks:
-            return None
-        return (reports, tuple(waiting)) if 0 in reports else (reports, (0,))
-    return reports, tuple(waiting)
+    _fail_waiting_ranks(group)
+    served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent keeps it
+    return exchange_reports(default_store(), dist.get_rank(), group.group_name, ranks, report, GRACE, served_by_rank_0)
 
 
 def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
@@ -87,7 +68,7 @@ def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) ->
         store.add(together, 1)
         while store.add(together, 0) < len(ranks):
             if time.monotonic() > deadline:
-                store.set(f"hyper_parallel/fault/{dist.get_rank()}", report)
+                leave_report(store, dist.get_rank(), report)
                 for group in groups:
                     _fail_waiting_ranks(group)
                 return

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import ModuleKind, Platform
@@ -32,17 +32,17 @@ class ModuleVerbs(Platform):
         """See `Platform.named_modules`."""
         return root.named_modules()
 
-    def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """See `Platform.named_buffers`."""
         return ((name, b) for name, b in module._buffers.items() if b is not None)
 
-    def set_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+    def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         """See `Platform.set_buffer`."""
         if name not in module._buffers:
             raise AttributeError(f"{type(module).__name__} has no buffer {name!r}")
         module._buffers[name] = value
 
-    def set_distributed_parameter(self, module: nn.Module, name: str, local: torch.Tensor, layout: Any) -> None:
+    def set_distributed_parameter(self, module: nn.Module, name: str, local: Tensor, layout: Any) -> None:
         """See `Platform.set_distributed_parameter`. The parameter object stays the same one."""
         parameter = module._parameters.get(name)
         if parameter is None:

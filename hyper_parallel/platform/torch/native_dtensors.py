@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch.private import strided_shard
 from hyper_parallel.platform.torch.tensor import State, is_dtensor
@@ -111,7 +112,7 @@ def from_native(x: Any) -> Any:
     replicate = _api().Replicate()
     whole = [replicate if p.is_partial() else p for p in x.placements]
     local = x.to_local(grad_placements=whole)
-    if type(local) is not torch.Tensor:
+    if type(local) is not Tensor:
         local = local.wait()  # what a collective of torch's returns that is under way
     factor = _of_averages([(p.reduce_op if p.is_partial() else "") for p in x.placements], mesh, x)
     if factor != 1:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.platform.torch import fused_linear
 from hyper_parallel.platform.torch.base import TorchPlatform
 from hyper_parallel.platform.torch.fast import TorchFast
@@ -75,31 +78,24 @@ class TorchNpuPlatform(TorchPlatform):
             return "torch_npu and CANN are installed, but no NPU was found: check the driver with npu-smi info"
         return None
 
-    def device(self) -> torch.device:
-        """This rank's NPU: the current one."""
-        return torch.device("npu", self.npu().current_device())
-
-    def _select_device(self, local_rank: int) -> None:
-        self.npu().set_device(local_rank % self.npu().device_count())
-
     def is_communication_failure(self, error: Exception) -> bool:
         """See `Platform.is_communication_failure`. Errors in the background reach only a watchdog."""
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
-    def supports(self, collective: str, op: str, local: torch.Tensor) -> bool:
+    def supports(self, collective: str, op: str, local: Tensor) -> bool:
         """See `Platform.supports`."""
         if local.dtype is torch.bfloat16:
             self._check_bfloat16(f"{collective} of a tensor of shape {tuple(self.shape_of(local))}")
         return super().supports(collective, op, local)
 
-    def to_device(self, x: torch.Tensor) -> torch.Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         """See `Platform.to_device`; every tensor that is distributed comes through here first."""
         if x.dtype is torch.bfloat16:
             self._check_bfloat16(f"a tensor of shape {tuple(self.shape_of(x))} is to be distributed")
         return super().to_device(x)
 
-    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
+    def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """See `Platform.factory`."""
         if dtype is torch.bfloat16 or (dtype is None and torch.get_default_dtype() is torch.bfloat16):
             self._check_bfloat16(f"{name} of shape {tuple(shape)}")
@@ -109,30 +105,16 @@ class TorchNpuPlatform(TorchPlatform):
         """Raise where the device does not compute in bfloat16: its kernels and HCCL's reductions would fail one by one,
         or, as conversions do, go on in silence. All NPUs of a job are of one kind, so all ranks raise."""
         if not self._has_bfloat16:
+            name = self.device_module().get_device_name()
             raise TypeError(
-                f"{what}, and its dtype is torch.bfloat16, which this NPU ({self.npu().get_device_name()}) does not "
-                "have: use torch.float16, with loss scaling (torch.amp.GradScaler), or torch.float32"
+                f"{what}, and its dtype is torch.bfloat16, which this NPU ({name}) does not have: use torch.float16, "
+                "with loss scaling (torch.amp.GradScaler), or torch.float32"
             )
 
     @cached_property
     def _has_bfloat16(self) -> bool:
         # torch_npu knows the chip once its device is initialised, which asking does.
-        return bool(self.npu().is_bf16_supported())
-
-    def get_rng_state(self) -> Any:
-        """See `Platform.get_rng_state`."""
-        return self.npu().get_rng_state()
-
-    def set_rng_state(self, state: Any) -> None:
-        """See `Platform.set_rng_state`."""
-        self.npu().set_rng_state(state)
-
-    @staticmethod
-    def npu() -> Any:
-        """The module ``torch_npu.npu``."""
-        import torch_npu
-
-        return torch_npu.npu
+        return bool(self.device_module().is_bf16_supported())
 
 
 class _NpuFast(TorchFast):
@@ -144,22 +126,10 @@ class _NpuFast(TorchFast):
         # to the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
 
-    def linear_with_collective(
-        self,
-        collective: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: Any,
-        size: int,
-        dim: int,
-        record: Callable[[str, torch.Tensor], None],
-        chunks: int = 1,
-    ) -> torch.Tensor | None:
+    def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Any:
         """See `Fast.linear_with_collective`."""
         platform = self.platform
         with platform.no_dispatch():
-            if self.fuses_linear and fused_linear.applies(
-                collective, x, weight, size, dim, platform.npu().get_soc_version()
-            ):
-                return fused_linear.run(collective, x, weight, platform.native_group(group), size, dim, record)
-        return super().linear_with_collective(collective, x, weight, group, size, dim, record, chunks)
+            if self.fuses_linear and fused_linear.applies(x, weight, how, platform.device_module().get_soc_version()):
+                return fused_linear.run(x, weight, replace(how, group=platform.native_group(how.group)))
+        return super().linear_with_collective(x, weight, how)

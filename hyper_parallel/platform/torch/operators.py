@@ -12,15 +12,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.private import function_modes as modes_open
-from hyper_parallel.platform.torch.private import is_dispatch_on
+from hyper_parallel.platform.torch.private import function_modes, is_dispatch_on
+from hyper_parallel.platform.torch.tensor import Handler
 
 __all__ = ["make_methods", "make_operators"]
 
-T: Any = torch.Tensor
 
 _OPERATORS = words(
     """
@@ -33,48 +32,45 @@ __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__
 
 #: The method that torch itself would hand to ``__torch_function__``: calling it is faster than calling the operator.
 _METHODS = {
-    "__add__": T.add,
-    "__radd__": T.add,
-    "__iadd__": T.add_,
-    "__sub__": T.sub,
-    "__isub__": T.sub_,
-    "__mul__": T.mul,
-    "__rmul__": T.mul,
-    "__imul__": T.mul_,
-    "__truediv__": T.div,
-    "__itruediv__": T.div_,
-    "__matmul__": T.matmul,
-    "__eq__": T.eq,
-    "__ne__": T.ne,
-    "__lt__": T.lt,
-    "__le__": T.le,
-    "__gt__": T.gt,
-    "__ge__": T.ge,
+    "__add__": Tensor.add,
+    "__radd__": Tensor.add,
+    "__iadd__": Tensor.add_,
+    "__sub__": Tensor.sub,
+    "__isub__": Tensor.sub_,
+    "__mul__": Tensor.mul,
+    "__rmul__": Tensor.mul,
+    "__imul__": Tensor.mul_,
+    "__truediv__": Tensor.div,
+    "__itruediv__": Tensor.div_,
+    "__matmul__": Tensor.matmul,
+    "__eq__": Tensor.eq,
+    "__ne__": Tensor.ne,
+    "__lt__": Tensor.lt,
+    "__le__": Tensor.le,
+    "__gt__": Tensor.gt,
+    "__ge__": Tensor.ge,
 }
-_OPERANDS = (T, int, float, complex)
+_OPERANDS = (Tensor, int, float, complex)
 
 
-Handler = Callable[[Any, tuple, dict], Any]
-
-
-def make_operators(handlers: Mapping[Any, Handler], recover: Callable[..., Any]) -> dict[str, Any]:
+def make_operators(handlers: Mapping[Any, Handler], recover: Callable) -> dict[str, Any]:
     """The operator methods for the class namespace.
 
     Args:
         handlers: where intercepted functions are looked up.
         recover: see `handlers.unknown`.
     """
-    namespace: dict[str, Any] = {"__hash__": T.__hash__}
+    namespace: dict[str, Any] = {"__hash__": Tensor.__hash__}
     for name in _OPERATORS:
-        native = getattr(T, name)
+        native = getattr(Tensor, name)
         func = _METHODS.get(name, native)
         namespace[name] = _make_operator(name, native, func, handlers[func], recover)
     return namespace
 
 
-def make_methods(handlers: Mapping[Any, Handler], recover: Callable[..., Any]) -> dict[str, Any]:
+def make_methods(handlers: Mapping[Any, Handler], recover: Callable) -> dict[str, Any]:
     """The methods of `torch.Tensor` that ``handlers`` has a function for; see `make_operators`."""
-    natives = {name: getattr(T, name) for name in dir(T) if not name.startswith("_")}
+    natives = {name: getattr(Tensor, name) for name in dir(Tensor) if not name.startswith("_")}
     return {
         name: _make_method(native, handlers[native], recover)
         for name, native in natives.items()
@@ -82,10 +78,10 @@ def make_methods(handlers: Mapping[Any, Handler], recover: Callable[..., Any]) -
     }
 
 
-def _make_method(native: Any, handler: Handler, recover: Callable[..., Any]) -> Any:
+def _make_method(native: Any, handler: Handler, recover: Callable) -> Any:
     @functools.wraps(native)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatch_on() or modes_open():
+        if not is_dispatch_on() or function_modes():
             return native(self, *args, **kwargs)
         try:
             return handler(native, (self, *args), kwargs)
@@ -95,11 +91,11 @@ def _make_method(native: Any, handler: Handler, recover: Callable[..., Any]) -> 
     return method
 
 
-def _make_operator(name: str, native: Any, func: Any, handler: Handler, recover: Callable[..., Any]) -> Any:
+def _make_operator(name: str, native: Any, func: Any, handler: Handler, recover: Callable) -> Any:
     no_kwargs: dict[str, Any] = {}
 
     def operator(self: Any, other: Any) -> Any:
-        if is_dispatch_on() and isinstance(other, _OPERANDS) and not modes_open():
+        if is_dispatch_on() and isinstance(other, _OPERANDS) and not function_modes():
             try:
                 return handler(func, (self, other), no_kwargs)
             except RuntimeError as error:

@@ -11,52 +11,39 @@ parallelism (Korthikanti et al. 2022).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.platform.torch.private import any_autocast
 
 __all__ = ["FUNCTIONS", "chunks_of", "run"]
 
-Record = Callable[[str, torch.Tensor], None]
 
-
-def chunks_of(collective: str, x: torch.Tensor, weight: torch.Tensor, size: int, dim: int, wanted: int) -> int:
-    """How many chunks to cut into, at most ``wanted``; 1 where it cannot be done.
-
-    Args:
-        collective, x, weight, size, dim: as for `Platform.linear_with_collective`.
-        wanted: chunks asked for.
-    """
+def chunks_of(x: Tensor, weight: Tensor, how: LinearCollective) -> int:
+    """How many chunks to cut into, at most as many as asked for; 1 where it cannot be done. The arguments are those of
+    `Fast.linear_with_collective`."""
     if x.dim() < 2 or weight.dim() != 2 or 0 in x.shape or 0 in weight.shape:
         return 1
     if not x.is_floating_point() or x.dtype is not weight.dtype or any_autocast():
         return 1
-    if collective == "all_reduce":
-        return min(wanted, x.numel() // x.shape[-1])
-    length = x.shape[dim]
-    if collective == "reduce_scatter":
-        if length % size:
+    if how.collective == "all_reduce":
+        return min(how.chunks, x.numel() // x.shape[-1])
+    length = x.shape[how.dim]
+    if how.collective == "reduce_scatter":
+        if length % how.size:
             return 1
-        length //= size
-    return next(n for n in range(min(wanted, length), 0, -1) if length % n == 0)
+        length //= how.size
+    return next(n for n in range(min(how.chunks, length), 0, -1) if length % n == 0)
 
 
-def run(
-    collective: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: Any,
-    size: int,
-    dim: int,
-    chunks: int,
-    record: Record,
-) -> torch.Tensor:
-    """See `Platform.linear_with_collective`; ``group`` is a ``ProcessGroup``."""
-    return FUNCTIONS[collective].apply(x, weight, _Chunked(group, size, dim, chunks, record))
+def run(x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor:
+    """See `Fast.linear_with_collective`; the group is a ``ProcessGroup``."""
+    return FUNCTIONS[how.collective].apply(x, weight, _Chunked(how))
 
 
 class _Chunked:
@@ -65,20 +52,20 @@ class _Chunked:
     ``x`` below has the dimension ``dim`` with a part for each rank, or one rank's part of it.
     """
 
-    def __init__(self, group: Any, size: int, dim: int, chunks: int, record: Record) -> None:
-        self.group, self.size, self.dim, self.chunks, self.record = group, size, dim, chunks, record
+    def __init__(self, how: LinearCollective) -> None:
+        self.group, self.size, self.dim, self.chunks, self.record = how.group, how.size, how.dim, how.chunks, how.record
 
-    def pieces(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, x: Tensor) -> list[Tensor]:
         """For each chunk the pieces of all ranks' parts, one after the other along dimension 0."""
         pieces = x.chunk(self.size * self.chunks, self.dim)
         return [torch.cat(pieces[i :: self.chunks], 0) for i in range(self.chunks)]
 
-    def whole(self, chunks: list[torch.Tensor]) -> torch.Tensor:
+    def whole(self, chunks: list[Tensor]) -> Tensor:
         """The inverse of `pieces`."""
         pieces = [chunk.chunk(self.size, 0) for chunk in chunks]
         return torch.cat([pieces[i][rank] for rank in range(self.size) for i in range(self.chunks)], self.dim)
 
-    def reduce(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def reduce(self, x: Tensor, other: Tensor) -> Tensor:
         """``x @ other``, summed over the ranks."""
         rows = x.reshape(-1, x.shape[-1])
         y = rows.new_empty((rows.shape[0], other.shape[1]))
@@ -91,11 +78,9 @@ class _Chunked:
             work.wait()
         return y.view(*x.shape[:-1], -1)
 
-    def gather(
-        self, x: torch.Tensor, other: torch.Tensor, multiplies: bool = True
-    ) -> Iterator[tuple[Any, torch.Tensor]]:
-        """For each chunk of one rank's part of ``x``: what is gathered, times ``other`` if it ``multiplies``, and what
-        is gathered."""
+    def gather(self, x: Tensor, other: Tensor, multiplies: bool = True) -> Iterator[tuple[Any, Tensor]]:
+        """For each chunk of this rank's part of ``x``, a pair: the gathered chunk times ``other``, None unless it
+        ``multiplies``, and the gathered chunk. All transfers are under way when this returns."""
         started = []
         for piece in x.chunk(self.chunks, self.dim):
             piece = piece.contiguous()
@@ -104,12 +89,13 @@ class _Chunked:
             started.append((out, self.group._allgather_base(out, piece)))
         return (self._gathered(out, work, other if multiplies else None) for out, work in started)
 
-    def _gathered(self, out: torch.Tensor, work: Any, other: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+    def _gathered(self, out: Tensor, work: Any, other: Tensor | None) -> tuple[Any, Tensor]:
         work.wait()
         return None if other is None else out @ other, out
 
-    def scatter(self, pieces: list[torch.Tensor], other: torch.Tensor) -> list[tuple[torch.Tensor, Any, Any]]:
-        """Start to sum ``pieces @ other``: for each, what will be there, what to wait for, what to keep until then."""
+    def scatter(self, pieces: list[Tensor], other: Tensor) -> list[tuple[Tensor, Any, Any]]:
+        """Start the sums of ``pieces @ other``. Gives for each the result to come, what to wait for, and the operand,
+        which must live until then."""
         started = []
         for piece in pieces:
             product = (piece @ other).contiguous()
@@ -118,14 +104,14 @@ class _Chunked:
             started.append((out, self.group._reduce_scatter_base(out, product), product))
         return started
 
-    def finish(self, started: list[tuple[torch.Tensor, Any, Any]]) -> torch.Tensor:
+    def finish(self, started: list[tuple[Tensor, Any, Any]]) -> Tensor:
         """One rank's part of what `scatter` has started."""
         for _, work, _ in started:
             work.wait()
         return torch.cat([out for out, _, _ in started], self.dim)
 
 
-def _add_by_weight(total: torch.Tensor | None, cotangent: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _add_by_weight(total: Tensor | None, cotangent: Tensor, x: Tensor) -> Tensor:
     """The gradient of a weight, ``total`` so far, with that from one chunk."""
     product = cotangent.reshape(-1, cotangent.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
     return product if total is None else total.add_(product)
@@ -135,14 +121,14 @@ class _AllReduce(torch.autograd.Function):
     """(..., in / ranks) -> (..., out), summed over the ranks. The gradient of the sum is that of each summand."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, products: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
         with no_dispatch():
             ctx.save_for_backward(x, weight)
             return products.reduce(x, weight.t())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
         with no_dispatch():
             x, weight = ctx.saved_tensors
             by_x = cotangent @ weight if ctx.needs_input_grad[0] else None
@@ -153,7 +139,7 @@ class _ReduceScatter(torch.autograd.Function):
     """(..., in / ranks) -> this rank's part of (..., out) along the dimension; backward gathers the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, products: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
         with no_dispatch():
             ctx.save_for_backward(x, weight)
             ctx.products = products
@@ -161,7 +147,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
         with no_dispatch():
             (x, weight), products = ctx.saved_tensors, ctx.products
             needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -180,7 +166,7 @@ class _AllGather(torch.autograd.Function):
     the gradient of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, products: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
         with no_dispatch():
             ctx.products = products
             ys, gathered = zip(*products.gather(x, weight.t()), strict=True)
@@ -189,7 +175,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
         with no_dispatch():
             (weight, *gathered), products = ctx.saved_tensors, ctx.products
             needs_x, needs_weight = ctx.needs_input_grad[:2]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from hyper_parallel.platform.versions import tested_versions
@@ -36,6 +37,7 @@ __all__ = [
     "default_store",
     "dual_level",
     "dispatch_modes",
+    "flatten",
     "function_modes",
     "global_backward_hooks",
     "global_backward_pre_hooks",
@@ -53,10 +55,12 @@ __all__ = [
     "root_of_mesh",
     "run_engine",
     "same_implementation",
+    "set_order",
     "saved_tensor_hooks",
     "strided_shard",
     "tracer",
     "transform_level",
+    "unflatten",
     "will_execute",
 ]
 
@@ -155,7 +159,7 @@ graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int)
 queue_callback: Callable[[Callable[[], None]], None] = _take(
     "autograd.Variable._execution_engine.queue_callback", callable
 )
-run_engine: Callable[..., Any] = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
+run_engine: Callable = _take("autograd.graph._engine_run_backward", _has_parameters("t_outputs", "args"))
 
 
 def _make_grads(outputs: tuple, grads: tuple, is_grads_batched: bool) -> tuple:
@@ -171,7 +175,7 @@ make_grads: Callable[..., tuple] = _take(
 )
 
 
-def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def bare_apply(function: type[torch.autograd.Function]) -> Callable:
     """`apply` of an autograd function, without torch's Python wrapper, which is there for functorch and takes half of
     the time."""
     return _apply.__get__(None, function) if _apply is not None else function.apply
@@ -179,6 +183,21 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 _apply: Any = _take("_C._FunctionBase", lambda base: inspect.ismethoddescriptor(base.__dict__["apply"]), None)
 _apply = None if _apply is None else _apply.__dict__["apply"]
+
+
+def _set_order(node: Any, number: int) -> None:
+    node._set_sequence_nr(number)
+
+
+def _leave_order(node: Any, number: int) -> None:
+    """Where a node's place in the order of backward cannot be set: it is taken when its turn comes."""
+
+
+set_order: Callable[[Any, int], None] = _set_order
+with torch.enable_grad(), torch.inference_mode(False):
+    if not hasattr(torch.ones(1, device="meta", requires_grad=True).view(1).grad_fn, "_set_sequence_nr"):
+        REPLACED.append("torch.autograd.graph.Node._set_sequence_nr")
+        set_order = _leave_order
 
 
 def _check_tensors() -> None:
@@ -207,6 +226,17 @@ def native(name: str) -> Any:
     """
     return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
 
+
+#: ``flatten(tensors)``: the elements of all, 1-D; of a single tensor a view. ``unflatten(flat, tensors)``: views of
+#: ``flat`` with the shapes of ``tensors``, which have elements.
+flatten: Callable[[Any], Tensor] = _take(
+    "_C._nn.flatten_dense_tensors", inspect.isbuiltin, lambda xs: torch.cat([x.reshape(-1) for x in xs])
+)
+unflatten: Callable[[Tensor, Any], Any] = _take(
+    "_C._nn.unflatten_dense_tensors",
+    inspect.isbuiltin,
+    lambda flat, xs: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)],
+)
 
 #: Whether one tensor can get the data of another and stay the same object. Where torch cannot say, device type
 #: and layout are compared.
@@ -289,7 +319,7 @@ def old_vmap_level() -> int:
 _keys_of = _take("_C._dispatch_key_set", callable)
 
 
-def is_batched(x: torch.Tensor) -> bool:
+def is_batched(x: Tensor) -> bool:
     """Whether a vmap, of either kind, has put ``x`` around another tensor."""
     return "Batched" in _keys_of(x)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Core
-from hyper_parallel.platform.torch.levels import SEEN, refuse_levels
-from hyper_parallel.platform.unpatched import Unpatched
+from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
+from hyper_parallel.platform.without_patches import NeedsPatches
 
 __all__ = [
     "HANDLERS",
@@ -26,6 +26,7 @@ __all__ = [
     "is_dtensor",
     "is_local_class",
     "layout_of",
+    "replaces",
     "stand_for",
     "wrap",
 ]
@@ -44,7 +45,7 @@ class State:
     #: None before it is made.
     tensor_class: Any = None
     #: The same class, while torch is patched.
-    wrapping: Any = Unpatched("torch")
+    wrapping: Any = NeedsPatches("torch")
     #: function -> what serves it on DTensors.
     table: ClassVar[dict[Any, Handler]] = {}
 
@@ -55,6 +56,16 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         HANDLERS.update({f: handler for f in functions if f is not None})
         return handler
+
+    return register
+
+
+def replaces(*functions: Any) -> Callable[[Callable], Callable]:
+    """Let the decorated function, which takes the same arguments, stand for functions of torch on DTensors."""
+
+    def register(replacement: Callable) -> Callable:
+        handles(*functions)(lambda func, args, kwargs: replacement(*args, **kwargs))
+        return replacement
 
     return register
 
@@ -71,19 +82,19 @@ def is_dtensor(x: Any) -> bool:
 
 def allow_dtensors(allowed: bool) -> None:
     """Whether DTensors may be made: while torch is patched."""
-    State.wrapping = State.tensor_class if allowed else Unpatched("torch")
+    State.wrapping = State.tensor_class if allowed else NeedsPatches("torch")
 
 
 def stand_for(replacement: Any, original: Any) -> None:
-    """Let ``replacement`` be served as ``original`` is, whose place in torch it takes."""
+    """Serve ``replacement``, which takes the place of ``original`` in torch, as ``original`` is served."""
     if original in State.table:
         State.table[replacement] = State.table[original]
 
 
 def is_local_class(cls: type) -> bool:
-    """Whether the tensors of ``cls``, which compute by ``__torch_dispatch__``, are what DTensors are made of."""
+    """Whether ``cls``, whose tensors compute by ``__torch_dispatch__``, is the ``base`` of `make_dtensor_class`."""
     made = State.tensor_class
-    return made is not None and made.__bases__[-1] is not torch.Tensor and issubclass(cls, made.__bases__[-1])
+    return made is not None and made.__bases__[-1] is not Tensor and issubclass(cls, made.__bases__[-1])
 
 
 def layout_of(x: Any) -> Any:
@@ -97,8 +108,8 @@ def wrap(local: Any, layout: Any) -> Any:
     An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
     layout that is the result, otherwise a new view of it is, since an object has one layout.
     """
-    if SEEN:
-        refuse_levels()
+    if MAYBE_INSIDE:
+        refuse_transforms()
     cls = State.wrapping
     if type(local) is cls:
         if local._layout is layout:

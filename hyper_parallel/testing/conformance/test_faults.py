@@ -25,8 +25,8 @@ def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
     x = get_adapter().tensor(np.ones((2, 2), np.float32))
     return {
         "all_reduce": lambda: collectives.all_reduce(x, mesh, 0),
-        "all_gather": lambda: collectives.all_gather(x, mesh, 0, 0, (2, 2)),
-        "reduce_scatter": lambda: collectives.reduce_scatter(x, mesh, 0, 0, (1, 1)),
+        "all_gather": lambda: collectives.bind_all_gather(mesh, 0, 0, (2, 2))(x),
+        "reduce_scatter": lambda: collectives.bind_reduce_scatter(mesh, 0, 0, (1, 1))(x),
         "all_to_all": lambda: collectives.all_to_all(x, mesh, 0, 0, 1, (2, 2), (1, 1)),
         "broadcast": lambda: collectives.broadcast(x, mesh, 0, 0),
         "scatter": lambda: collectives.scatter(x, mesh, 0, 0, (1, 1), 0),

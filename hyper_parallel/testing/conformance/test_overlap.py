@@ -27,6 +27,7 @@ from hyper_parallel import (
 from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
@@ -47,11 +48,9 @@ def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
     """Inside, the platform's verb is ``answer``; gives the list of what it is asked: (collective, dim, chunks)."""
     fast, asked = mesh.platform.fast, []
 
-    def verb(
-        collective: str, x: Any, weight: Any, group: Any, size: int, dim: int, record: Any, chunks: int = 1
-    ) -> Any:
-        asked.append((collective, dim, chunks))
-        return answer(collective, x, weight, dim, record)
+    def verb(x: Any, weight: Any, how: LinearCollective) -> Any:
+        asked.append((how.collective, how.dim, how.chunks))
+        return answer(how.collective, x, weight, how.dim, how.record)
 
     fast.linear_with_collective = verb
     try:

@@ -104,7 +104,8 @@ def test_each_difference_is_named(pool: Any) -> None:
     }
     for seen in (zero, one):  # without `check_ranks` too
         kind, message, _ = seen["uneven input of a style"]
-        assert kind == "ValueError" and "'up' is plain" in message and "(3, 4) (rank 0), (2, 4) (rank 1)" in message
+        assert kind == "RankMismatchError" and "is plain" in message
+        assert "'up'. rank 1: (2, 4); rank 0: (3, 4)" in message
     for case, text in expected.items():
         kind, message, ranks = zero[case]
         assert (kind, ranks) == ("RankMismatchError", (1,)) and text in message, f"{case}: {zero[case]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -260,6 +261,81 @@ def write_to_contiguous_slices(mesh: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_contiguous_slices(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_to_contiguous_slices)
+
+
+# ---------------------------------------------------------------------------- data that moved, of what was permuted
+#: name -> a view that needs no communication, of rows or columns, that is not contiguous.
+NOT_CONTIGUOUS: dict[str, Callable[[Any], Any]] = {
+    "transposed": swapped,
+    "columns": lambda x: x[:, 0:3],
+    "every second": lambda x: x[0:6:2],
+    "every second column": lambda x: x[:, 0:6:2],
+    "transposed columns": lambda x: swapped(x[:, 0:3]),
+}
+#: name -> a view of it, for which data may have to move.
+MOVED: dict[str, Callable[[Any], Any]] = {
+    "row": lambda x: x[0:1],
+    "column": lambda x: x[:, 0:1],
+    "rows": lambda x: x[0:2],
+    "columns": lambda x: x[:, 0:2],
+    "first": lambda x: x[0],
+    "first of each": lambda x: x[:, 0],
+    "part of part": lambda x: x[0:2][:, 0:1],
+    "transposed part": lambda x: swapped(x[0:2]),
+    "new dimension": lambda x: x[0:2, None],
+}
+#: name -> the tensor itself, or a copy where it does not lie in memory in that way.
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda v: np.ascontiguousarray(v) if isinstance(v, np.ndarray) else get_adapter().contiguous(v),
+    "reshape": lambda v: v.reshape((-1,)),
+    "reshape, cut": lambda v: v.reshape((*v.shape[:-1], v.shape[-1], 1)),
+}
+
+
+@spmd.on_mesh()
+def write_to_moved(mesh: Any, shape: tuple[int, ...]) -> None:
+    """``contiguous`` and ``reshape`` give the view or a copy as on a single device, in memory of whatever order."""
+    for placement in (S0, S1):
+        for names in itertools.product(NOT_CONTIGUOUS, MOVED, COPIES):
+            before, view, copy = NOT_CONTIGUOUS[names[0]], MOVED[names[1]], COPIES[names[2]]
+            array = numbers(*shape)
+            x = distribute_tensor(get_adapter().tensor(array), mesh, [placement])
+            v, plain = view(before(x)), view(before(array))
+            y, plain_y = copy(v), copy(plain)
+            y[...] = 7.0
+            plain_y[...] = 7.0
+            for got, wanted in ((x, array), (v, plain), (y, plain_y)):
+                assert np.array_equal(whole(got), wanted), f"{names}, {placement}"
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (6, 8, 2)], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_moved_views_keep_their_order(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
+    pool.run(world_size, write_to_moved, shape)
+
+
+@spmd.on_mesh()
+def write_to_results(mesh: Any) -> None:
+    """What is computed of a tensor after data moved lies in memory as the framework's own operation gives it."""
+    adapter = get_adapter()
+    for shape in ((4, 6), (mesh.size(), 3)):
+        for placements in ([S0], [S1], [Partial("avg")]):
+            partial = placements[0].is_partial()
+            x = DTensor.from_local(adapter.tensor(numbers(*shape)), mesh, placements if partial else [R])
+            x = x if partial else x.redistribute(placements=placements)
+            for more in (lambda v: v, lambda v: v * 2.0 + 1.0):
+                y, own = more(adapter.square(swapped(x))), more(np.square(swapped(numbers(*shape))))
+                if adapter.FUZZ_LIMITS.get("row_major"):
+                    own = np.ascontiguousarray(own)
+                z, own_z = adapter.contiguous(y), np.ascontiguousarray(own)
+                z[...] = 7.0
+                own_z[...] = 7.0
+                assert np.array_equal(whole(y), own), f"{shape}, {placements}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_keep_the_order(pool: Any, world_size: int) -> None:
+    pool.run(world_size, write_to_results)
 
 
 def refusal(x: Any) -> ValueError | None:

@@ -189,8 +189,8 @@ def test_uneven_plain_shards_are_refused(pool: Any, world_size: int) -> None:
         if world_size == 1:
             assert kind == "nothing", message
             continue
-        assert kind == "ValueError", f"{case}: {message}"
-        for word in (path, "Shard(dim=1)", "(rank 0)", "use_local_output=False", "shape=", f"all {world_size} ranks"):
+        assert kind == "RankMismatchError", f"{case}: {message}"
+        for word in (path, "Shard(dim=1)", "is plain", "use_local_output=False", "shape=", f"all {world_size} ranks"):
             assert word in message, f"{case}: {message}"
 
 

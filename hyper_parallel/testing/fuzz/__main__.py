@@ -52,10 +52,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first program; fresh by default")
     parser.add_argument("--most", type=int, default=20, help="stop after so many that are bad")
     parser.add_argument("--as-found", action="store_true", help="print bad programs as they are, not made smaller")
+    parser.add_argument("--patience", type=float, default=15, help="seconds until a rank counts as hanging")
     parser.add_argument("--record", type=Path, help="add the run to this file")
     arguments = parser.parse_args()
     # Before the framework is loaded, here and in the ranks.
     os.environ["HYPER_PARALLEL_PLATFORM"] = arguments.platform
+    os.environ["HYPER_PARALLEL_FUZZ_PATIENCE"] = str(arguments.patience)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOG_v", "3")
     first = secrets.randbelow(1 << 40) if arguments.seed is None else arguments.seed

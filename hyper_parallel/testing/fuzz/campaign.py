@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz import compare, stacks
-from hyper_parallel.testing.fuzz.exchange import installed
+from hyper_parallel.testing.fuzz.exchange import installed, patience
 from hyper_parallel.testing.fuzz.program import Limits, Program, generate
 from hyper_parallel.testing.pool import JobError, WorkerPool
 
@@ -24,8 +24,8 @@ RANKS = 4
 REPEATS = 5
 #: One of so many seeds makes a stack of modules.
 STACKS = 20
-#: Seconds that a single program may take, and programs of a batch.
-PATIENCE, BATCH = 15.0, 25
+#: Programs of a batch.
+BATCH = 25
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def _run_some(pool: WorkerPool, seeds: list[int]) -> Iterator[Outcome]:
 
 def _verdicts(pool: WorkerPool, programs: list[Program | int]) -> list[tuple[compare.Verdict | None, ...]]:
     """The verdicts of all ranks on each program."""
-    patience = PATIENCE + 0.6 * len(programs)
+    seconds = patience() * (1 + len(programs) / BATCH)
     wanted: list[Any] = [None] * len(programs)
-    for rank, share in enumerate(pool.run(RANKS, references, programs, timeout=patience)):
+    for rank, share in enumerate(pool.run(RANKS, references, programs, timeout=seconds)):
         wanted[rank::RANKS] = share
-    return list(zip(*pool.run(RANKS, verdicts, wanted, timeout=patience), strict=True))
+    return list(zip(*pool.run(RANKS, verdicts, wanted, timeout=seconds), strict=True))

@@ -23,10 +23,14 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.pool import WorkerPool
 
-__all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed"]
+__all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed", "patience"]
 
-#: Seconds that a rank waits for another one that is in the same program.
-PATIENCE = 15.0
+
+def patience() -> float:
+    """Seconds that a rank waits for another one that is in the same program."""
+    return float(os.environ.get("HYPER_PARALLEL_FUZZ_PATIENCE", "15"))
+
+
 #: Bytes of a message.
 _SLOT = 1 << 18
 #: Number of a message and its length, before its content; how many programs a rank has ended.
@@ -219,12 +223,12 @@ class _Pause:
         self._asked, self._deadline = 0, 0.0
 
     def is_over(self) -> bool:
-        """Whether `PATIENCE` has run out."""
+        """Whether `patience` has run out."""
         self._asked += 1
         if self._asked < 20:
             os.sched_yield()
             return False
         if not self._deadline:
-            self._deadline = time.monotonic() + PATIENCE
+            self._deadline = time.monotonic() + patience()
         time.sleep(min(2e-5 * (self._asked - 19), 1e-3))
         return time.monotonic() > self._deadline

@@ -15,6 +15,8 @@ __all__ = ["Leaf", "Limits", "Program", "Step", "generate", "values_of", "writte
 MESHES = ((4,), (2,), (3,), (2, 2))
 #: Larger numbers in float16 are not compared: a summand of a sum, or of a product of it, may overflow alone.
 MOST_HALF = 256
+#: One of so many seeds makes a program that shows what lies where in memory.
+OF_MEMORY = 10
 DTYPES = ("float32", "float32", "float32", "float32", "float64", "float16", "int64", "bool")
 
 
@@ -154,13 +156,16 @@ def generate(seed: int, limits: Limits) -> Program:
     nan = limits.nan and not second_order and rng.random() < 0.06
     leaves = tuple(_leaf(rng, base, dtype, mesh, second_order, nan, limits) for _ in range(int(rng.integers(1, 4))))
     writes = not second_order and rng.random() < 0.4
+    of_memory = seed % OF_MEMORY == 1 and not second_order
+    writes = writes or of_memory
     if writes and not limits.writes_with_gradients:
         leaves = tuple(replace(leaf, requires_grad=False) for leaf in leaves)
     program = Program(seed, mesh, leaves, (), (), second_order, limits.row_major)
     values = values_of(program)
     steps: list[Step] = []
     for _ in range(int(rng.integers(2, 9))):
-        step = _step(rng, program, values, writes, limits)
+        weights = (_FIRST if len(values) == len(leaves) else _MEMORY) if of_memory else _WEIGHTS
+        step = _step(rng, program, values, writes, limits, weights)
         if step is not None:
             steps.append(step)
     results = range(len(leaves), len(values))
@@ -232,9 +237,14 @@ def _placements(
 
 
 def _step(
-    rng: np.random.Generator, program: Program, values: list[np.ndarray], writes: bool, limits: Limits
+    rng: np.random.Generator,
+    program: Program,
+    values: list[np.ndarray],
+    writes: bool,
+    limits: Limits,
+    words: np.ndarray,
 ) -> Step | None:
-    """A step that fits, of which the results are added to ``values``."""
+    """A step that fits, of which the results are added to ``values``; ``words`` says how likely each word is."""
     fixed = [values[i] for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
     if rng.random() < 0.1:
         at = int(rng.integers(0, len(values)))
@@ -245,7 +255,7 @@ def _step(
     weights = np.arange(1.0, len(values) + 1) ** 2
     weights /= weights.sum()
     for _ in range(40):
-        word = WORDS[str(rng.choice(_NAMES, p=_WEIGHTS))]
+        word = WORDS[str(rng.choice(_NAMES, p=words))]
         if (word.writes and not writes) or word.name in limits.without:
             continue
         for _ in range(1 if word.count == 1 else 6):
@@ -272,8 +282,26 @@ def _step(
 
 
 _NAMES = list(WORDS)
-_WEIGHTS = np.array([word.weight for word in WORDS.values()])
-_WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
+
+
+def _likely(weights: dict[str, float]) -> np.ndarray:
+    found = np.array([weights.get(name, 0.0) for name in _NAMES])
+    return found / found.sum()
+
+
+_WEIGHTS = _likely({word.name: word.weight for word in WORDS.values()})
+#: The first word, and the others, of programs that show what lies where in memory.
+_FIRST = _likely({"transpose": 1, "permute": 1})
+_MEMORY = _likely(
+    {
+        **dict.fromkeys(("contiguous",), 6.0),
+        **dict.fromkeys(("index", "set", "double"), 4.0),
+        **dict.fromkeys(("reshape", "transpose"), 3.0),
+        **dict.fromkeys(("permute", "split", "chunk", "accumulate"), 2.0),
+        **dict.fromkeys(("unsqueeze", "scaled", "neg", "add"), 1.0),
+        **dict.fromkeys(("expand", "square", "sum", "amax", "cat", "detach", "diagonal"), 0.4),
+    }
+)
 
 
 def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:

@@ -12,8 +12,6 @@ from hyper_parallel.platform.contract.collectives import FINISHED, Work
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["start"]
-
 
 class _Started:
     """`Work` whose failure because of a lost rank is a `CollectiveError`."""
@@ -59,9 +57,9 @@ def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op
             raise
         return work if work is FINISHED else _Started(work, *what)
     if collective == "all_gather":
-        result = collectives.all_gather(x, mesh, mesh_dim, 0, platform.shape_of(x) * size)
+        result = collectives.bind_all_gather(mesh, mesh_dim, 0, platform.shape_of(x) * size)(x)
     elif collective == "reduce_scatter":
-        result = collectives.reduce_scatter(x, mesh, mesh_dim, 0, platform.shape_of(out) * size, op)
+        result = collectives.bind_reduce_scatter(mesh, mesh_dim, 0, platform.shape_of(out) * size, op)(x)
     else:
         result = collectives.all_reduce(platform.clone(x), mesh, mesh_dim, op)
     platform.write(out, result)

@@ -12,8 +12,6 @@ from hyper_parallel.platform.contract import NOTHING_FASTER
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["BLOCKS", "coalesce_gradients", "open_block", "sum_together"]
-
 #: The blocks that are open, the innermost last. Not one a thread: backward runs its hooks in threads of its own.
 BLOCKS: list[coalesce_gradients] = []
 
@@ -44,8 +42,7 @@ class coalesce_gradients:
     Source: Megatron-LM, ``finalize_model_grads`` (Korthikanti et al. 2022).
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]] = {}
+    _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]]
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
         """Whether the block, or data parallelism, will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient
@@ -59,6 +56,7 @@ class coalesce_gradients:
         return True
 
     def __enter__(self) -> coalesce_gradients:
+        self._waiting = {}
         BLOCKS.append(self)
         return self
 
@@ -71,18 +69,15 @@ class coalesce_gradients:
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
-                summed = sum_together([cotangent for _, cotangent in entries], mesh, mesh_dims)
+                own = [cotangent for _, cotangent in entries]
+                summed = collectives.together(own, platform, collectives.all_reduce_over, mesh, mesh_dims)
                 for (parameter, _), gradient in zip(entries, summed, strict=True):
                     fast.add_to_gradient(parameter, gradient)
 
 
 def sum_together(cotangents: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[Any]:
     """The sums of plain tensors of one dtype over mesh dimensions, by one all-reduce along each."""
-    platform = mesh.platform
-    summed = platform.join(cotangents) if len(cotangents) > 1 else platform.clone(cotangents[0]).reshape((-1,))
-    for mesh_dim in mesh_dims:
-        summed = collectives.all_reduce(summed, mesh, mesh_dim)
-    return platform.part(summed, [platform.shape_of(x) for x in cotangents])
+    return collectives.together(cotangents, mesh.platform, collectives.all_reduce_over, mesh, mesh_dims)
 
 
 def open_block() -> coalesce_gradients | None:

@@ -4,15 +4,16 @@ Nothing here is differentiable; `transitions` pairs these into autograd function
 tensor without elements cause no communication. Where a rank is lost, each raises `CollectiveError`. All pass `_bind`,
 which tells the recorder of them.
 
-``bind_all_reduce`` and its like give the collective as a function of the tensor alone, for code that runs it often:
-what can be looked up is looked up then.
+Those that run often are given as a function of the tensor alone (`bind_all_reduce` and its like): what can be looked up
+is looked up once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.errors import explain_along
@@ -21,19 +22,8 @@ from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = [
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_extreme",
-    "all_to_all",
-    "bind_all_gather",
-    "bind_all_reduce",
-    "bind_reduce_scatter",
-    "broadcast",
-    "reduce_scatter",
-    "scatter",
-]
+#: A function of a local tensor alone.
+TensorFunction: TypeAlias = Callable[[Any], Any]
 
 _DIM, _SIZES, _SOURCE = "the tensor dimension", "the sizes of shards", "the source"
 
@@ -44,13 +34,13 @@ def _bind(
     mesh_dim: int,
     send: Callable[..., Any],
     emulate: Callable[..., Any],
-    nothing: Callable[[Any], Any],
+    nothing: TensorFunction,
     *,
     args: tuple = (),
     op: str = "",
     details: Mapping[str, Any] | None = None,
     uneven: tuple[int, int] | None = None,
-) -> Callable[[Any], Any]:
+) -> TensorFunction:
     """The collective ``kind`` as a function of the local tensor alone, on a mesh dimension of more than one rank.
 
     Args:
@@ -87,12 +77,12 @@ def _itself(x: Any) -> Any:
     return x
 
 
-def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Callable[[Any], Any]:
+def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> TensorFunction:
     """`all_reduce` as ``reduce(x)``."""
     return _ALL_REDUCE[mesh, mesh_dim, op]
 
 
-def _bind_all_reduce(key: tuple[DeviceMesh, int, str]) -> Callable[[Any], Any]:
+def _bind_all_reduce(key: tuple[DeviceMesh, int, str]) -> TensorFunction:
     mesh, mesh_dim, op = key
     if mesh.shape[mesh_dim] == 1:
         return _itself
@@ -132,13 +122,27 @@ def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
     return platform.masked_fill(values, flags != 0, math.nan).reshape(shape)
 
 
-def all_gather(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Any:
-    """Concatenate along tensor dimension ``dim``, of which rank i of the mesh dimension holds ``sizes[i]``."""
-    return bind_all_gather(mesh, mesh_dim, dim, sizes)(x)
+def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str = "sum") -> Any:
+    """`all_reduce` along several mesh dimensions, one after the other."""
+    for mesh_dim in mesh_dims:
+        x = _ALL_REDUCE[mesh, mesh_dim, op](x)
+    return x
 
 
-def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> Callable[[Any], Any]:
-    """`all_gather` as ``gather(x)``."""
+def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
+    """What an element-wise ``collective`` gives for each of several tensors of one dtype, which travel in one message:
+    it is called once, with all their elements in a new tensor, which it may overwrite, and ``args``."""
+    shapes = [platform.shape_of(x) for x in tensors]
+    counts = [math.prod(shape) for shape in shapes]
+    flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
+    whole = collective(platform.cat(flat, 0) if len(flat) > 1 else platform.clone(flat[0]), *args)
+    parts = zip(accumulate(counts, initial=0), counts, shapes, strict=False)
+    return [platform.narrow(whole, 0, start, count).reshape(shape) for start, count, shape in parts]
+
+
+def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> TensorFunction:
+    """``gather(x)`` concatenates along tensor dimension ``dim``, of which rank i of the mesh dimension holds
+    ``sizes[i]``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself
@@ -169,15 +173,11 @@ def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     )
 
 
-def reduce_scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], op: str = "sum") -> Any:
-    """Reduce over the mesh dimension and keep this rank's ``sizes[rank]`` of tensor dimension ``dim``."""
-    return bind_reduce_scatter(mesh, mesh_dim, dim, sizes, op)(x)
-
-
 def bind_reduce_scatter(
     mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], op: str = "sum"
-) -> Callable[[Any], Any]:
-    """`reduce_scatter` as ``scatter(x)``."""
+) -> TensorFunction:
+    """``scatter(x)`` reduces over the mesh dimension and keeps this rank's ``sizes[rank]`` of tensor dimension
+    ``dim``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself

@@ -8,16 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = [
-    "CollectiveError",
-    "RankMismatchError",
-    "describe_dim",
-    "explain",
-    "explain_along",
-    "names_of",
-    "tell_of_failure",
-]
-
 #: What local computations raise. Refusals are ValueErrors and TypeErrors: the same on all ranks.
 _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 
@@ -50,7 +40,8 @@ class CollectiveError(RuntimeError):
 
 
 class RankMismatchError(ValueError):
-    """Inside `check_ranks`, the ranks were about to do different things. All ranks raise it, before they do them.
+    """Ranks have given what does not belong together or, inside `check_ranks`, were about to do different things. All
+    ranks raise it, before anything is done.
 
     Attributes:
         ranks: global ranks whose value is not that of the majority; without a majority, not that of the first rank.

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Shard
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
-
-__all__ = ["check_local_collective", "check_rows", "dims_within"]
 
 _DIMS: dict[tuple, tuple[int, ...]] = Cache(1 << 12, "dimensions of groups")
 

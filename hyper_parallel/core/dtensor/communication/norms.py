@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import joined_meshes
 from hyper_parallel.core.dtensor.placement_types import Shard
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
-
-__all__ = ["largest_over_ranks", "norms_over_ranks", "total_norm"]
 
 
 def total_norm(
@@ -117,13 +115,10 @@ def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: flo
         for mesh_dim in mesh_dims:
             norms = collectives.all_reduce_extreme(norms, mesh, mesh_dim, "max" if order > 0 else "min")
         return norms
-    along, is_sum = [d for d in mesh_dims if mesh.shape[d] > 1], order in (0, 1)
-    if not along:
-        return norms
-    powers = norms if is_sum else norms**order
-    for mesh_dim in along:
-        powers = collectives.all_reduce(powers, mesh, mesh_dim)
-    return powers if is_sum else powers ** (1.0 / order)
+    along = [d for d in mesh_dims if mesh.shape[d] > 1]
+    if order in (0, 1) or not along:
+        return collectives.all_reduce_over(norms, mesh, along)
+    return collectives.all_reduce_over(norms**order, mesh, along) ** (1.0 / order)
 
 
 def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], order: float) -> list[Any]:
@@ -134,11 +129,10 @@ def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], ord
             groups.setdefault((layout.mesh, mesh_dims), []).append(i)
     found = list(norms)
     for (mesh, mesh_dims), indices in groups.items():
-        platform = mesh.platform
-        together = platform.cat([norms[i].reshape((1,)) for i in indices], 0)
-        together = _combined(together, mesh, mesh_dims, order)
-        for position, i in enumerate(indices):
-            found[i] = platform.narrow(together, 0, position, 1).reshape(())
+        own = [norms[i] for i in indices]
+        combined = collectives.together(own, mesh.platform, _combined, mesh, mesh_dims, order)
+        for i, norm in zip(indices, combined, strict=True):
+            found[i] = norm
     return found
 
 

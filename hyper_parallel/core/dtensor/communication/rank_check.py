@@ -19,13 +19,11 @@ from hyper_parallel.core.dtensor.communication.errors import (
     names_of,
 )
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent
+from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.platform import Platform, get_platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.placement_types import Placement
-
-__all__ = ["CHECKS", "Check", "check_ranks", "check_replicated", "check_values"]
 
 Facts = Mapping[str, str]
 
@@ -61,7 +59,12 @@ class Check:
         self.at_end: dict[Any, Callable[[], None]] = {}
 
     def agree(
-        self, step: str, facts: Facts | None = None, row: Sequence[int] = (), row_facts: Facts | None = None
+        self,
+        step: str,
+        facts: Facts | None = None,
+        row: Sequence[int] = (),
+        row_facts: Facts | None = None,
+        remedy: str = "",
     ) -> None:
         """Return when all ranks are at the same step.
 
@@ -70,20 +73,16 @@ class Check:
             facts: what must be equal on all ranks, by name, in the order in which to compare.
             row: global ranks between which ``row_facts`` must be equal, the same tuple on each of them.
             row_facts: see there.
+            remedy: the end of the message where these differ.
 
         Raises:
             RankMismatchError: on all ranks, when something differs.
         """
         shared = {"what comes next": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
-        digests = self._gather((mine.rank, _digest(mine.facts), mine.row, _digest(mine.row_facts)))
-        rows = {rank: members for rank, _, members, _ in digests}
-        same = len({digest for _, digest, _, _ in digests}) == 1
-        same = same and all(rows.get(r, members) == members for members in rows.values() for r in members)
-        if same and len({(members, digest) for _, _, members, digest in digests}) == len(set(rows.values())):
-            return
-        steps = self._gather(mine)
-        raise _difference(sorted(steps), step)
+        digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
+        if _first_difference(self._gather(digest)) is not None:
+            raise _mismatch(self._gather(mine), step, remedy)
 
     def compare(self, event: CollectiveEvent) -> None:
         """Compare a collective, where no other check is open inside this one."""
@@ -145,7 +144,7 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     if mesh is not None and mesh.get_coordinate() is None:
         yield
         return
-    check = _check_of_world() if mesh is None else Check(mesh.platform, _axes(mesh))
+    check = _check_of_world() if mesh is None else check_of(mesh)
     CHECKS.append(check)
     LISTENERS.insert(0, check.compare)  # before it is counted
     try:
@@ -185,12 +184,7 @@ def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, rem
                 digest = hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]
                 facts[f"the values of {what}"] = f"{x.dtype} {tuple(platform.shape_of(x))} with digest {digest}"
     step = f"the comparison of what is the same on all ranks {describe_dim(mesh, mesh_dim)}"
-    try:
-        CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts)
-    except RankMismatchError as error:
-        if any(f"differ in {what}." in str(error) for what in facts):
-            raise RankMismatchError(f"{error}: {remedy}", error.ranks) from None
-        raise
+    CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts, remedy)
 
 
 def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
@@ -206,16 +200,17 @@ def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], 
             )
 
 
+def check_of(mesh: DeviceMesh) -> Check:
+    """What compares steps over the ranks of a mesh, of which this rank is one."""
+    return Check(mesh.platform, [(mesh.platform_group(d), mesh.ranks_along(d)) for d in range(mesh.ndim)])
+
+
 def _check_of_world() -> Check:
     platform = get_platform()
     if platform.world() is None:
         platform.init_process_group()
     ranks = tuple(range(platform.world_size()))
     return Check(platform, [(platform.new_group([list(ranks)]), ranks)])
-
-
-def _axes(mesh: DeviceMesh) -> list[tuple[Any, tuple[int, ...]]]:
-    return [(mesh.platform_group(dim), mesh.ranks_along(dim)) for dim in range(mesh.ndim)]
 
 
 def _report_exception(check: Check, error: Exception) -> None:
@@ -226,41 +221,37 @@ def _report_exception(check: Check, error: Exception) -> None:
         return
 
 
-def _digest(facts: Facts) -> str:
-    return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
+def _digest(facts: Facts) -> Facts:
+    return {"digest": hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()}
 
 
-def _difference(steps: Sequence[_Step], step: str) -> RankMismatchError:
-    """The first difference between steps that are not all alike."""
-    found = _first_difference({s.rank: s.facts for s in steps})
-    if found is None:
-        rows = {s.rank: s.row for s in steps}
-        found = _first_difference(
-            {
-                rank: {"the ranks of the mesh dimension": str(row)}
-                for rank, row in rows.items()
-                if any(rows.get(r, row) != row for r in row)
-                or any(rank in other and other != row for other in rows.values())
-            }
-        )
-    for row in sorted({s.row for s in steps}):
-        found = found or _first_difference({s.rank: s.row_facts for s in steps if s.row == row})
-    what, values = found or ("the order of the facts", {})
+def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchError:
+    """The error that tells of the first difference between steps that are not all alike."""
+    what, values = _first_difference(steps) or ("what they compare", {"": [s.rank for s in steps]})
     usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
     odd = tuple(sorted(r for value, ranks in values.items() if value != usual for r in ranks))
     parts = [f"{names_of(ranks)}: {value}" for value, ranks in values.items() if value != usual]
     place = "" if what == "what comes next" else f"before {step}, "
     message = f"{place}{names_of(odd)} and {names_of(values[usual])} differ in {what}. "
-    return RankMismatchError(message + "; ".join([*parts, f"{names_of(values[usual])}: {usual}"]), odd)
+    message += "; ".join([*parts, f"{names_of(values[usual])}: {usual}"])
+    remedied = remedy and any(what in s.row_facts for s in steps)
+    return RankMismatchError(f"{message}: {remedy}" if remedied else message, odd)
 
 
-def _first_difference(facts_of: Mapping[int, Facts]) -> tuple[str, dict[str, list[int]]] | None:
-    """Name of the first fact that is not equal everywhere, and the ranks that have each value of it."""
-    names = list(dict.fromkeys(name for facts in facts_of.values() for name in facts))
-    for name in names:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, facts in sorted(facts_of.items()):
-            ranks_of.setdefault(facts.get(name, "nothing"), []).append(rank)
-        if len(ranks_of) > 1:
-            return name, ranks_of
+def _first_difference(steps: Sequence[_Step]) -> tuple[str, dict[str, list[int]]] | None:
+    """Name of the first fact that is not equal where it should be, and the ranks that have each value of it."""
+    rows = {s.rank: s.row for s in steps}
+    clashing = {r for s in steps for other in s.row if rows.get(other, s.row) != s.row for r in (s.rank, other)}
+    to_compare: list[dict[int, Facts]] = [
+        {s.rank: s.facts for s in steps},
+        {rank: {"the ranks of the mesh dimension": str(rows[rank])} for rank in clashing},
+        *({s.rank: s.row_facts for s in steps if s.row == row} for row in sorted(set(rows.values()))),
+    ]
+    for facts_of in to_compare:
+        for name in dict.fromkeys(name for _, facts in sorted(facts_of.items()) for name in facts):
+            ranks_of: dict[str, list[int]] = {}
+            for rank, facts in sorted(facts_of.items()):
+                ranks_of.setdefault(facts.get(name, "nothing"), []).append(rank)
+            if len(ranks_of) > 1:
+                return name, ranks_of
     return None

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["LISTENERS", "CollectiveEvent", "current_module", "record", "recorded_as", "run_in_module"]
-
 _MODULE: ContextVar[str] = ContextVar("hyper_parallel_module", default="")
 _DIRECTION: ContextVar[str] = ContextVar("hyper_parallel_direction", default="")
 

@@ -12,27 +12,18 @@ from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.shard_steps import AllToAll, Gather, ReduceScatter, Slice
 from hyper_parallel.core.dtensor.communication.transitions import (
     AllReduce,
+    ConvertCotangent,
     Move,
     OneSummand,
     ReduceExtreme,
     ReduceProduct,
     identity_reduce_grad,
-    transitions_of,
+    linear_key,
 )
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.cuts import cut_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
-
-__all__ = [
-    "linear_key",
-    "parameter_view",
-    "partial_grad_view",
-    "plan_redistribution",
-    "redistribute",
-    "redistribute_local",
-    "redistribution_cost",
-]
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -47,33 +38,8 @@ def redistribute(x: Any, layout: Layout) -> Any:
     if source is layout:
         return x
     for step in _PLANS[source, layout]:
-        x = _STEPS[step](x)
+        x = step.move(x)
     return x
-
-
-def _bind_step(step: Move) -> Callable[[Any], Any]:
-    """One step of `redistribute`, of a DTensor."""
-    platform, after = step.platform, step.layout
-    wrap, requires_grad, write_cache = platform.wrap, platform.requires_grad, platform.write_cache
-    if not isinstance(step, Gather):
-        return lambda x: wrap(step(x), after)
-    gather, key = step.bind_with_view(), linear_key(step.mesh, (step.mesh_dim,))
-
-    def run(x: Any) -> Any:
-        local, partial, data = gather(x)
-        y = wrap(local, after)
-        if partial is not None:
-            y._gathered = (x, step, data, (x._writes, x._version))
-            write_cache(y, key, partial)
-        elif requires_grad(x):
-            y._gathered = (x, step, data, (x._writes, x._version))
-        return y
-
-    return run
-
-
-#: step -> `_bind_step` of it.
-_STEPS: Table = Table(_bind_step, 1 << 14, "bound steps")
 
 
 def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
@@ -94,16 +60,9 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     layout = x._layout
     mesh = layout.mesh
     platform = mesh.platform
-    if not platform.requires_grad(x):
+    if not mesh_dims or not platform.requires_grad(x):
         return x
-    holder = x if x._origin is None else x._origin
-    view = platform.read_cache(holder, (mesh, mesh_dims))
-    if view is not None:
-        return view
-    mesh_dims = tuple([d for d in mesh_dims if mesh.shape[d] > 1])
-    if not mesh_dims:
-        return x
-    key = (mesh, mesh_dims)
+    holder, key = x if x._origin is None else x._origin, (mesh, mesh_dims)
     view = platform.read_cache(holder, key)
     if view is not None:
         return view
@@ -118,7 +77,7 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
             view = identity_reduce_grad(mesh, mesh_dims)(x)
         else:
             # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
-            view = transitions_of(platform).convert_cotangent(linear.reshape(platform.shape_of(x)), platform.clone)
+            view = ConvertCotangent(platform, platform.clone)(linear.reshape(platform.shape_of(x)))
     elif linear is not None:
         view = linear.reshape(platform.shape_of(x))
     else:
@@ -138,10 +97,9 @@ def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     return identity_reduce_grad(mesh, (mesh_dim,)).of_parameter
 
 
-def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
-    2-D with its leading dimensions as one."""
-    return mesh, mesh_dims, "linear"
+def partial_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps its `partial_grad_view`."""
+    return mesh, mesh_dims
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:
@@ -221,7 +179,7 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
     local = math.prod(layout.shape) / math.prod(layout.shard_count(d) for d in range(layout.ndim))
     moves: list[tuple[Placement, float]] = []
     if isinstance(placement, Shard):
-        if layout.shard_mesh_dims(placement.dim)[-1] != mesh_dim:
+        if layout.shard_mesh_dims(placement.dim)[-1] != mesh_dim:  # the innermost split
             return moves
         moves.append((Replicate(), 1.0 + local * (size - 1)))
         if not isinstance(placement, PackedShard):

@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.transitions import Move, Step
+from hyper_parallel.core.dtensor.communication.collectives import TensorFunction
+from hyper_parallel.core.dtensor.communication.transitions import Move, Step, linear_key
 from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
-from hyper_parallel.platform.contract import NOTHING_FASTER
-
-if TYPE_CHECKING:
-    from hyper_parallel.platform.contract import Platform
-
-__all__ = ["AllToAll", "Gather", "GatherForParts", "ReduceScatter", "Slice", "by_rank", "take_packed"]
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 
 
 class Gather(Move):
@@ -41,7 +37,7 @@ class Gather(Move):
         return self.platform.detach(data)
 
     @cached_property
-    def collective(self) -> Callable[[Any], Any]:
+    def collective(self) -> TensorFunction:
         """The all-gather alone, rank by rank."""
         return collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
 
@@ -52,8 +48,24 @@ class Gather(Move):
             self.mesh, self.mesh_dim, self.source, self.target, self.source_sizes, self.target_sizes, self.layout
         )
 
-    def bind_with_view(self) -> Callable[[Any], tuple[Any, Any, Any]]:
-        """As `bind`, for both kinds of consumers.
+    def move(self, x: Any) -> Any:
+        platform = self.platform
+        local, partial, data = self.take_both(x)
+        y = platform.wrap(local, self.layout)
+        if partial is not None:
+            platform.write_cache(y, self.view_key, partial)
+        if partial is not None or platform.requires_grad(x):
+            y._gathered = (x, self, data, (x._writes, x._version))
+        return y
+
+    @cached_property
+    def view_key(self) -> Any:
+        """See `linear_key`."""
+        return linear_key(self.mesh, (self.mesh_dim,))
+
+    @cached_property
+    def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
+        """Bound, for both kinds of consumers.
 
         Gives the whole tensor for consumers that return its full cotangent; the same 2-D, its leading dimensions as
         one, for those that return a partial one, where that costs next to nothing, else None; and the data of both.
@@ -139,7 +151,7 @@ class ReduceScatter(Move):
         return self._reversed(GatherForParts, target=Replicate())
 
     @cached_property
-    def collective(self) -> Callable[[Any], Any]:
+    def collective(self) -> TensorFunction:
         """The reduce-scatter alone, rank by rank."""
         op = self.source.reduce_op
         return collectives.bind_reduce_scatter(self.mesh, self.mesh_dim, self.target.dim, self.target_sizes, op)
@@ -147,7 +159,7 @@ class ReduceScatter(Move):
     def forward(self, ctx: Any, x: Any) -> Any:
         return self.collective(by_rank(x, self.target, self.size, self.platform))
 
-    def bind(self) -> Callable[[Any], Any]:
+    def bind(self) -> TensorFunction:
         if self.source is not Partial() or isinstance(self.target, PackedShard) or self.size == 1:
             return self
         back: Any = self.back

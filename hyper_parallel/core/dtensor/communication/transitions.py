@@ -36,80 +36,24 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS
-from hyper_parallel.core.dtensor.communication.extremes import differs
+from hyper_parallel.core.dtensor.communication.collectives import TensorFunction
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
-from hyper_parallel.platform.contract import NOTHING_FASTER
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.platform.contract import Platform
-
-__all__ = [
-    "AllReduce",
-    "Move",
-    "OneSummand",
-    "ReduceExtreme",
-    "ReduceProduct",
-    "Step",
-    "Transitions",
-    "identity_reduce_grad",
-    "one_summand",
-    "summation",
-    "transitions_of",
-]
-
-
-class Transitions:
-    """The differentiable functions of one platform's autograd. Get it with `transitions_of`.
-
-    Attributes:
-        take: class of steps -> ``take(x, step, *more)``: the step, recorded. ``more`` is for its `Step.forward`.
-    """
-
-    def __init__(self, platform: Platform) -> None:
-        self.platform = platform
-        self.take: Table = Table(self._function_of)
-        #: ``convert_cotangent(x, convert)``: identity whose backward applies ``convert`` to the cotangent.
-        self.convert_cotangent = platform.autograd_function(self._alias, lambda ctx, g: ctx.convert(g))
-
-    def _function_of(self, kind: type[Step]) -> Callable[..., Any]:
-        detach = self.platform.detach
-
-        def forward(ctx: Any, x: Any, step: Step, *more: Any) -> Any:
-            ctx.step = step
-            return step.forward(ctx, detach(x), *more)
-
-        forward.__name__ = forward.__qualname__ = kind.__name__  # what frameworks call the node in the graph
-        return self.platform.autograd_function(forward, lambda ctx, g: ctx.step.backward(ctx, g))
-
-    def _alias(self, ctx: Any, x: Any, convert: Callable[[Any], Any]) -> Any:
-        ctx.convert = convert
-        return self.platform.detach(x)
-
-    def to_owner(self, g: Any, layout: Layout) -> Any:
-        """The gradient ``g`` of each rank's part of a tensor of ``layout``, for who reads it as a replicated tensor:
-        what is computed from it is the same on all ranks, and counts once."""
-        for mesh_dim in layout.summed_mesh_dims:
-            g = one_summand(layout.mesh, mesh_dim).back(g)
-        return g
-
-    def to_summands(self, g: Any, layout: Layout) -> Any:
-        """The other way round: ``g``, the same on all ranks, as the gradient of each rank's part, of which each rank
-        makes something else."""
-        return identity_reduce_grad(layout.mesh, layout.summed_mesh_dims)(g) if layout.summed_mesh_dims else g
 
 
 class Step(ABC):
     """A differentiable function of a local tensor; not to be changed.
 
     Attributes:
-        mesh, platform: where.
+        platform: whose autograd records it.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.platform = mesh, mesh.platform
-        self._take = transitions_of(mesh.platform).take[type(self)]
+    def __init__(self, platform: Platform) -> None:
+        self.platform, self._take = platform, _FUNCTIONS[platform, type(self)]
 
     def __call__(self, x: Any) -> Any:
         """Take the step. Differentiable."""
@@ -134,13 +78,24 @@ class _View(Step):
         return x
 
 
+class ConvertCotangent(_View):
+    """Identity whose backward applies ``convert`` to the cotangent."""
+
+    def __init__(self, platform: Platform, convert: TensorFunction) -> None:
+        super().__init__(platform)
+        self.convert = convert
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        return self.convert(g)
+
+
 class IdentityReduceGrad(_View):
     """Identity whose backward all-reduces over ``mesh_dims``: for consumers whose cotangents are summands. Get it with
     `identity_reduce_grad`."""
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
-        super().__init__(mesh)
-        self.mesh_dims = mesh_dims
+        super().__init__(mesh.platform)
+        self.mesh, self.mesh_dims = mesh, mesh_dims
 
     def backward(self, ctx: Any, g: Any) -> Any:
         for mesh_dim in self.mesh_dims:
@@ -148,7 +103,7 @@ class IdentityReduceGrad(_View):
         return g
 
     @cached_property
-    def of_parameter(self) -> Callable[[Any], Any]:
+    def of_parameter(self) -> TensorFunction:
         """Bound, of a parameter, which `coalesce_gradients` may take part in; see `Platform.gradient_view`."""
         platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
         reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
@@ -170,7 +125,7 @@ class Move(Step):
     """One change of placement on one mesh dimension.
 
     Attributes:
-        mesh_dim: on which.
+        mesh, mesh_dim: on which.
         source, target: the placements before and after.
         source_sizes, target_sizes: for `Shard`, how many elements of the sharded dimension each rank of the mesh
             dimension holds; empty otherwise.
@@ -188,15 +143,19 @@ class Move(Step):
         target_sizes: tuple[int, ...] = (),
         layout: Layout | None = None,
     ) -> None:
-        super().__init__(mesh)
-        self.mesh_dim, self.source, self.target, self.layout = mesh_dim, source, target, layout
+        super().__init__(mesh.platform)
+        self.mesh, self.mesh_dim, self.source, self.target, self.layout = mesh, mesh_dim, source, target, layout
         self.source_sizes, self.target_sizes, self.size = source_sizes, target_sizes, mesh.shape[mesh_dim]
 
     @property
     @abstractmethod
     def back(self) -> Step: ...
 
-    def bind(self) -> Callable[[Any], Any]:
+    def move(self, x: Any) -> Any:
+        """The step of a DTensor: gives one of `layout`. To be called under `Platform.no_dispatch`."""
+        return self.platform.wrap(self(x), self.layout)
+
+    def bind(self) -> TensorFunction:
         """The step as a function of the tensor alone that is called often, under `Platform.no_dispatch`."""
         return self
 
@@ -226,7 +185,7 @@ class AllReduce(Move):
         return collectives.all_reduce(self.platform.clone(x), self.mesh, self.mesh_dim, self.source.reduce_op)
 
     @cached_property
-    def in_place(self) -> Callable[[Any], Any]:
+    def in_place(self) -> TensorFunction:
         """Bound, of a sum: into the tensor itself, which nobody else holds and whose operation does not need its value
         in backward. Where the platform has hooks there is no node in the graph."""
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
@@ -237,6 +196,11 @@ class AllReduce(Move):
 class _AllReduceInPlace(AllReduce):
     def forward(self, ctx: Any, x: Any) -> Any:
         return collectives.all_reduce(x, self.mesh, self.mesh_dim)
+
+
+def differs(x: Any, y: Any) -> Any:
+    """Where ``x`` is not ``y``; NaN is NaN."""
+    return (x != y) & ((x == x) | (y == y))
 
 
 class ReduceExtreme(AllReduce):
@@ -273,7 +237,7 @@ class ReduceProduct(AllReduce):
         platform, rank = self.platform, self.mesh.get_local_rank(self.mesh_dim)
         shape = tuple(platform.shape_of(x))
         column = x.reshape((1, *shape))
-        everyone = collectives.all_gather(column, self.mesh, self.mesh_dim, 0, (1,) * self.size)
+        everyone = collectives.bind_all_gather(self.mesh, self.mesh_dim, 0, (1,) * self.size)(column)
         parts = [part.reshape(shape) for part in platform.chunk(everyone, self.size, 0)]
         others = platform.ones(shape, x)
         for part in (*parts[:rank], *parts[rank + 1 :]):
@@ -310,14 +274,22 @@ class SummandGradient(_View, Move):
         return self.back(g)
 
 
-_TRANSITIONS: Table = Table(Transitions)
+def _make_function(key: tuple[Platform, type[Step]]) -> Callable[..., Any]:
+    """``take(x, step, *more)``: a step of one class, recorded. ``more`` is for its `Step.forward`."""
+    platform, kind = key
+    detach = platform.detach
+
+    def forward(ctx: Any, x: Any, step: Step, *more: Any) -> Any:
+        ctx.step = step
+        return step.forward(ctx, detach(x), *more)
+
+    forward.__name__ = forward.__qualname__ = kind.__name__  # what frameworks call the node in the graph
+    return platform.autograd_function(forward, lambda ctx, g: ctx.step.backward(ctx, g))
+
+
+_FUNCTIONS: Table = Table(_make_function)
 #: (class, mesh, mesh dimension or dimensions, ...) -> the step.
 _STEPS: Table = Table(lambda key: key[0](*key[1:]), 1 << 12, "steps of sums")
-
-
-def transitions_of(platform: Platform) -> Transitions:
-    """The `Transitions` of a platform, made once."""
-    return _TRANSITIONS[platform]
 
 
 def summation(mesh: DeviceMesh, mesh_dim: int) -> AllReduce:
@@ -333,3 +305,22 @@ def one_summand(mesh: DeviceMesh, mesh_dim: int) -> OneSummand:
 def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> IdentityReduceGrad:
     """The partial-gradient view over some mesh dimensions, Megatron's f, made once."""
     return _STEPS[IdentityReduceGrad, mesh, mesh_dims]
+
+
+def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
+    2-D with its leading dimensions as one."""
+    return mesh, mesh_dims, "linear"
+
+
+def to_owner(gradient: Any, layout: Layout) -> Any:
+    """See `platform.contract.Core.to_owner`. What is computed from it is the same on all ranks, and counts once."""
+    for mesh_dim in layout.summed_mesh_dims:
+        gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
+    return gradient
+
+
+def to_summands(gradient: Any, layout: Layout) -> Any:
+    """See `platform.contract.Core.to_summands`. Each rank makes something else of it."""
+    dims = layout.summed_mesh_dims
+    return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient

@@ -6,8 +6,6 @@ from functools import lru_cache
 
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Shard
 
-__all__ = ["chunk_sizes", "packed_ranges", "shard_sizes"]
-
 
 @lru_cache(maxsize=4096)
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:

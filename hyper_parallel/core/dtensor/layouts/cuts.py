@@ -12,8 +12,6 @@ from functools import lru_cache
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes, packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Shard, StridedShard
 
-__all__ = ["as_last_cut", "cut_order", "in_order", "ranges_of", "strided_factors"]
-
 
 @lru_cache(maxsize=4096)
 def cut_order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], dim: int) -> tuple[int, ...] | None:

@@ -21,8 +21,6 @@ from hyper_parallel.core.lookalikes import import_hint
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "get_layout", "normalize_placements"]
-
 
 class Layout:
     """Mesh, placements and global shape of a distributed tensor, and what follows from them for this rank.
@@ -210,6 +208,18 @@ def get_layout(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Seque
             return get_layout(mesh, normal, shape)
         layout = _LAYOUTS.setdefault(key, Layout(mesh, placements, key[2]))
     return layout
+
+
+def replicated_layout(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
+    """The layout of a tensor of which every rank of ``mesh`` has all."""
+    return get_layout(mesh, (Replicate(),) * mesh.ndim, shape)
+
+
+def requested_layout(
+    mesh: DeviceMesh, placements: Sequence[Placement] | None, shape: Sequence[int], what: str = "a tensor"
+) -> Layout:
+    """`get_layout` of placements as users give them, see `normalize_placements`."""
+    return get_layout(mesh, normalize_placements(placements, mesh, len(shape), what), shape)
 
 
 def normalize_placements(

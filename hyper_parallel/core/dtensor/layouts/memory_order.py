@@ -1,20 +1,23 @@
 """In which order the elements of a distributed tensor would lie in the memory of a single device.
 
 It decides whether an operation gives a view or a copy, and which element gets which random number. Where every rank has
-two rows or more of each dimension, local strides tell; elsewhere they are tracked on the tensor (see `aliasing`). The
-order gets lost where data moves: what that gives is contiguous.
+two rows or more of each dimension, local strides tell; elsewhere they are tracked on the tensor (see `aliasing`). What
+redistribution gives is contiguous; what an operation reads after data moved is brought into the order again (`Order`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from hyper_parallel.core.dtensor.layouts.strides import Strides, contiguous_strides, dense_strides, is_contiguous
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
-
-__all__ = ["UNKNOWN", "is_contiguous_whole", "ones_like_whole", "strides_of"]
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.strides import (
+    Strides,
+    contiguous_strides,
+    dense_strides,
+    is_contiguous,
+    spaced_strides,
+)
 
 #: `DTensor._strides` of a tensor whose elements may lie in any order.
 UNKNOWN: Any = "unknown"
@@ -28,7 +31,11 @@ def strides_of(x: Any, layout: Layout) -> Strides | Any:
         return tracked
     if not layout.tells_strides:
         return contiguous_strides(layout.shape)
-    local = layout.mesh.platform.strides(x)
+    return whole_strides(layout, layout.mesh.platform.strides(x))
+
+
+def whole_strides(layout: Layout, local: Strides) -> Strides:
+    """Strides of a tensor of ``layout`` on a single device, from those of a part that tells them."""
     sharded = [
         (local[dim], layout.shape[dim], layout.local_shape[dim])
         for dim in range(layout.ndim)
@@ -44,13 +51,47 @@ def strides_of(x: Any, layout: Layout) -> Strides | Any:
     return tuple(strides)
 
 
+def bind_noted_strides(layout: Layout) -> Callable[[Any], Strides | Any]:
+    """``noted(x)``, for tensors of ``layout``, plain ones among them: `strides_of`, None where ``x`` is contiguous."""
+    if not layout.tells_strides:
+        return lambda x: getattr(x, "_strides", None)
+
+    def noted(x: Any) -> Strides | Any:
+        strides = strides_of(x, layout)
+        return None if strides is not UNKNOWN and is_contiguous(layout.shape, strides) else strides
+
+    return noted
+
+
+def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any], Any] | None:
+    """``order(x, y)`` for an operation that is to run on ``y``, the local tensor of layout ``read`` that redistribution
+    made of ``x``: ``y`` in memory as a single device's tensor is, so that the operation's results are as well. With
+    ``spaced``, gaps count, and where dimensions were stretched: for views. None where there is nothing to be done."""
+    platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
+    if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):
+        return None
+
+    def order(x: Any, y: Any) -> Any:
+        strides = strides_of(x, have)
+        if strides is UNKNOWN:
+            return y
+        if not spaced:
+            strides = dense_strides(shape, strides)
+        if is_contiguous(shape, strides):
+            return y
+        return platform.with_strides(y, spaced_strides(shape, strides, part))
+
+    return order
+
+
 def ones_like_whole(x: Any, layout: Layout) -> Any:
     """A plain tensor of ones with the shape of the whole tensor of ``layout``, and its order in memory; ``x`` is the
     local tensor."""
     platform, strides = layout.mesh.platform, strides_of(x, layout)
-    if strides is UNKNOWN or is_contiguous(layout.shape, strides) or 0 in strides:
-        return platform.ones(layout.shape, x)
-    return platform.ones_in_memory(layout.shape, dense_strides(layout.shape, strides), x)
+    ones = platform.ones(layout.shape, x)
+    if not platform.keeps_memory_order or strides is UNKNOWN or is_contiguous(layout.shape, strides):
+        return ones
+    return platform.with_strides(ones, dense_strides(layout.shape, strides))
 
 
 def is_contiguous_whole(x: Any) -> bool:

@@ -13,8 +13,6 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["joined_meshes", "nest", "on_joined_meshes"]
-
 
 def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
     """The layout of a tensor whose local part under ``inner`` is placed ``placements`` on ``mesh``.

@@ -11,20 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = [
-    "Strides",
-    "contiguous_only",
-    "contiguous_strides",
-    "dense_strides",
-    "expanded_strides",
-    "indexed_strides",
-    "is_contiguous",
-    "permuted_strides",
-    "reshaped_strides",
-]
-
 Shape: TypeAlias = "tuple[int, ...]"
 Strides: TypeAlias = "tuple[int, ...]"
+
+#: ``:`` in an encoded index.
+FULL_SLICE = ("slice", None, None, None)
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
@@ -51,14 +42,56 @@ def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
     )
 
 
-def dense_strides(shape: Sequence[int], strides: Strides) -> Strides:
+def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | None = None) -> Strides:
     """Strides of a new tensor without gaps whose dimensions lie in memory in the order that ``strides`` says: what an
-    element-wise operation gives."""
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    element-wise operation gives. Stretched dimensions, of stride 0, stay where they are among the others.
+
+    Args:
+        shape, strides: of the tensor that has the order.
+        part: shape of the new one, if it is another one: that of a shard.
+    """
+    innermost_first = [*reversed(range(len(shape)))]
+    for start in range(1, len(shape)):
+        at = start
+        for other in reversed(range(start)):
+            inner, outer = innermost_first[other], innermost_first[at]
+            if not strides[inner] or not strides[outer]:
+                continue
+            if strides[inner] < strides[outer]:
+                break
+            if (strides[inner], shape[inner]) > (strides[outer], shape[outer]):
+                innermost_first[other], innermost_first[at] = outer, inner
+                at = other
     found, step = [0] * len(shape), 1
-    for dim in reversed(order):
+    for dim in innermost_first:
         found[dim] = step
-        step *= max(shape[dim], 1)
+        step *= max((part or shape)[dim], 1)
+    return tuple(found)
+
+
+def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) -> Strides:
+    """Strides for a shard of a tensor, so that what is asked of both gets one answer: whether dimensions can be merged,
+    whether it is contiguous. Where the tensor has a gap, the shard has one, as large as what lies before it: so the
+    strides of the tensor follow from those of the shard, of whatever size.
+
+    Args:
+        shape, strides: of the tensor.
+        part: shape of the shard.
+
+    Example:
+        >>> spaced_strides((4, 6), (1, 4), (2, 6))  # a transposed tensor
+        (1, 2)
+        >>> spaced_strides((4, 6), (12, 1), (2, 6))  # the first half of the columns of another one
+        (12, 1)
+    """
+    found, step, inner = [0] * len(shape), 1, None
+    for dim in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        if shape[dim] != 1:
+            if strides[dim] != (1 if inner is None else strides[inner] * shape[inner]):
+                step = 2 if inner is None else 2 * found[inner] * max(part[inner], 1)
+            inner = dim
+        found[dim] = step
+        step *= max(part[dim], 1)
     return tuple(found)
 
 
@@ -79,22 +112,31 @@ def contiguous_only(static_args: tuple, shape: Shape, strides: Strides, result_s
     return strides if is_contiguous(shape, strides) else None
 
 
+def without_dots(index: tuple, ndim: int) -> tuple:
+    """An encoded index with ``:`` for each of the ``ndim`` dimensions that its first ``...`` stands for, or that it
+    leaves out at the end.
+
+    Example:
+        >>> without_dots((0, ..., None), 2)
+        (0, ('slice', None, None, None), None)
+    """
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    before, after = index[:at], index[at + 1 :]
+    named = sum(item is not None for item in before + after)
+    return (*before, *(FULL_SLICE,) * (ndim - named), *after)
+
+
 def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
     """Strides of ``x[index]``, the index encoded, of ints, slices, None and dots."""
-    consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
     found: list[int] = []
-    dim = 0
-    for item in index if Ellipsis in index else (*index, Ellipsis):
-        if item is Ellipsis:
-            count = len(shape) - consumed
-            found += strides[dim : dim + count]
-            dim += count
-        elif item is None:
+    dims = iter(strides)
+    for item in without_dots(index, len(shape)):
+        if item is None:
             found.append(1)
+        elif isinstance(item, tuple):
+            found.append(next(dims) * (item[3] or 1))
         else:
-            if isinstance(item, tuple):
-                found.append(strides[dim] * (1 if item[3] is None else item[3]))
-            dim += 1
+            next(dims)
     return tuple(found)
 
 

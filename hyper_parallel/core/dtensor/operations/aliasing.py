@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.layouts.memory_order import UNKNOWN, strides_of
+from hyper_parallel.core.dtensor.layouts.memory_order import UNKNOWN, bind_noted_strides, whole_strides
 from hyper_parallel.core.dtensor.layouts.strides import (
     contiguous_strides,
     dense_strides,
@@ -26,8 +26,6 @@ from hyper_parallel.platform.indexing import decode_index
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.operations.strategy import Strategy
-
-__all__ = ["Aliasing", "aliasing_of", "is_moved"]
 
 #: What stands for the strides of a view where the result is a copy.
 _COPY: Any = "copy"
@@ -65,12 +63,13 @@ def aliasing_of(op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Str
         return None
     shape, result_shapes = tuple(layouts[0].shape), [tuple(x.shape) for x in strategy.results]
     index = op.view_index and op.view_index(static_args, shape, result_shapes)
-    view = _View(op, static_args, shape, result_shapes, index) if index or op.view_strides else None
+    tell = [x.tells_strides for x in strategy.results]
+    view = _View(op, static_args, shape, result_shapes, tell, index) if index or op.view_strides else None
     if view is not None and is_moved(layouts[0], strategy.operands[0]):
         return Aliasing(None, _following(view, layouts[0], name))
     if all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None):
         return None if view is None else _TELLING.get(op.memory)
-    return _carrying(op) if view is None else _tracking(view)
+    return _carrying(op, layouts, strategy) if view is None else _tracking(view, layouts[0])
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,7 @@ class _View:
         static_args: its static arguments.
         shape: of operand 0.
         result_shapes: of the results.
+        tell: `Layout.tells_strides` of the results.
         index: see `CanonicalOp.view_index`.
     """
 
@@ -89,6 +89,7 @@ class _View:
     static_args: Any
     shape: tuple
     result_shapes: list
+    tell: list[bool]
     index: tuple | None
 
     @property
@@ -97,7 +98,8 @@ class _View:
         return self.op.memory == "shared"
 
     def tracked(self, own: Any) -> tuple:
-        """`DTensor._strides` of each result, from those of operand 0; `_COPY` for one that has to be a copy."""
+        """`DTensor._strides` of each result, from those of operand 0: None where its parts tell them, or it is
+        contiguous; `_COPY` for one that has to be a copy."""
         if own is UNKNOWN:
             return (UNKNOWN,) * len(self.result_shapes)
         own = contiguous_strides(self.shape) if own is None else own
@@ -106,8 +108,8 @@ class _View:
         else:
             found = [indexed_strides(self.shape, own, index) for index in self.index or ()]
         return tuple(
-            _COPY if new is None else None if is_contiguous(after, new) else new
-            for after, new in zip(self.result_shapes, found, strict=True)
+            _COPY if new is None else None if tells or is_contiguous(after, new) else new
+            for after, tells, new in zip(self.result_shapes, self.tell, found, strict=True)
         )
 
 
@@ -121,13 +123,19 @@ def is_moved(have: Layout, read: Layout | None) -> bool:
 
 # ---------------------------------------------------------------------------- the shards tell
 def _share(operands: tuple, result: Any) -> None:
+    x = operands[0]
     for y in result if isinstance(result, (tuple, list)) else (result,):
-        share(operands[0], y)
+        share(x, y)
+        if x._strides is UNKNOWN:
+            y._strides = UNKNOWN
 
 
 def _share_where_viewed(operands: tuple, result: Any) -> None:
     x, platform = operands[0], operands[0]._layout.mesh.platform
-    if is_contiguous(platform.shape_of(x), platform.strides(x)) or platform.same_memory(x, result):
+    if x._strides is UNKNOWN:
+        if x is not result:
+            part(x, result)
+    elif is_contiguous(platform.shape_of(x), platform.strides(x)) or platform.same_memory(x, result):
         share(x, result)
 
 
@@ -141,10 +149,12 @@ def _following(view: _View, layout: Layout, name: str) -> After:
     if view.index is not None and not any(p.is_partial() for p in layout.placements):
         backs = [_back_to(index, view.shape) for index in view.index]
 
+    noted = bind_noted_strides(layout)
+
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
         results = result if isinstance(result, (tuple, list)) else (result,)
-        own = strides_of(x, x._layout)
+        own = noted(x)
         if own is UNKNOWN and not view.always:
             part(x, result)
             return
@@ -170,16 +180,23 @@ def _back_to(encoded: tuple, shape: tuple) -> Callable[[Any, Any], None]:
 
 
 # ---------------------------------------------------------------------------- the shards do not tell
-def _tracking(view: _View) -> Aliasing:
-    known = Table(view.tracked)
+def _tracking(view: _View, layout: Layout) -> Aliasing:
+    local = layout.mesh.platform.strides if layout.tells_strides else None
+
+    def tracked(own: Any) -> tuple:
+        return view.tracked(own if local is None or own is UNKNOWN else whole_strides(layout, own))
+
+    known = Table(tracked)
 
     def copies(x: Any) -> bool:
-        return known[x._strides][0] is _COPY or (x._strides is UNKNOWN and not view.always)
+        strides = x._strides if local is None else x._strides or local(x)
+        return known[strides][0] is _COPY or (strides is UNKNOWN and not view.always)
 
     def after(operands: tuple, result: Any) -> None:
         x = operands[0]
         results = result if isinstance(result, (tuple, list)) else (result,)
-        for y, strides in zip(results, known[x._strides], strict=True):
+        own = x._strides if local is None else x._strides or local(x)
+        for y, strides in zip(results, known[own], strict=True):
             if strides is _COPY or y is x:
                 continue
             if strides is UNKNOWN and not view.always:
@@ -192,32 +209,36 @@ def _tracking(view: _View) -> Aliasing:
     return Aliasing(copies if not view.always else None, after, True)
 
 
-def _carrying(op: CanonicalOp) -> Aliasing | None:
+def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing | None:
     """For an operation that gives no view: where its result does not lie in memory in row-major order."""
-    if op.memory == "fresh":
+    given = [(i, x) for i, x in enumerate(layouts) if x is not None and x.ndim]
+    if (
+        not given
+        or op.memory == "fresh"
+        or (op.memory == "ordered" and not given[0][1].mesh.platform.keeps_memory_order)
+    ):
         return None
+    first, several = given[0][0], len(strategy.results) > 1
+    shape = tuple(strategy.results[0].shape)
+    decides = op.memory == "ordered" and tuple(layouts[first].shape) == shape  # where it is not stretched
+    telling = [(i, bind_noted_strides(x)) for i, x in given if x.tells_strides and tuple(x.shape) == shape]
 
     def after(operands: tuple, result: Any) -> None:
-        first, tracked = None, False
+        tracked = False
         for x in operands:
-            if getattr(x, "_layout", None) is not None:
-                first = x if first is None else first
-                tracked = tracked or x._strides is not None
+            if getattr(x, "_strides", None) is not None:
+                tracked = True
+        own = getattr(operands[first], "_strides", None)
+        for i, noted in telling:
+            if (strides := noted(operands[i])) is not None:
+                tracked, own = True, strides if i == first else own
         if not tracked:
             return
-        if isinstance(result, (tuple, list)):
+        if several:
             for y in result:
                 y._strides = UNKNOWN
             return
-        shape, strides = result._layout.shape, UNKNOWN
-        # The first operand decides, where it is not stretched.
-        if (
-            op.memory == "ordered"
-            and first is not None
-            and first._strides is not UNKNOWN
-            and first._layout.shape == shape
-        ):
-            strides = _ORDERS[shape, first._strides]
+        strides = _ORDERS[shape, own] if decides and own is not UNKNOWN else UNKNOWN
         if strides is not None:
             result._strides = strides
 

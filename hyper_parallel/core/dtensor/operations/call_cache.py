@@ -13,8 +13,6 @@ from typing import Any
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.operations.rules import CanonicalOp
 
-__all__ = ["call_key", "remembered_call"]
-
 _VALUES = frozenset({bool, int, float, str})
 #: What stands in a key for False and True, before named arguments, and for an argument that cannot be compared.
 _TRUTHS = (object(), object())
@@ -34,7 +32,9 @@ def call_key(func: Any, args: tuple, kwargs: dict) -> tuple:
     positional = [x._layout if type(x) in classes else x if type(x) is int else _key_of(x) for x in args]
     if not kwargs:
         return (func, *positional)
-    return (func, *positional, _NAMED, *kwargs, *[_key_of_named(x) for x in kwargs.values()])
+    # A float that is given by name is no operand, so its value counts, and the sign of a zero.
+    named = [(float, x, math.copysign(1, x)) if type(x) is float else _key_of(x) for x in kwargs.values()]
+    return (func, *positional, _NAMED, *kwargs, *named)
 
 
 def _key_of(x: Any) -> Any:
@@ -55,11 +55,6 @@ def _key_of(x: Any) -> Any:
         if kinds <= DTENSOR_CLASSES:
             return tuple([y._layout for y in x])
     return _OTHER
-
-
-def _key_of_named(x: Any) -> Any:
-    """A float that is given by name is no operand, so its value counts, and the sign of a zero."""
-    return (float, x, math.copysign(1, x)) if type(x) is float else _key_of(x)
 
 
 def remembered_call(
@@ -87,7 +82,7 @@ def remembered_call(
         if found is None:
             return None
         places = found
-        take = _all if places == [*range(len(args))] else _taking(places)
+        take = _all if places == [*range(len(args))] else _from(places)
     # The value of a float or a DTensor that is no operand may count, and the key has only its type or layout.
     if any(type(x) is float or type(x) in DTENSOR_CLASSES for i, x in enumerate(args) if i not in places):
         return None
@@ -100,14 +95,9 @@ def remembered_call(
 
 def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
     """For a plan that only reads tensors, runs the native operation and wraps the result."""
-    call, no_dispatch, wrap, result, wrap_several = (
-        plan.call,
-        plan.no_dispatch,
-        plan.wrap,
-        plan.result,
-        plan.wrap_several,
-    )
-    reads, copies, after, clone = plan.reads, plan.copies, plan.after, plan.mesh.platform.clone
+    call, no_dispatch, wrap, result = plan.call, plan.no_dispatch, plan.wrap, plan.result
+    wrap_several, reads, copies, after = plan.wrap_several, plan.reads, plan.copies, plan.after
+    clone = plan.mesh.platform.clone
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():
@@ -115,14 +105,6 @@ def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
             return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
 
     def read_and_run(func: Any, args: tuple, kwargs: dict) -> Any:
-        operands = [*take(args, kwargs)]
-        with no_dispatch():
-            for i, read in reads:
-                operands[i] = read(operands[i])
-            y = call(func, operands, static_args)
-            return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
-
-    def run_and_note(func: Any, args: tuple, kwargs: dict) -> Any:
         operands = args if take is _all else take(args, kwargs)
         with no_dispatch():
             local_operands = [*operands]
@@ -136,9 +118,7 @@ def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
                 after(operands, y)
             return y
 
-    if after is not None or copies is not None:
-        return run_and_note
-    return read_and_run if reads else run
+    return run if not reads and after is copies is None else read_and_run
 
 
 def _is_value(x: Any) -> bool:
@@ -154,16 +134,9 @@ def _elements(args: tuple, kwargs: dict) -> tuple:
     return tuple(args[0])
 
 
-def _taking(places: list[Any]) -> Take:
+def _from(places: list[Any]) -> Take:
     """A function that takes the operands from these places in the arguments."""
-    count = len(places)
-    if places == [*range(count)]:
-        return lambda args, kwargs: args[:count]
-
-    def take(args: tuple, kwargs: dict) -> tuple:
-        return tuple([args[p] if type(p) is int else kwargs[p] if p else None for p in places])
-
-    return take
+    return lambda args, kwargs: tuple([args[p] if type(p) is int else kwargs[p] if p else None for p in places])
 
 
 def _places(op: CanonicalOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:

@@ -6,14 +6,11 @@ probabilities are computed again. Backward of softmax and log_softmax sums once 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from hyper_parallel.core.dtensor.operations.classes import Classes, ClassFunctions
-
-if TYPE_CHECKING:
-    from hyper_parallel.platform.contract import Platform
-
-__all__ = ["ClassSoftmax"]
+from hyper_parallel.platform.contract import Platform
 
 
 class ClassSoftmax(ClassFunctions):
@@ -22,10 +19,18 @@ class ClassSoftmax(ClassFunctions):
 
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
-        make = platform.autograd_function
-        self._softmax = make(self._softmax_forward, self._softmax_cotangent)
-        self._log_softmax = make(self._log_softmax_forward, self._log_softmax_cotangent)
-        self._log_sum_exp = make(self._log_sum_exp_forward, self._log_sum_exp_cotangent)
+        self._softmax = self._of_logits(
+            platform.shifted_exp,
+            lambda p, g, classes: p * (g - self._full_sum(p * g, classes)),
+        )
+        self._log_softmax = self._of_logits(
+            lambda x, largest, exponentials: (x - largest) - platform.log(exponentials),
+            lambda p, g, classes: g - p * self._full_sum(g, classes),
+        )
+        self._log_sum_exp = self._of_logits(
+            lambda x, largest, exponentials: largest + platform.log(exponentials),
+            lambda p, g, classes: p * self._for_parts(g, classes),
+        )
 
     def softmax(self, x: Any, classes: Classes) -> Any:
         """Softmax over the classes: this rank's part, of the shape of ``x``."""
@@ -50,37 +55,25 @@ class ClassSoftmax(ClassFunctions):
         y = function(padded, *self._sums_of_exponentials(padded, classes), classes)
         return y if classes.size else self._noting(self._resize(y, classes.dim, 0, 0.0), x)
 
-    # ------------------------------------------------------------ forward and backward of each
-    def _keep(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        ctx.classes = classes
-        ctx.save_for_backward(x, largest, exponentials)
-        return self.platform.detach(x)
+    def _of_logits(
+        self, value: Callable[[Any, Any, Any], Any], cotangent: Callable[[Any, Any, Classes], Any]
+    ) -> Callable[..., Any]:
+        """A differentiable function of logits, given `_sums_of_exponentials` of them and the classes.
 
-    def _softmax_again(self, ctx: Any) -> tuple[Any, Any]:
-        """The softmax of what `_keep` has saved, and the dtype of that."""
-        x, largest, exponentials = ctx.saved_tensors
-        return self._softmax(x, largest, exponentials, ctx.classes), x.dtype
+        Args:
+            value: ``value(x, largest, exponentials)``.
+            cotangent: ``cotangent(p, g, classes)`` is that of logits whose softmax is ``p``, for the result's ``g``.
+        """
+        platform = self.platform
 
-    def _softmax_forward(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        x = self._keep(ctx, x, largest, exponentials, classes)
-        return self.platform.shifted_exp(x, largest, exponentials)
+        def forward(ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
+            ctx.classes = classes
+            ctx.save_for_backward(x, largest, exponentials)
+            return value(platform.detach(x), largest, exponentials)
 
-    def _softmax_cotangent(self, ctx: Any, g: Any) -> Any:
-        p, dtype = self._softmax_again(ctx)
-        return self.platform.to_dtype(p * (g - self._full_sum(p * g, ctx.classes)), dtype)
+        def backward(ctx: Any, g: Any) -> Any:
+            x, largest, exponentials = ctx.saved_tensors
+            p = self._softmax(x, largest, exponentials, ctx.classes)
+            return platform.to_dtype(cotangent(p, g, ctx.classes), x.dtype)
 
-    def _log_softmax_forward(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        x = self._keep(ctx, x, largest, exponentials, classes)
-        return (x - largest) - self.platform.log(exponentials)
-
-    def _log_softmax_cotangent(self, ctx: Any, g: Any) -> Any:
-        p, dtype = self._softmax_again(ctx)
-        return self.platform.to_dtype(g - p * self._full_sum(g, ctx.classes), dtype)
-
-    def _log_sum_exp_forward(self, ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
-        self._keep(ctx, x, largest, exponentials, classes)
-        return largest + self.platform.log(exponentials)
-
-    def _log_sum_exp_cotangent(self, ctx: Any, g: Any) -> Any:
-        p, dtype = self._softmax_again(ctx)
-        return self.platform.to_dtype(p * self._for_parts(g, ctx.classes), dtype)
+        return platform.autograd_function(forward, backward)

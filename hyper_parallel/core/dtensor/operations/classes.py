@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, summation
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
-    from hyper_parallel.platform.contract import Platform
-
-__all__ = ["ClassFunctions", "Classes"]
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.platform.contract import Platform
 
 
 @dataclass(frozen=True)
@@ -85,23 +81,14 @@ class ClassFunctions:
         return x
 
     # ------------------------------------------------------------ statistics, outside autograd
-    def _reduce(self, x: Any, classes: Classes, op: str) -> Any:
-        x = self.platform.clone(x)
-        for mesh_dim in classes.mesh_dims:
-            x = collectives.all_reduce(x, classes.mesh, mesh_dim, op)
-        return x
-
     def _sums(self, parts: list[Any], classes: Classes) -> list[Any]:
-        """The sums over ranks of several tensors of one shape, in one collective."""
-        platform = self.platform
-        if len(parts) == 1:
-            return [self._reduce(parts[0], classes, "sum")]
-        sums = self._reduce(platform.cat([platform.unsqueeze(part, 0) for part in parts], 0), classes, "sum")
-        shape = platform.shape_of(parts[0])
-        return [platform.narrow(sums, 0, i, 1).reshape(shape) for i in range(len(parts))]
+        """The sums over ranks of several tensors, in one collective."""
+        add_up = collectives.all_reduce_over
+        return collectives.together(parts, self.platform, add_up, classes.mesh, classes.mesh_dims)
 
     def _largest(self, x: Any, classes: Classes) -> Any:
-        return self._reduce(self.platform.amax(x, classes.dim), classes, "max")
+        largest = self.platform.clone(self.platform.amax(x, classes.dim))
+        return collectives.all_reduce_over(largest, classes.mesh, classes.mesh_dims, "max")
 
     def _sums_of_exponentials(self, x: Any, classes: Classes, finite: bool = False) -> tuple[Any, Any]:
         """The largest element, and the sum of the exponentials of the others' distances to it. With ``finite``, an

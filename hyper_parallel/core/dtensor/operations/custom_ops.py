@@ -10,8 +10,6 @@ from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, CanonicalOp
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract import NativeOp
 
-__all__ = ["find_custom_op", "register_sharding"]
-
 _CUSTOM: dict[Any, NativeOp] = {}
 
 

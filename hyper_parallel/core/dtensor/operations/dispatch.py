@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
-from hyper_parallel.core.dtensor.communication.extremes import bind_extreme
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.aliasing import aliasing_of
+from hyper_parallel.core.dtensor.layouts.layout import Layout, replicated_layout
+from hyper_parallel.core.dtensor.layouts.memory_order import bind_order
+from hyper_parallel.core.dtensor.operations.aliasing import Aliasing, aliasing_of
 from hyper_parallel.core.dtensor.operations.call_cache import call_key, remembered_call
 from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.operations.fallback import run_gathered, tell_of_failure_in
@@ -24,7 +24,6 @@ from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.operands import (
     DTENSOR_CLASSES,
-    all_replicated,
     common_mesh,
     mixed_error,
     name_of,
@@ -34,10 +33,8 @@ from hyper_parallel.core.dtensor.operations.operands import (
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, CanonicalOp
 from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
 from hyper_parallel.core.dtensor.operations.views import after_write, apart, before_write, forget_value
-from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.contract import NativeOp
-
-__all__ = ["CALLS", "dispatch"]
 
 _MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
 _PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
@@ -58,29 +55,8 @@ class _Plan:
         inplace: whether operand 0 is written.
         copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
         after: what is to be noted of operands and result, or None; see `aliasing`.
-        extreme: what is to be done with the largest or smallest of local elements, or None.
         only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
     """
-
-    __slots__ = (
-        "after",
-        "call",
-        "copies",
-        "extreme",
-        "inplace",
-        "mesh",
-        "mixes",
-        "no_dispatch",
-        "only_local",
-        "operand_layouts",
-        "plain",
-        "reads",
-        "replacement",
-        "result",
-        "results",
-        "static_args",
-        "wrap",
-    )
 
     def __init__(
         self,
@@ -100,7 +76,7 @@ class _Plan:
         if sharding.native_if is not None and sharding.native_if(strategy.operands):
             self.replacement = None
         self.reads = tuple(
-            (i, _bind_read(target, dims, mesh))
+            (i, _bind_read(have, target, dims, None if op.in_place else canonical))
             for i, (have, target, dims) in enumerate(
                 zip(layouts, strategy.operands, strategy.partial_grad_dims, strict=True)
             )
@@ -116,14 +92,11 @@ class _Plan:
         localized = sharding.localize
         self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
         aliasing = None if self.inplace else aliasing_of(canonical, layouts, static_args, strategy, name)
-        if aliasing is not None and aliasing.is_view:
+        aliasing = aliasing or Aliasing(None, None)
+        if aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
-        self.copies = None if aliasing is None else aliasing.copies
-        self.after = None if aliasing is None else aliasing.after
-        self.extreme = None
-        if sharding.extreme is not None and (compared_by := _compared(self.results[0])):
-            self.extreme = bind_extreme(sharding.extreme, compared_by, mesh.platform)
-        more = self.inplace or self.replacement or self.extreme or self.plain
+        self.copies, self.after = aliasing.copies, aliasing.after
+        more = self.inplace or self.replacement or self.plain
         self.only_local = not more and self.mixes is None
         self.result = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
@@ -147,7 +120,7 @@ class _Plan:
                     raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
                 if CHECKS:
                     what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
-                    check_replicated(operands[self.mixes], self.mesh, all_replicated(self.mesh), what)
+                    check_replicated(operands[self.mixes], self.mesh, (Replicate(),) * self.mesh.ndim, what)
             local_operands = self._read(operands) if self.reads else operands
             if self.inplace and getattr(operands[0], "_family", None) is not None:  # a plain parameter has none
                 local_operands = apart(operands, local_operands, self.mesh.platform)
@@ -155,9 +128,6 @@ class _Plan:
                 local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
             if self.replacement is None:
                 result = self.call(func, local_operands, static_args)
-                if self.extreme is not None:
-                    x = local_operands[0]
-                    result = self.extreme(x, lambda mask: self.call(func, (mask,), static_args), result)
             else:
                 result = self.replacement(
                     self.mesh.platform,
@@ -189,30 +159,32 @@ class _Plan:
     def _promote(self, x: Any) -> Any:
         """A plain tensor, the same on every rank, as a DTensor."""
         platform = self.mesh.platform
-        layout = get_layout(self.mesh, all_replicated(self.mesh), platform.shape_of(x))
-        promoted = platform.wrap(platform.alias(x), layout)
+        promoted = platform.wrap(platform.alias(x), replicated_layout(self.mesh, platform.shape_of(x)))
         promoted._origin = x
         return promoted
 
 
-def _compared(layout: Layout) -> str:
-    """The operation that compares the extreme values of several ranks; empty where there is nothing to compare."""
-    for mesh_dim, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial) and layout.mesh.shape[mesh_dim] > 1:
-            return placement.reduce_op
-    return ""
+def _bind_read(
+    have: Layout | None, layout: Layout, partial_dims: tuple[int, ...], op: CanonicalOp | None
+) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
 
-
-def _bind_read(layout: Layout, partial_dims: tuple[int, ...], mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial."""
-    requires_grad = mesh.platform.requires_grad
+    Args:
+        have: the layout that it has.
+        layout, partial_dims: see there.
+        op: the operation whose results lie in memory in an order that depends on that of its operands, if it is one.
+    """
+    requires_grad = layout.mesh.platform.requires_grad
 
     def read(x: Any) -> Any:
         if x._layout is not layout:
             x = redistribute(x, layout)
         return partial_grad_view(x, partial_dims) if partial_dims and requires_grad(x) else x
 
-    return read
+    if op is None or op.memory == "fresh" or have is None or have is layout:
+        return read
+    order = bind_order(have, layout, op.memory in ("shared", "viewable", "contiguous"))
+    return read if order is None else lambda x: order(x, read(x))
 
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
@@ -330,7 +302,7 @@ def _make_plan(
         refuse_foreign(operands[i], mesh.platform, name_of(func))
         if layouts[i] and not is_implicit_replication():
             raise mixed_error(func, layouts, i)
-    known = tuple(get_layout(mesh, all_replicated(mesh), key) if isinstance(key, tuple) else key for key in layouts)
+    known = tuple(replicated_layout(mesh, key) if isinstance(key, tuple) else key for key in layouts)
     shapes = tuple(None if layout is None else tuple(layout.shape) for layout in known)
     sharding = canonical.rule(shapes, static_args)
     if sharding is None:

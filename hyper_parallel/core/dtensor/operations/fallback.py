@@ -8,11 +8,11 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, replicated_layout
+from hyper_parallel.core.dtensor.layouts.memory_order import bind_order
 from hyper_parallel.core.dtensor.operations.aliasing import is_moved
 from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
 from hyper_parallel.core.dtensor.operations.operands import (
-    all_replicated,
     common_mesh,
     mixed_error,
     name_of,
@@ -22,8 +22,6 @@ from hyper_parallel.core.dtensor.operations.random import run_alike
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.views import after_write, before_write, follow, forget_value, share
 from hyper_parallel.platform.contract import NativeOp, Platform
-
-__all__ = ["run_gathered", "tell_of_failure_in"]
 
 _LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
@@ -62,13 +60,16 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
     if writes:
         before_write(found[0])
     with platform.no_dispatch():
-        replicated = all_replicated(mesh)
         given: list[_Given] = []
 
         def gather(x: Any) -> Any:
             if getattr(x, "_layout", None) is None:
                 return x
-            whole = redistribute(x, x._layout.with_placements(replicated))
+            layout = replicated_layout(mesh, x._layout.shape)
+            whole = redistribute(x, layout)
+            order = None if whole is x else bind_order(x._layout, layout, True)
+            if order is not None and (ordered := order(x, whole)) is not whole:
+                whole = platform.wrap(ordered, layout)
             # Plain for code that looks at it; what is written to must stay the object that it is.
             whole = whole if writes else platform.alias(whole)
             if not meant:
@@ -90,7 +91,7 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
                 return written[id(y)]
             if not platform.is_tensor(y) or getattr(y, "_layout", None) is not None:
                 return y
-            return platform.wrap(y, get_layout(mesh, replicated, platform.shape_of(y)))
+            return platform.wrap(y, replicated_layout(mesh, platform.shape_of(y)))
 
         result = _map(wrap, result)
     for operand in changed:
@@ -109,8 +110,6 @@ class _Given:
         x: the DTensor.
         whole: its whole value.
     """
-
-    __slots__ = ("_how", "whole", "x")
 
     def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
         self.x, self.whole = x, whole
@@ -140,7 +139,7 @@ class _Given:
                     "written that way: redistribute it to Replicate() first, or let the operation return a new tensor"
                 )
             with platform.no_grad():
-                whole = platform.wrap(platform.detach(self.whole), layout.with_placements(all_replicated(layout.mesh)))
+                whole = platform.wrap(platform.detach(self.whole), replicated_layout(layout.mesh, layout.shape))
                 platform.write(x, platform.detach(redistribute(whole, layout)))
         forget_value(x, platform)
         return True

@@ -7,8 +7,6 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["refuse_part_of_classes", "remember_part_of_classes"]
-
 #: how many classes this rank has of a head -> heads: (module, what messages say of it).
 _HEADS: dict[int, list[tuple[weakref.ref[Any], str]]] = {}
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.operands import all_replicated
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.dtensor.operations.rules.labels import without
 from hyper_parallel.core.dtensor.operations.rules.loss import class_dim
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-
-__all__ = ["distribute_targets"]
+from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 
 
 def distribute_targets(operands: tuple) -> tuple:
@@ -43,7 +40,7 @@ def _distributed(x: Any, layout: Layout | None) -> Any:
 
 
 def _whole(logits: Layout, x: Any) -> Layout:
-    return get_layout(logits.mesh, all_replicated(logits.mesh), logits.mesh.platform.shape_of(x))
+    return replicated_layout(logits.mesh, logits.mesh.platform.shape_of(x))
 
 
 def _sample_layout(logits: Layout, target: Any) -> Layout | None:
@@ -56,21 +53,15 @@ def _sample_layout(logits: Layout, target: Any) -> Layout | None:
     if len(shape) == logits.ndim:  # probabilities
         mine, everyone = list(logits.local_shape), tuple(logits.shape)
         mine[classes] = everyone[classes]
-        placements = [_unless_classes(p, classes, p) for p in logits.placements]
     else:
         mine, everyone = list(without(logits.local_shape, (classes,))), without(logits.shape, (classes,))
-        placements = [_unless_classes(p, classes, _behind(p, classes)) for p in logits.placements]
     if shape == tuple(everyone) or shape != tuple(mine):
         return _whole(logits, target)
+    dropped = logits.ndim - len(shape)
+    placements = (
+        p.with_dim(p.dim - dropped if p.dim > classes else p.dim)
+        if isinstance(p, Shard) and p.dim != classes
+        else Replicate()
+        for p in logits.placements
+    )
     return get_layout(logits.mesh, tuple(placements), everyone)
-
-
-def _unless_classes(placement: Placement, classes: int, otherwise: Placement) -> Placement:
-    return otherwise if placement.is_shard() and not placement.is_shard(classes) else Replicate()
-
-
-def _behind(placement: Placement, classes: int) -> Placement:
-    """The placement of the target, which has the dimensions of the logits without the classes."""
-    if isinstance(placement, Shard) and placement.dim > classes:
-        return placement.with_dim(placement.dim - 1)
-    return placement

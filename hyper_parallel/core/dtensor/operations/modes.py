@@ -6,15 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = [
-    "implicit_replication",
-    "is_implicit_replication",
-    "is_loss_parallel",
-    "is_strict",
-    "loss_parallel",
-    "strict",
-]
-
 _STRICT: ContextVar[bool] = ContextVar("hyper_parallel_strict", default=False)
 _IMPLICIT: ContextVar[bool] = ContextVar("hyper_parallel_implicit_replication", default=False)
 _LOSS: ContextVar[bool] = ContextVar("hyper_parallel_loss_parallel", default=False)

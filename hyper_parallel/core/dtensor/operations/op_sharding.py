@@ -27,10 +27,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.extremes import Extreme
-
-__all__ = ["OpSharding", "Label"]
-
 Label = Hashable
 
 
@@ -48,7 +44,6 @@ class OpSharding:
             combines the ranks itself and returns a replicated result; None when no label may be contracted.
         combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
             is replicated there (the classes of a cross entropy, whose samples add up).
-        extreme: for a largest or smallest element: what comparing those of several ranks needs besides.
         localize: ``localize(static_args, operand_layouts, result_layouts) -> static_args`` gives the static arguments
             for the local call, where they speak of global sizes (the shape of a reshape). None: they stay.
         call: ``call(platform, native, operands, static_args, operand_layouts, result_layouts) -> result`` replaces the
@@ -56,7 +51,7 @@ class OpSharding:
             operands, static_args)`` runs the native operation, ``operands`` are local tensors. None: the native call.
             ``operand_layouts`` has None for operands that are no tensors.
         native_if: ``native_if(operand_layouts)`` says whether the native operation is right for these layouts, so that
-            ``call`` is not needed. None: it never is.
+            ``call`` is not needed; the same on all ranks. None: it never is.
         unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that
             it is not reduced for nothing, and no gradient flows to it.
         nonempty: labels that may be sharded only if every rank then has at least one element of the dimension, because
@@ -74,7 +69,6 @@ class OpSharding:
     terms: tuple[tuple[int, ...], ...] = ()
     reduce: str | None = None
     combined: tuple[Label, ...] = ()
-    extreme: Extreme | None = None
     localize: Callable[[tuple, tuple, tuple], tuple] | None = None
     call: Callable[..., Any] | None = None
     native_if: Callable[[tuple], bool] | None = None

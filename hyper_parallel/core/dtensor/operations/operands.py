@@ -6,18 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.contract.interception import name_of
-
-__all__ = [
-    "DTENSOR_CLASSES",
-    "all_replicated",
-    "common_mesh",
-    "mixed_error",
-    "name_of",
-    "operand_key",
-    "refuse_foreign",
-]
 
 #: The DTensor classes of the platforms in use.
 DTENSOR_CLASSES: set[type] = set()
@@ -73,8 +62,3 @@ def refuse_foreign(x: Any, platform: Any, what: str) -> None:
     foreign = platform.foreign_tensor(x)
     if foreign is not None:
         raise TypeError(f"{what} got {foreign}")
-
-
-def all_replicated(mesh: DeviceMesh) -> tuple[Replicate, ...]:
-    """`Replicate` on every mesh dimension."""
-    return (Replicate(),) * mesh.ndim

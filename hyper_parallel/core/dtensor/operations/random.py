@@ -22,18 +22,6 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 
-__all__ = [
-    "check_generators",
-    "draw",
-    "is_held_alike",
-    "manual_seed",
-    "of_first_rank",
-    "run_alike",
-    "share_state",
-    "synchronize",
-    "take_part",
-]
-
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 

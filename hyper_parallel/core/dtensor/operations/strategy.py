@@ -9,19 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hyper_parallel.core.dtensor.communication.redistribute import redistribution_cost
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.cuts import cut_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import Label, OpSharding
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-
-__all__ = ["Strategy", "solve"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +37,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One way to run on one mesh dimension: ``label`` is sharded as ``shard`` says, if any is."""
+    """One way to run on one mesh dimension: ``label`` is sharded as ``shard`` says, if any is. Where not all ranks
+    compute the same (``splits``), each gives a part of the gradients of replicated operands."""
 
     operands: tuple[Placement | None, ...]
-    partial_grad: tuple[bool, ...]
     results: tuple[Placement, ...]
     label: Label | None = None
     shard: Shard | None = None
+    splits: bool = True
 
     @property
     def packed(self) -> bool:
@@ -56,7 +52,11 @@ class _Choice:
 
 
 def solve(
-    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh: DeviceMesh, pinned: int | None = None
+    sharding: OpSharding,
+    layouts: tuple[Layout | None, ...],
+    mesh: DeviceMesh,
+    pinned: int | None = None,
+    packed: bool = True,
 ) -> Strategy | None:
     """Choose a strategy.
 
@@ -65,6 +65,7 @@ def solve(
         layouts: the layouts that the operands have; a promoted plain tensor counts as replicated.
         mesh: the mesh of all of them.
         pinned: index of an operand that is written in place and must keep its layout.
+        packed: whether operands may be read as packed shards.
 
     Returns:
         The strategy, or None when ``pinned`` cannot keep its layout.
@@ -77,7 +78,7 @@ def solve(
     # cut in the natural order instead.
     natural: set[Label] = set()
     while True:
-        chosen = _choose(sharding, layouts, mesh, pinned, natural)
+        chosen = _choose(sharding, layouts, mesh, pinned, natural, packed)
         if chosen is None:
             return None
         misfits = _without_order(chosen, mesh)
@@ -88,10 +89,14 @@ def solve(
         None if layout is None else layout.with_placements(tuple(c.operands[i] or Replicate() for c in chosen))
         for i, layout in enumerate(layouts)
     )
+    is_native = sharding.call is None or (sharding.native_if is not None and sharding.native_if(operands))
+    if not is_native and any(c.packed for c in chosen):
+        # What replaces the local call may ask at which index the shard begins.
+        return solve(sharding, layouts, mesh, pinned, packed=False)
     partial = tuple(
         ()
         if i in sharding.unread
-        else tuple(d for d, c in enumerate(chosen) if c.partial_grad[i] and mesh.shape[d] > 1)
+        else tuple(d for d, c in enumerate(chosen) if c.splits and c.operands[i] is Replicate() and mesh.shape[d] > 1)
         for i in range(len(layouts))
     )
     results = tuple(
@@ -106,6 +111,7 @@ def _choose(
     mesh: DeviceMesh,
     pinned: int | None,
     natural: set[Label],
+    packed: bool,
 ) -> list[_Choice] | None:
     """The cheapest choice for each mesh dimension, with the labels ``natural`` cut in the natural order."""
     kept = None if pinned is None else layouts[pinned]
@@ -117,6 +123,7 @@ def _choose(
             for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim], natural)
             if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
             and all(_go_together(c, other, natural) for other in chosen)
+            and (packed or not c.packed)
             and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
         ]
         if not choices:
@@ -154,26 +161,14 @@ def _without_order(chosen: list[_Choice], mesh: DeviceMesh) -> set[Label]:
 def _choices(
     sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, mesh_size: int, natural: set[Label]
 ) -> list[_Choice]:
-    choices = [_replicated(sharding)]
-    for label, shard in _sharded_labels(sharding, layouts, mesh_dim, natural):
-        choice = _sharded(sharding, label, shard)
-        if choice is not None:
-            choices.append(choice)
-    if sharding.unpack and (choice := _unpacked(sharding, layouts, mesh_dim, mesh_size)) is not None:
-        choices.append(choice)
-    for reduce_op in ("sum", "avg"):
-        choice = _partial(sharding, layouts, mesh_dim, reduce_op)
-        if choice is not None:
-            choices.append(choice)
-    return choices
-
-
-def _replicated(sharding: OpSharding) -> _Choice:
-    return _Choice(
-        tuple(None if labels is None else Replicate() for labels in sharding.operands),
-        (False,) * len(sharding.operands),
-        (Replicate(),) * len(sharding.results),
-    )
+    replicated = tuple(None if labels is None else Replicate() for labels in sharding.operands)
+    choices = [
+        _Choice(replicated, (Replicate(),) * len(sharding.results), splits=False),
+        *(_sharded(sharding, label, shard) for label, shard in _sharded_labels(sharding, layouts, mesh_dim, natural)),
+        _unpacked(sharding, layouts, mesh_dim, mesh_size),
+        *(_partial(sharding, layouts, mesh_dim, reduce_op) for reduce_op in ("sum", "avg")),
+    ]
+    return [choice for choice in choices if choice is not None]
 
 
 def _sharded_labels(
@@ -198,42 +193,36 @@ def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim
             after = tuple(shape[result_dim] for shape in sharding.result_shapes)
             if sizes == after or all(n % size == 0 for n in (*sizes, *after)):
                 results = (Shard(result_dim),) * len(after)
-                return _Choice((packed,), (False,), results, ("unpacked", dim), packed.with_dim(0))
+                return _Choice((packed,), results, ("unpacked", dim), packed.with_dim(0))
     return None
 
 
 def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None:
-    if isinstance(shard, PackedShard) and sharding.call is not None:
-        # What replaces the local call may ask at which index the shard begins.
-        return None
-    contracted = not any(label in labels for labels in sharding.results)
-    if contracted and sharding.reduce is None and label not in sharding.combined:
-        return None
-    # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
-    whole_terms = (
-        [t for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)] if contracted else []
-    )
-    to_partial = {t[0] for t in whole_terms}
-    operands: list[Placement | None] = []
-    partial_grad: list[bool] = []
-    for i, labels in enumerate(sharding.operands):
-        if labels is None:
-            operands.append(None)
-        elif label in labels:
-            operands.append(shard.with_dim(labels.index(label)))
-        else:
-            operands.append(Partial() if i in to_partial else Replicate())
-        partial_grad.append(operands[-1] is Replicate())
-    if not contracted and any(label not in labels for labels in sharding.results):
-        return None
+    to_partial: set[int] = set()
     results: tuple[Placement, ...]
-    if not contracted:
+    if all(label in labels for labels in sharding.results):
         results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
-    else:
-        called = sharding.reduce == "call" or label in sharding.combined
-        combined = Replicate() if called else Partial(sharding.reduce or "sum")
-        results = (combined,) * len(sharding.results)
-    return _Choice(tuple(operands), tuple(partial_grad), results, label, shard)
+    elif any(label in labels for labels in sharding.results):
+        return None
+    else:  # contracted
+        combined = label in sharding.combined
+        if sharding.reduce is None and not combined:
+            return None
+        # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
+        to_partial = {t[0] for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)}
+        called = combined or sharding.reduce == "call"
+        results = (Replicate() if called else Partial(sharding.reduce or "sum"),) * len(sharding.results)
+    operands = tuple(
+        None
+        if labels is None
+        else shard.with_dim(labels.index(label))
+        if label in labels
+        else Partial()
+        if i in to_partial
+        else Replicate()
+        for i, labels in enumerate(sharding.operands)
+    )
+    return _Choice(operands, results, label, shard)
 
 
 def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
@@ -245,8 +234,7 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
     operands = tuple(
         None if labels is None else kind if i in summands else Replicate() for i, labels in enumerate(sharding.operands)
     )
-    partial_grad = tuple(p is Replicate() for p in operands)
-    return _Choice(operands, partial_grad, (kind,) * len(sharding.results))
+    return _Choice(operands, (kind,) * len(sharding.results))
 
 
 def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
@@ -255,25 +243,20 @@ def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice:
     label = choice.label
     if label is None:
         return True
-    shapes = tuple(None if layout is None else layout.shape for layout in layouts)
-    sizes = _sizes_of(label, (*sharding.operands, *sharding.results), (*shapes, *sharding.result_shapes))
+    shapes = (*(None if x is None else x.shape for x in layouts), *sharding.result_shapes)
+    sizes = [
+        size
+        for labels, shape in zip((*sharding.operands, *sharding.results), shapes, strict=True)
+        if labels is not None and shape is not None
+        for own, size in zip(labels, shape, strict=True)
+        if own == label
+    ]
     if not choice.packed:
         if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
             return False
         whole_units = [number for own, number in sharding.units if own == label]
         return len(set(sizes)) == 1 or all(size % shards == 0 for size in (*sizes, *whole_units))
     return len(set(sizes)) <= 1 and label not in sharding.nonempty
-
-
-def _sizes_of(label: Label, named: tuple, shapes: tuple) -> list[int]:
-    """Sizes of the dimensions that are called ``label``."""
-    return [
-        shape[i]
-        for labels, shape in zip(named, shapes, strict=True)
-        if labels is not None and shape is not None
-        for i, own in enumerate(labels)
-        if own == label
-    ]
 
 
 def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) -> tuple[float, float]:

@@ -19,8 +19,6 @@ from weakref import ref
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import Platform
 
-__all__ = ["CurrentLayout", "Family", "after_write", "apart", "before_write", "follow", "forget_value", "part", "share"]
-
 
 class Family:
     """The DTensors that share one piece of memory.
@@ -115,8 +113,14 @@ def part(x: Any, y: Any) -> None:
     for tensor in (x, y):
         if tensor._family is None:
             Family(tensor)
-    x._family.rivals += (ref(y._family),)
-    y._family.rivals += (ref(x._family),)
+    x._family.rivals += _all_of(y._family)
+    y._family.rivals += _all_of(x._family)
+
+
+def _all_of(family: Any) -> tuple[ref[Family], ...]:
+    """A family, and those that what is written to it is written back to."""
+    source = family.source
+    return (ref(family),) if source is None else (ref(family), *_all_of(source.base._family))
 
 
 def follow(x: Any, results: Any, backs: Any, what: str) -> None:

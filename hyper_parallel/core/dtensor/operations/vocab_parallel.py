@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.operations.class_softmax import ClassSoftmax
 from hyper_parallel.core.dtensor.operations.classes import Classes
-
-if TYPE_CHECKING:
-    from hyper_parallel.platform.contract import Platform
-
-__all__ = ["ClassStatistics", "VocabParallel", "vocab_parallel_of"]
+from hyper_parallel.platform.contract import Platform
 
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Cross entropy of each sample, and what its gradient needs. Plain tensors, the same on all ranks that share the
-    classes, with a class dimension of size 1.
+    """Cross entropy of each sample, and what its gradient needs. Plain tensors, with a class dimension of size 1; all
+    but the first two are the same on all ranks that share the classes.
 
     Attributes:
+        rows: the targets as indices into this rank's classes, 0 for those of other ranks.
+        elsewhere: which targets are of other ranks.
         largest: the largest logit.
         exponentials: the sum of exp(logit - largest).
         loss: of each sample.
@@ -38,12 +36,14 @@ class ClassStatistics:
         whole: what the probabilities are multiplied with in the gradient.
     """
 
+    rows: Any
+    elsewhere: Any
     largest: Any
     exponentials: Any
     loss: Any
-    kept: Any = None
-    weights: Any = None
-    whole: Any = None
+    kept: Any
+    weights: Any
+    whole: Any
 
 
 class VocabParallel(ClassSoftmax):
@@ -82,9 +82,8 @@ class VocabParallel(ClassSoftmax):
         logits, x = x, self._with_a_class(x, classes)
         if weight is not None:
             weight = self._with_a_class(platform.detach(weight), classes, 0, 0.0)
-        rows, elsewhere = self._rows(target, classes)
-        here = self._statistics(x, target, weight, rows, elsewhere, classes, ignore_index, smoothing)
-        loss = self._of_classes(x, here, rows, elsewhere, weight, classes, smoothing)
+        here = self._statistics(x, target, weight, classes, ignore_index, smoothing)
+        loss = self._of_classes(x, weight, here, classes, smoothing)
         if not classes.size:
             loss = self._noting(loss, logits)
         return loss.reshape(shape), here.weights.reshape(shape)
@@ -135,17 +134,10 @@ class VocabParallel(ClassSoftmax):
 
     # ------------------------------------------------------------ statistics, outside autograd
     def _statistics(
-        self,
-        x: Any,
-        target: Any,
-        weight: Any,
-        rows: Any,
-        elsewhere: Any,
-        classes: Classes,
-        ignore_index: int,
-        smoothing: float,
+        self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int, smoothing: float
     ) -> ClassStatistics:
         platform, dim, x = self.platform, classes.dim, self.platform.detach(x)
+        rows, elsewhere = self._rows(target, classes)
         ignored, wrong = self._check(target, classes, ignore_index)
         largest = self._largest(x, classes)
         parts = [
@@ -174,6 +166,8 @@ class VocabParallel(ClassSoftmax):
             loss = loss + (log_sum * of_all - sums[-2 if weight is not None else -1]) * share
             whole = whole + of_all * share
         return ClassStatistics(
+            rows,
+            elsewhere,
             largest,
             exponentials,
             platform.masked_fill(platform.masked_fill(loss, ignored, 0.0), wrong, math.nan),
@@ -226,32 +220,23 @@ class VocabParallel(ClassSoftmax):
 
     # ------------------------------------------------------------ forward and backward of each
     def _of_classes_forward(
-        self,
-        ctx: Any,
-        x: Any,
-        here: ClassStatistics,
-        rows: Any,
-        elsewhere: Any,
-        weight: Any,
-        classes: Classes,
-        smoothing: float,
+        self, ctx: Any, x: Any, weight: Any, here: ClassStatistics, classes: Classes, smoothing: float
     ) -> Any:
-        ctx.classes, ctx.smoothing, ctx.has_weight = classes, smoothing, weight is not None
-        saved = (x, here.largest, here.exponentials, here.kept, here.weights, here.whole, rows, elsewhere)
-        ctx.save_for_backward(*saved, *(() if weight is None else (weight,)))
+        ctx.here, ctx.classes, ctx.smoothing = here, classes, smoothing
+        ctx.save_for_backward(x, *(() if weight is None else (weight,)))
         return self.platform.detach(here.loss)
 
     def _of_classes_cotangent(self, ctx: Any, g: Any) -> Any:
         """Probability * whole - weight of the target at the target - share of smoothing, times the cotangent."""
-        platform, classes, smoothing = self.platform, ctx.classes, ctx.smoothing
-        x, largest, exponentials, kept, weights, whole, rows, elsewhere, *weight = ctx.saved_tensors
+        platform, here, classes, smoothing = self.platform, ctx.here, ctx.classes, ctx.smoothing
+        x, *weight = ctx.saved_tensors
         g = self._for_parts(g, classes)
-        gradient = self._softmax(x, largest, exponentials, classes) * (g * whole)
+        gradient = self._softmax(x, here.largest, here.exponentials, classes) * (g * here.whole)
         if smoothing:
-            share = g * kept * (smoothing / classes.total)
+            share = g * here.kept * (smoothing / classes.total)
             gradient = gradient - (share * self._beside(weight[0], gradient, classes) if weight else share)
-        at_target = platform.masked_fill(g * weights * (smoothing - 1.0), elsewhere, 0.0)
-        return platform.to_dtype(platform.scatter_add(gradient, classes.dim, rows, at_target), x.dtype)
+        at_target = platform.masked_fill(g * here.weights * (smoothing - 1.0), here.elsewhere, 0.0)
+        return platform.to_dtype(platform.scatter_add(gradient, classes.dim, here.rows, at_target), x.dtype)
 
     def _soft_target(self, target: Any, weight: Any, like: Any, classes: Classes, smoothing: float) -> Any:
         target = self.platform.to_dtype(target, like.dtype)

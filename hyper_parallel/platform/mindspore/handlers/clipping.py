@@ -6,7 +6,6 @@ refused where its norm counts.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,83 +22,64 @@ __all__ = ["clipping", "looking", "norm_of_all"]
 _ORDERS = (1, 2, float("inf"))
 
 
-def clipping(plain: Callable[..., Any], name: str, place: int) -> Callable[..., Any]:
-    """``plain`` with gradients as argument ``place``, which takes parts of gradients for what they are."""
-
-    @functools.wraps(plain)
-    def clip(*args: Any, **kwargs: Any) -> Any:
-        given = args[place] if len(args) > place else kwargs.get("x")
-        tensors = [given] if isinstance(given, Tensor) else given
-        if not is_dispatching() or not isinstance(tensors, (tuple, list)):
-            return plain(*args, **kwargs)
-        layouts = [_layout_of(t, name) for t in tensors]
-        if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
-            return plain(*args, **kwargs)
-        # What is not distributed is whole on every rank.
-        own = [_own_layout(t) or known for t, known in zip(tensors, layouts, strict=True)]
-        joined = InterceptedTensor._core.on_joined_meshes(own)
-        whole = [_distributed(t, layout) for t, layout in zip(tensors, joined, strict=True)]
-        argument: Any = whole[0] if isinstance(given, Tensor) else tuple(whole)
-        args, kwargs = _with_argument(args, kwargs, place, argument)
-        with InterceptedTensor._core.implicit_replication():
-            clipped = plain(*args, **kwargs)
-        if isinstance(given, Tensor):
-            return _as_given(clipped, given, own[0], joined[0])
-        parts = [_as_given(*each) for each in zip(clipped, tensors, own, joined, strict=True)]
-        return tuple(parts) if isinstance(clipped, tuple) else parts
-
-    return clip
-
-
-def norm_of_all(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for the function that `ops.clip_by_norm` computes the norm with: one all-reduce for all gradients."""
-
-    @functools.wraps(plain)
-    def total_norm(x: Any, norm_type: Any) -> Any:
-        layouts = list(map(_own_layout, x))
-        core = InterceptedTensor._core
-        if (
-            not is_dispatching()
-            or is_recording()  # the norm may be differentiated
-            or norm_type not in _ORDERS
-            or len({t.dtype for t in x}) != 1
-            or not any(layouts)
-            or any(layout is not None and layout.cotangent is not layout for layout in layouts)
-        ):
-            return plain(x, norm_type)
-        with NoDispatch():
-            total, mesh = core.total_norm(x, layouts, norm_type, lambda some: plain(some, norm_type))
-            return core.replicated(total, mesh)
-
-    return total_norm
-
-
-def looking(plain: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
-    """``plain``, which asks whether argument ``place`` is finite, with one answer for all ranks."""
-
-    @functools.wraps(plain)
-    def look(*args: Any, **kwargs: Any) -> Any:
-        tensors = args[place] if len(args) > place else None
-        if not is_dispatching() or not isinstance(tensors, (tuple, list)):
-            return plain(*args, **kwargs)
-        layouts = [_layout_of(t) for t in tensors]
-        own = [_own_layout(t) or known for t, known in zip(tensors, layouts, strict=True)]
-        joined = InterceptedTensor._core.on_joined_meshes(own)
-        if all(layout is None for layout in layouts) and joined == own:
-            return plain(*args, **kwargs)
-        whole = tuple(_distributed(t, layout) for t, layout in zip(tensors, joined, strict=True))
-        args, kwargs = _with_argument(args, kwargs, place, whole)
-        with InterceptedTensor._core.implicit_replication():
-            answer = plain(*args, **kwargs)
-        return answer.full_tensor() if isinstance(answer, InterceptedTensor) else answer
-
-    return look
-
-
-def _with_argument(args: tuple, kwargs: dict, place: int, value: Any) -> tuple[tuple, dict]:
+def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) -> Any:
+    """Calls ``plain``, called ``name`` in errors, with gradients as argument ``place``: parts of gradients are taken
+    for what they are."""
+    given = args[place] if len(args) > place else kwargs.get("x")
+    tensors = [given] if isinstance(given, Tensor) else given
+    if not is_dispatching() or not isinstance(tensors, (tuple, list)):
+        return plain(*args, **kwargs)
+    layouts = [_layout_of(t, name) for t in tensors]
+    if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
+        return plain(*args, **kwargs)
+    # What is not distributed is whole on every rank.
+    own = [_own_layout(t) or known for t, known in zip(tensors, layouts, strict=True)]
+    joined = InterceptedTensor._core.on_joined_meshes(own)
+    whole = [_distributed(t, layout) for t, layout in zip(tensors, joined, strict=True)]
+    argument: Any = whole[0] if isinstance(given, Tensor) else tuple(whole)
     if len(args) > place:
-        return (*args[:place], value, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "x": value}
+        args = (*args[:place], argument, *args[place + 1 :])
+    else:
+        kwargs["x"] = argument
+    with InterceptedTensor._core.implicit_replication():
+        clipped = plain(*args, **kwargs)
+    if isinstance(given, Tensor):
+        return _as_given(clipped, given, own[0], joined[0])
+    parts = [_as_given(*each) for each in zip(clipped, tensors, own, joined, strict=True)]
+    return tuple(parts) if isinstance(clipped, tuple) else parts
+
+
+def norm_of_all(plain: Callable, x: Any, norm_type: Any) -> Any:
+    """Stands for the function that `ops.clip_by_norm` computes the norm with: one all-reduce for all gradients."""
+    layouts = list(map(_own_layout, x))
+    core = InterceptedTensor._core
+    if (
+        not is_dispatching()
+        or is_recording()  # the norm may be differentiated
+        or norm_type not in _ORDERS
+        or len({t.dtype for t in x}) != 1
+        or not any(layouts)
+        or any(layout is not None and layout.cotangent is not layout for layout in layouts)
+    ):
+        return plain(x, norm_type)
+    with NoDispatch():
+        total, mesh = core.total_norm(x, layouts, norm_type, lambda some: plain(some, norm_type))
+        return core.replicated(total, mesh)
+
+
+def looking(plain: Callable, inputs: Any) -> Any:
+    """Stands for the function that asks whether all ``inputs`` are finite: one answer for all ranks."""
+    if not is_dispatching() or not isinstance(inputs, (tuple, list)):
+        return plain(inputs)
+    layouts = [_layout_of(t) for t in inputs]
+    own = [_own_layout(t) or known for t, known in zip(inputs, layouts, strict=True)]
+    joined = InterceptedTensor._core.on_joined_meshes(own)
+    if all(layout is None for layout in layouts) and joined == own:
+        return plain(inputs)
+    whole = tuple(_distributed(t, layout) for t, layout in zip(inputs, joined, strict=True))
+    with InterceptedTensor._core.implicit_replication():
+        answer = plain(whole)
+    return answer.full_tensor() if isinstance(answer, InterceptedTensor) else answer
 
 
 def _layout_of(tensor: Any, name: str = "") -> Any:

@@ -30,22 +30,19 @@ __all__ = [
 
 
 # -------------------------------------------------------------------- primitives that take a sequence of tensors
-def call_on_sequence(original: Callable[..., Any], distributed: Callable[[Any, tuple], Any]) -> Any:
-    """The replacement of the call of a primitive: MindSpore looks for subclasses among its arguments, not in sequences.
+def call_on_sequence(original: Callable, primitive: Any, *args: Any, distributed: Callable[[Any, tuple], Any]) -> Any:
+    """Stands for the call of a primitive: MindSpore looks for subclasses among its arguments, not in sequences.
 
     Args:
         original: MindSpore's.
+        primitive: what is called.
+        args: tensors, or one sequence of them.
         distributed: (primitive, tensors) -> result, where one of the tensors is a DTensor.
     """
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any) -> Any:
-        tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-        if is_dispatching() and any(isinstance(t, InterceptedTensor) for t in tensors):
-            return distributed(self, tuple(tensors))
-        return original(self, *args)
-
-    return call
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if is_dispatching() and any(isinstance(t, InterceptedTensor) for t in tensors):
+        return distributed(primitive, tuple(tensors))
+    return original(primitive, *args)
 
 
 _STACK = Function("Stack", ops.stack)
@@ -73,45 +70,35 @@ def _has_infinity(x: Any) -> Any:
 
 
 # -------------------------------------------------------------------- plain tensors indexed by DTensors
-def checked_index(original: Callable[..., Any], name: str) -> Any:
-    """The replacement of ``__getitem__`` or ``__setitem__`` of tensors: ``plain[distributed]`` would take this rank's
-    part of the index. Core raises the error that says that plain and distributed tensors do not mix."""
-    function = Function(name.strip("_"), original)
-    row = OPS["getitem" if name == "__getitem__" else "setitem_"]
-
-    @functools.wraps(original)
-    def call(self: Any, index: Any, *value: Any) -> Any:
-        if type(index) not in _PLAIN_INDICES and is_dispatching():
-            found = next(distributed_in(index), None)
-            if found is not None:
-                return type(found)._dispatch(row, function, (self, index, *value), {})
-        return original(self, index, *value)
-
-    return call
+def checked_index(original: Callable, x: Any, index: Any, *value: Any) -> Any:
+    """Stands for ``__getitem__`` or ``__setitem__`` of tensors: ``plain[distributed]`` would take this rank's part of
+    the index. Core raises the error that says that plain and distributed tensors do not mix."""
+    if type(index) not in _PLAIN_INDICES and is_dispatching():
+        found = next(distributed_in(index), None)
+        if found is not None:
+            name = "setitem_" if value else "getitem"
+            return type(found)._dispatch(OPS[name], Function(name.rstrip("_"), original), (x, index, *value), {})
+    return original(x, index, *value)
 
 
 _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 
 # -------------------------------------------------------------------- cells that write their own backward
-def gathered_bprop(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one
-    what it recorded, this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
-        if found is None:
-            return original(self, *args, **kwargs)
-        if next(distributed_in(self), None) is not None:
-            raise ValueError(
-                f"{type(self).__name__} has a bprop of its own, which would see this rank's parts of its distributed "
-                "parameters: leave the bprop out, or give the cell parameters that are not distributed"
-            )
-        function = Unknown(Function(type(self).__name__.lstrip("_"), functools.partial(original, self)))
-        return type(found)._dispatch(None, function, args, kwargs)
-
-    return call
+def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one what it
+    recorded, this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
+    found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
+    if found is None:
+        return original(cell, *args, **kwargs)
+    name = type(cell).__name__
+    if next(distributed_in(cell), None) is not None:
+        raise ValueError(
+            f"{name} has a bprop of its own, which would see this rank's parts of its distributed parameters: leave "
+            "the bprop out, or give the cell parameters that are not distributed"
+        )
+    function = Unknown(Function(name.lstrip("_"), functools.partial(original, cell)))
+    return type(found)._dispatch(None, function, args, kwargs)
 
 
 # -------------------------------------------------------------------- plain parameters beside DTensors
@@ -122,15 +109,10 @@ REFLECTED = {
 }
 
 
-def reflected_operator(original: Callable[[Any, Any], Any], reflected: str) -> Callable[[Any, Any], Any]:
-    """The replacement of an operator of parameters. In ``parameter * distributed`` Python does not ask the right
-    operand first, as it does for other plain tensors, of whose class DTensors are subclasses; MindSpore then looks at
-    the left one only."""
-
-    @functools.wraps(original)
-    def operator(self: Any, other: Any) -> Any:
-        if isinstance(other, InterceptedTensor) and is_dispatching():
-            return getattr(other, reflected)(self)
-        return original(self, other)
-
-    return operator
+def reflected_operator(original: Callable, x: Any, other: Any, reflected: str) -> Any:
+    """Stands for an operator of parameters. In ``parameter * distributed`` Python does not ask the right operand first,
+    as it does for other plain tensors, of whose class DTensors are subclasses; MindSpore then looks at the left one
+    only."""
+    if isinstance(other, InterceptedTensor) and is_dispatching():
+        return getattr(other, reflected)(x)
+    return original(x, other)

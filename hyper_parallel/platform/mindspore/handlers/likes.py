@@ -7,7 +7,6 @@ drawn are those that a single device draws.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,40 +23,24 @@ __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))
 
 
-def draw_like(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of a function of `DRAWS`."""
-    return _wrapper(plain, _draw_like)
-
-
-def full_like(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of `ops.full_like`."""
-    return _wrapper(plain, _full_like)
-
-
-def _wrapper(plain: Callable[..., Any], distributed: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def like(*args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs.get("input")
-        if isinstance(x, InterceptedTensor) and is_dispatching():
-            rest = {name: value for name, value in kwargs.items() if name != "input"}
-            return distributed(plain, x, *args[1:], **rest)
-        return plain(*args, **kwargs)
-
-    return like
-
-
-def _draw_like(plain: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every rank draws the whole tensor and keeps its part."""
-    layout = x._layout.cotangent
+def draw_like(plain: Callable, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part."""
+    if not isinstance(input, InterceptedTensor) or not is_dispatching():
+        return plain(input, *args, **kwargs)
+    layout = input._layout.cotangent
     platform = layout.mesh.platform
     with platform.no_dispatch():
-        return platform.wrap(x._core.draw(lambda whole: plain(whole, *args, **kwargs), x, layout), layout)
+        drawn = input._core.draw(lambda whole: plain(whole, *args, **kwargs), input, layout)
+        return platform.wrap(drawn, layout)
 
 
-def _full_like(plain: Callable[..., Any], x: Any, fill_value: Any, *, dtype: Any = None) -> Any:
+def full_like(plain: Callable, input: Any, fill_value: Any, *, dtype: Any = None) -> Any:
+    """Stands for `ops.full_like`."""
+    if not isinstance(input, InterceptedTensor) or not is_dispatching():
+        return plain(input, fill_value, dtype=dtype)
     if isinstance(fill_value, Tensor):
         fill_value = fill_value.item()
-    return type(x)._dispatch(OPS["FullLike"], _FULL_LIKE, (x, fill_value), {"dtype": dtype})
+    return type(input)._dispatch(OPS["FullLike"], _FULL_LIKE, (input, fill_value), {"dtype": dtype})
 
 
 _FULL_LIKE = Function("FullLike", array_func.full_like)
@@ -66,7 +49,7 @@ _FULL_LIKE = Function("FullLike", array_func.full_like)
 _LIKE: dict[str, float | None] = {"new_zeros": 0, "new_ones": 1, "new_empty": 0, "new_full": None}
 
 
-def _method(name: str) -> Callable[..., Any]:
+def _method(name: str) -> Callable:
     plain, number = getattr(Tensor, name), _LIKE[name]
 
     def new(self: Any, size: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:

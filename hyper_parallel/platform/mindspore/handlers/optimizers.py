@@ -8,7 +8,6 @@ could have shown it right, so they are refused.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,23 +24,19 @@ __all__ = ["optimizer_call", "run_compiled_step"]
 _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
 
 
-def optimizer_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of ``__call__`` of MindSpore's two optimizer base classes."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_elementwise(self):
-            if is_dispatching():
-                _check_state(self)
-            with NoDispatch():
-                return original(self, *args, **kwargs)
-        if not is_dispatching() or not _sharded_parameters(self):
-            return original(self, *args, **kwargs)
-        args = tuple(_distributed_gradients(self, arg) for arg in args)
-        with _replicated_state(), _written_in_operations(self):
-            return original(self, *args, **kwargs)
-
-    return call
+def optimizer_call(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for ``__call__`` of MindSpore's two optimizer base classes."""
+    if _is_elementwise(optimizer):
+        if is_dispatching():
+            _check_state(optimizer)
+        with NoDispatch():
+            return original(optimizer, *args, **kwargs)
+    if not is_dispatching() or not _sharded_parameters(optimizer):
+        return original(optimizer, *args, **kwargs)
+    args = tuple(_distributed_gradients(optimizer, arg) for arg in args)
+    # State that an optimizer made for itself is whole on every rank, and so are learning rates.
+    with InterceptedTensor._core.implicit_replication(), _written_in_operations(optimizer):
+        return original(optimizer, *args, **kwargs)
 
 
 def _is_elementwise(optimizer: Any) -> bool:
@@ -108,11 +103,6 @@ def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
             )
         return gradients
     return tuple(wrap_gradients(tuple(gradients), parameters))
-
-
-def _replicated_state() -> Any:
-    """State that an optimizer made for itself is whole on every rank, and so are learning rates."""
-    return InterceptedTensor._core.implicit_replication()
 
 
 @contextmanager

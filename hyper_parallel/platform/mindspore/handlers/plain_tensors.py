@@ -7,7 +7,6 @@ that had the attribute would count as a tensor of another class itself, in every
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,44 +17,29 @@ from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distribu
 __all__ = ["Fallback", "checked_assign", "checked_init", "checked_update"]
 
 
-def checked_init(original: Callable[..., None]) -> Callable[..., None]:
-    """The replacement of ``Tensor.__init__``."""
-
-    @functools.wraps(original)
-    def init(self: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
-        _refuse(self, input_data, "Tensor() of")
-        original(self, input_data, *args, **kwargs)
-
-    return init
+def checked_init(original: Callable, tensor: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Stands for ``Tensor.__init__``."""
+    _refuse(tensor, input_data, "Tensor() of")
+    original(tensor, input_data, *args, **kwargs)
 
 
-def checked_assign(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
-
-    @functools.wraps(original)
-    def assign_value(self: Any, value: Any) -> Any:
-        _refuse(self, value, f"the value of the plain {type(self).__name__} set to")
-        return original(self, value)
-
-    return assign_value
+def checked_assign(original: Callable, target: Any, value: Any) -> Any:
+    """Stands for ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
+    _refuse(target, value, f"the value of the plain {type(target).__name__} set to")
+    return original(target, value)
 
 
-def checked_update(original: Callable[..., None]) -> Callable[..., None]:
-    """The replacement of the function by which ``load_param_into_net`` gives a parameter its value: distributed
-    parameters take whole values, and plain ones no parts."""
-
-    @functools.wraps(original)
-    def update(param: Any, new_param: Any, strict_load: bool) -> None:
-        whole = isinstance(param, InterceptedTensor) and not isinstance(new_param, InterceptedTensor)
-        # What MindSpore has saved of a distributed parameter has the shape of this rank's part.
-        whole = whole and tuple(new_param.shape) == tuple(param.shape) != param._layout.local_shape
-        if whole and is_dispatching() and (new_param.dtype == param.dtype or not strict_load):
-            param.set_data(Tensor(new_param.asnumpy(), dtype=param.dtype))
-            return
-        _refuse(param, new_param, f"load_param_into_net: the plain parameter {param.name!r} set to")
-        original(param, new_param, strict_load)
-
-    return update
+def checked_update(original: Callable, param: Any, new_param: Any, strict_load: bool) -> None:
+    """Stands for the function by which ``load_param_into_net`` gives a parameter its value: distributed parameters take
+    whole values, and plain ones no parts."""
+    whole = isinstance(param, InterceptedTensor) and not isinstance(new_param, InterceptedTensor)
+    # What MindSpore has saved of a distributed parameter has the shape of this rank's part.
+    whole = whole and tuple(new_param.shape) == tuple(param.shape) != param._layout.local_shape
+    if whole and is_dispatching() and (new_param.dtype == param.dtype or not strict_load):
+        param.set_data(Tensor(new_param.asnumpy(), dtype=param.dtype))
+        return
+    _refuse(param, new_param, f"load_param_into_net: the plain parameter {param.name!r} set to")
+    original(param, new_param, strict_load)
 
 
 def _refuse(target: Any, value: Any, what: str) -> None:

@@ -8,7 +8,6 @@ right, but with gathered classes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,22 +21,16 @@ from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispa
 __all__ = ["LOSSES", "dispatched_loss"]
 
 
-def dispatched_loss(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The replacement of a function of `LOSSES`."""
-    native, function = LOSSES[name], Function(name.removesuffix("_ext"), original)
-
-    @functools.wraps(original)
-    def loss(*args: Any, **kwargs: Any) -> Any:
-        if is_dispatching():
-            found = next((x for x in (*args, *kwargs.values()) if isinstance(x, InterceptedTensor)), None)
-            if found is not None and not (name == "nll_loss" and _smooths(args, kwargs)):
-                return type(found)._dispatch(native, function, args, kwargs)
-            if found is None and args and name != "logsumexp":
-                shape = args[0].shape
-                InterceptedTensor._core.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
-        return original(*args, **kwargs)
-
-    return loss
+def dispatched_loss(original: Callable, *args: Any, loss: str, **kwargs: Any) -> Any:
+    """Stands for the function ``loss`` of `LOSSES`."""
+    if is_dispatching():
+        found = next((x for x in (*args, *kwargs.values()) if isinstance(x, InterceptedTensor)), None)
+        if found is not None and not (loss == "nll_loss" and _smooths(args, kwargs)):
+            return type(found)._dispatch(LOSSES[loss], Function(loss.removesuffix("_ext"), original), args, kwargs)
+        if found is None and args and loss != "logsumexp":
+            shape = args[0].shape
+            InterceptedTensor._core.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
+    return original(*args, **kwargs)
 
 
 def _smooths(args: tuple, kwargs: dict) -> bool:

@@ -9,7 +9,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.op_table.binding import Choose, binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 
@@ -34,7 +34,7 @@ def _addmm(c: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
 
 # -------------------------------------------------------------------- norms
 @binds("x weight bias begin_norm begin_params eps")
-def _bind_layer_norm_old(x: Any, weight: Any, bias: Any, begin: int, _: int, eps: float) -> tuple[tuple, tuple]:
+def _bind_layer_norm_old(x: Any, weight: Any, bias: Any, begin: int, _: int, eps: float) -> Bound:
     return (x, weight, bias), (x.ndim - begin % x.ndim, 2, eps)
 
 
@@ -44,7 +44,7 @@ def _layer_norm_old(func: Any, xs: tuple, static_args: tuple) -> Any:
 
 
 @binds("x normalized_shape weight=None bias=None eps=1e-5")
-def _bind_layer_norm(x: Any, shape: tuple, weight: Any, bias: Any, eps: float) -> tuple[tuple, tuple]:
+def _bind_layer_norm(x: Any, shape: tuple, weight: Any, bias: Any, eps: float) -> Bound:
     return (x, weight, bias), (len(shape), 2, eps)
 
 
@@ -54,7 +54,7 @@ def _layer_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
 
 
 @binds("x gamma eps=1e-6")
-def _bind_rms_norm(x: Any, weight: Any, eps: float) -> tuple[tuple, tuple]:
+def _bind_rms_norm(x: Any, weight: Any, eps: float) -> Bound:
     return (x, weight), (weight.ndim, 1, eps)
 
 
@@ -110,7 +110,7 @@ _BNSD = 1
 _CAUSAL_MODES = (2, 3)
 
 
-def _bind_flash_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_flash_attention(func: Any, args: tuple, kwargs: dict) -> Bound:
     return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, 1.0 - args[_HEADS + 1], *args[_HEADS + 1 :])
 
 

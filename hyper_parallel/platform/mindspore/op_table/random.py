@@ -9,14 +9,14 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.op_table.binding import by_name, row
+from hyper_parallel.platform.mindspore.op_table.binding import Bound, by_name, row
 from hyper_parallel.platform.mindspore.seeds import is_of_one_call, layer_stream, undo_draw
 
 __all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 
 
 # -------------------------------------------------------------------- dropout
-def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``Dropout(x, keep_prob, seed, seed)``. `ops.dropout` has drawn the seeds before it arrives here, and `_dropout`
     calls it again; a layer has drawn them once for all."""
     x, keep, *seeds = args
@@ -32,7 +32,7 @@ def _dropout(func: Any, xs: tuple, static_args: tuple) -> Any:
     return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])[0]
 
 
-def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``Dropout2D`` and ``Dropout3D`` keep their probability in the primitive."""
     return args[:1], (1.0 - float(func.prim.keep_prob), True)
 

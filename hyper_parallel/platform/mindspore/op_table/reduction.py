@@ -8,18 +8,27 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.op_table.binding import Call, Choose, binds, by_name, dims_of, repeated, row
+from hyper_parallel.platform.mindspore.op_table.binding import (
+    Bound,
+    Call,
+    Choose,
+    binds,
+    by_name,
+    repeated,
+    row,
+)
+from hyper_parallel.platform.row_text import dims_of
 
 __all__ = ["OPS", "VARIANTS"]
 
 
 # -------------------------------------------------------------------- reductions
-def _total(function: Callable[..., Any]) -> Call:
+def _total(function: Callable) -> Call:
     """A ``call`` that runs `mint.sum` or `mint.mean`."""
     return lambda func, xs, static_args: function(xs[0], *static_args[:2], dtype=static_args[2])
 
 
-def _extreme(function: Callable[..., Any]) -> Call:
+def _extreme(function: Callable) -> Call:
     """A ``call`` that runs `ops.amax` or `ops.amin`, which take no None for all dims."""
     return lambda func, xs, static_args: function(
         xs[0], () if static_args[0] is None else static_args[0], static_args[1]
@@ -40,7 +49,7 @@ def _vector_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
     return mint.pow(mint.sum(mint.pow(x, p), dims, keepdim), 1 / p)
 
 
-def _bind_lp_norm(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_lp_norm(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``LpNorm`` keeps everything in the primitive."""
     prim = func.prim
     return args[:1], (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
@@ -87,12 +96,12 @@ VARIANTS: dict[str, Choose] = by_name(
 
 # -------------------------------------------------------------------- along a dimension
 @binds("x dims=-1 dtype=None")
-def _bind_softmax(x: Any, dims: tuple[int, ...] | None, dtype: Any) -> tuple[tuple, tuple]:
+def _bind_softmax(x: Any, dims: tuple[int, ...] | None, dtype: Any) -> Bound:
     """MindSpore also gives the dim in a tuple."""
     return (x,), ((dims or (-1,))[0], dtype)
 
 
-def _bind_sort(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_sort(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``Sort`` keeps its dim in the primitive."""
     return args[:1], ((func.prim.axis,), 2)
 

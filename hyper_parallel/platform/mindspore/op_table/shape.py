@@ -12,7 +12,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
 from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty_shards import nothing_taken
-from hyper_parallel.platform.mindspore.op_table.binding import Choose, binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
@@ -20,12 +20,12 @@ __all__ = ["OPS", "VARIANTS"]
 
 # -------------------------------------------------------------------- views
 @binds("x other")
-def _bind_shape_of_other(x: Any, other: Any) -> tuple[tuple, tuple]:
+def _bind_shape_of_other(x: Any, other: Any) -> Bound:
     return (x,), (tuple(other.shape),)
 
 
 @binds("x start_dim=0 end_dim=-1")
-def _bind_flatten(x: Any, start: int, end: int) -> tuple[tuple, tuple]:
+def _bind_flatten(x: Any, start: int, end: int) -> Bound:
     shape = tuple(x.shape)
     if not shape:
         return (x,), ((1,),)
@@ -34,19 +34,19 @@ def _bind_flatten(x: Any, start: int, end: int) -> tuple[tuple, tuple]:
 
 
 @binds("x")
-def _bind_flatten_old(x: Any) -> tuple[tuple, tuple]:
+def _bind_flatten_old(x: Any) -> Bound:
     """The primitive ``Flatten`` keeps dim 0."""
     return (x,), ((x.shape[0], -1),)
 
 
 @binds("x *sizes")
-def _bind_permute(x: Any, dims: tuple[int, ...]) -> tuple[tuple, tuple]:
+def _bind_permute(x: Any, dims: tuple[int, ...]) -> Bound:
     """Without dims all of them are reversed."""
     return (x,), (tuple(d % x.ndim for d in dims or reversed(range(x.ndim))),)
 
 
 @binds("x dim0 dim1")
-def _bind_transpose(x: Any, a: int, b: int) -> tuple[tuple, tuple]:
+def _bind_transpose(x: Any, a: int, b: int) -> Bound:
     dims = list(range(x.ndim))
     dims[a], dims[b] = dims[b], dims[a]
     return (x,), (tuple(dims),)
@@ -94,18 +94,18 @@ def _split(x: Any, size: Any, dim: int) -> Any:
 
 
 @binds("x dim=0 output_num=1")
-def _bind_split_old(x: Any, dim: int, number: int) -> tuple[tuple, tuple]:
+def _bind_split_old(x: Any, dim: int, number: int) -> Bound:
     """The primitive ``Split`` cuts into equal parts."""
     return (x,), (x.shape[dim] // number, dim)
 
 
-def _bind_unstack_old(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_unstack_old(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``Unstack`` keeps its dim in the primitive."""
     return args[:1], (func.prim.axis,)
 
 
 @binds("tensors dim=0")
-def _bind_sequence(tensors: Any, dim: int) -> tuple[tuple, tuple]:
+def _bind_sequence(tensors: Any, dim: int) -> Bound:
     return tuple(tensors), (dim,)
 
 
@@ -123,7 +123,7 @@ _PARTS: dict[str, NativeOp] = {
 
 
 # -------------------------------------------------------------------- indexing
-def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``f(x, index)``, or with a value after the index that is set."""
     x, index, *value = args
     tensors, encoded = encode_index(index, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
@@ -162,17 +162,17 @@ def _is_recorded(*xs: Any) -> bool:
 
 
 @binds("x dim index")
-def _bind_select(x: Any, dim: int, index: Any) -> tuple[tuple, tuple]:
+def _bind_select(x: Any, dim: int, index: Any) -> Bound:
     return (x,), ((*(("slice", None, None, None),) * (dim % x.ndim), int(index)),)
 
 
 @binds("x begin end strides")
-def _bind_strided_slice(x: Any, begin: Any, end: Any, strides: Any) -> tuple[tuple, tuple]:
+def _bind_strided_slice(x: Any, begin: Any, end: Any, strides: Any) -> Bound:
     return (x,), (tuple(("slice", int(b), int(e), int(s)) for b, e, s in zip(begin, end, strides, strict=True)),)
 
 
 @binds("x begin size")
-def _bind_slice(x: Any, begin: Any, size: Any) -> tuple[tuple, tuple]:
+def _bind_slice(x: Any, begin: Any, size: Any) -> Bound:
     return (x,), (tuple(("slice", int(b), int(b) + int(s), None) for b, s in zip(begin, size, strict=True)),)
 
 
@@ -181,7 +181,7 @@ def _basic_index(x: Any, index: tuple) -> Any:
 
 
 @binds("ids depth on off")
-def _bind_one_hot(ids: Any, depth: int, on: Any, off: Any) -> tuple[tuple, tuple]:
+def _bind_one_hot(ids: Any, depth: int, on: Any, off: Any) -> Bound:
     """The on and off values are 0-d tensors that give the dtype."""
     return (ids,), (depth, on.item(), off.item(), on.dtype)
 

@@ -15,16 +15,15 @@ from types import GeneratorType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
-from hyper_parallel.platform.torch.handlers.norms import reduced, widened
+from hyper_parallel.platform.torch.handlers.foreach import reduced, widened
 from hyper_parallel.platform.torch.native_dtensors import are_native_apart, from_native, is_native, to_native
 from hyper_parallel.platform.torch.tensor import State, layout_of
 
 __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
-
-T: Any = torch.Tensor
 
 
 # ---------------------------------------------------------------------------------------------------- the functions
@@ -131,7 +130,7 @@ class _LocalGradient:
 
 def _listed(tensors: Any) -> Any:
     """A list that can be gone through twice. An empty generator stays what it is: torch warns of one."""
-    if isinstance(tensors, T):
+    if isinstance(tensors, Tensor):
         return [tensors]
     values = list(tensors)
     return tensors if isinstance(tensors, GeneratorType) and not values else values
@@ -171,13 +170,13 @@ def _plain(tensors: list[Any], tensor_class: Any) -> Iterator[None]:
 
 
 def _global_norm(
-    total_norm: Callable[..., torch.Tensor],
+    total_norm: Callable[..., Tensor],
     tensors: list[Any],
     layouts: list[Any],
     order: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[Tensor, Any]:
     """The norm, a plain tensor, and the first mesh. ``tensors`` are plain, ``total_norm`` is torch's function."""
     order, device = float(order), tensors[0].device
     # Ranks that count nothing, or tensors of one dtype only, must agree with the others.

@@ -6,38 +6,37 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import Bound, find, signature, sizes, to_dims
+from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, sizes_of
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
 from hyper_parallel.platform.torch.private import is_dispatch_on
-from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor
+from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor, replaces
 
 __all__ = ["set_method"]
 
-T: Any = torch.Tensor
 
-
-@handles(torch.max, T.max, torch.min, T.min)
+@handles(torch.max, Tensor.max, torch.min, Tensor.min)
 def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
     """``max(x)``, ``max(x, other)`` and ``max(x, dim)`` are different operations."""
     if len(args) + len(kwargs) == 1:
         return dispatch(WHOLE_EXTREMUM[func], func, args, kwargs)
-    if "other" in kwargs or (len(args) > 1 and isinstance(args[1], T)):
+    if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
         return (torch.maximum if func.__name__ == "max" else torch.minimum)(*args, **kwargs)
     return dispatch(OP_TABLE[func], func, args, kwargs)
 
 
-@handles(T.to, T.type_as)
+@handles(Tensor.to, Tensor.type_as)
 def convert(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.to(...)``: linear, except to integers and booleans."""
     x, rest = args[0], args[1:]
-    other = rest[0] if rest and isinstance(rest[0], T) else kwargs.get("other")
+    other = rest[0] if rest and isinstance(rest[0], Tensor) else kwargs.get("other")
     if other is not None:
         rest = (other.device, other.dtype, *rest[1:])
         kwargs = {name: value for name, value in kwargs.items() if name != "other"}
@@ -55,7 +54,7 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
     return dispatch(CONVERSIONS["linear_unary" if linear else "pointwise"], func, (x, *rest), kwargs)
 
 
-@handles(T.add_, T.sub_, T.mul_, T.div_)
+@handles(Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
 def update(func: Any, args: tuple, kwargs: dict) -> Any:
     """``plain.mul_(number)`` with a distributed number, such as the total norm of gradients of which only some are
     distributed: every rank has the whole number, and what is written stays plain."""
@@ -114,20 +113,20 @@ def element_wise_loss(func: Any, args: tuple, kwargs: dict) -> Any:
 # ---------------------------------------------------------------------------------------------------- shapes
 
 
-@handles(torch.outer, T.outer, torch.ger)
-def outer(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(torch.outer, Tensor.outer, torch.ger)
+def outer(input: Any, vec2: Any, *, out: Any = None) -> Any:
     """Product of a column and a row."""
-    a, b = signature("input vec2")(args, kwargs)
-    return a.unsqueeze(1) * b.unsqueeze(0)
+    if out is not None:
+        raise UnboundCallError  # `handlers.unknown` copies the result there
+    return input.unsqueeze(1) * vec2.unsqueeze(0)
 
 
-@handles(T.new_zeros, T.new_ones, T.new_empty, T.new_full)
+@handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
 def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.new_zeros(size)``: laid out like ``x`` when it has its shape, else replicated."""
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
-    given = {k: v for k, v in kwargs.items() if k not in options}
-    x, size, *fill = signature("input size fill_value" if func is T.new_full else "input *size")(args, given)
-    size = sizes(size)
+    x, *given = (*args, *(v for k, v in kwargs.items() if k not in options))
+    size, fill = sizes_of(given[:1] if func is Tensor.new_full else given), given[1:] if func is Tensor.new_full else []
     if size == tuple(x.shape):
         return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *fill, **options)
     # What is made does not depend on the values of x: a tensor without elements, with its dtype and device, stands for
@@ -136,11 +135,9 @@ def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     return run_unknown(func, (stand_in, size, *fill), options)
 
 
-@handles(T.new_tensor)
-def new_plain_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(Tensor.new_tensor)
+def new_plain_tensor(x: Any, data: Any, **options: Any) -> Any:
     """``x.new_tensor(data)``: a plain tensor with dtype and device of ``x``, the same on every rank."""
-    x, data = args[0], args[1] if len(args) > 1 else kwargs["data"]
-    options = {k: v for k, v in kwargs.items() if k != "data"}
     return torch.tensor(data, **{"dtype": x.dtype, "device": x.device, **options})
 
 
@@ -149,13 +146,13 @@ def new_plain_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
 _IN_PLACE_VIEWS = ("unsqueeze", "squeeze", "transpose", "t", "swapaxes", "swapdims")
 
 
-@handles(*(getattr(T, f"{name}_") for name in _IN_PLACE_VIEWS))
+@handles(*(getattr(Tensor, f"{name}_") for name in _IN_PLACE_VIEWS))
 def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.unsqueeze_(0)``: the same object gets another shape."""
     x = args[0]
-    if func is T.squeeze_:
+    if func is Tensor.squeeze_:
         args, kwargs = (x, _squeezed(x._layout, *args[1:], **kwargs)), {}
-    view = getattr(T, func.__name__[:-1])(*args, **kwargs)
+    view = getattr(Tensor, func.__name__[:-1])(*args, **kwargs)
     with no_dispatch():
         func(*args, **kwargs)
     x._layout = view._layout
@@ -163,7 +160,7 @@ def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     return x
 
 
-@handles(T.resize_, T.resize_as_, T.set_, T.as_strided_)
+@handles(Tensor.resize_, Tensor.resize_as_, Tensor.set_, Tensor.as_strided_)
 def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
     """What gives a tensor another storage, or other sizes over the same one: of a shard that means nothing."""
     raise TypeError(
@@ -172,7 +169,7 @@ def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
     )
 
 
-@handles(*find("as_strided as_strided_copy as_strided_scatter", torch, T))
+@handles(*find("as_strided as_strided_copy as_strided_scatter", torch, Tensor))
 def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.as_strided(...)`` names places in memory: in a gathered copy, if the single device's memory looks like it."""
     x = args[0] if args else kwargs["input"]
@@ -197,7 +194,7 @@ def _is_where_one_device_has_it(x: Any) -> bool:
     return x._layout.replicated and (x._family is None or x._family.source is None)
 
 
-@handles(*find("to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc", T))
+@handles(*find("to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc", Tensor))
 def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
     """A DTensor is made of strided tensors: a sparse one has other parts, whose sizes depend on the data."""
     raise TypeError(
@@ -209,11 +206,11 @@ def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``x.set_(...)``, which torch lets nobody intercept. Of another DTensor: ``x`` becomes what that is."""
     if not is_dispatch_on():
-        return T.set_(self, *args, **kwargs)
+        return Tensor.set_(self, *args, **kwargs)
     if len(args) != 1 or kwargs or not is_dtensor(args[0]):
-        return refuse_other_storage(T.set_, (self, *args), kwargs)
+        return refuse_other_storage(Tensor.set_, (self, *args), kwargs)
     with no_dispatch():
-        T.set_(self, args[0])
+        Tensor.set_(self, args[0])
     self._layout = args[0]._layout
     forget_data(self)
     return self
@@ -221,7 +218,7 @@ def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
     """The dimensions that ``squeeze_`` removes: sizes of one in the global shape, not in that of a shard."""
-    asked = to_dims(dims[0] if len(dims) == 1 else dims or dim)
+    asked = dims_of(dims[0] if len(dims) == 1 else dims or dim)
     if asked is None:
         asked = tuple(range(layout.ndim)) if dim is None and not dims else ()
     if any(not -layout.ndim <= d < layout.ndim for d in asked):
@@ -235,25 +232,24 @@ def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
     return removed
 
 
-@handles(T.__setitem__)
-def set_item(func: Any, args: tuple, kwargs: dict) -> None:
+@replaces(Tensor.__setitem__)
+def set_item(x: Any, index: Any, value: Any) -> None:
     """``x[index] = value``. How many elements a mask selects depends on the data, so masks go other ways."""
-    x, index, value = args
     if not is_dtensor(x):
         raise TypeError("a distributed value cannot be written into a plain tensor: distribute the tensor first")
     items = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(i, T) and i.dtype is torch.bool for i in items):
-        dispatch(OP_TABLE[func], func, args, kwargs)
+    if not any(isinstance(i, Tensor) and i.dtype is torch.bool for i in items):
+        dispatch(OP_TABLE[Tensor.__setitem__], Tensor.__setitem__, (x, index, value), {})
         return
     mask = items[0]
     if (
         len(items) == 1
         and tuple(mask.shape) == tuple(x.shape[: mask.dim()])
-        and (not isinstance(value, T) or not value.dim())
+        and (not isinstance(value, Tensor) or not value.dim())
     ):
         x.masked_fill_(mask.reshape((*mask.shape, *(1,) * (x.dim() - mask.dim()))), value)
     else:
-        x.copy_(dispatch(None, _with_item, args, {}))
+        x.copy_(dispatch(None, _with_item, (x, index, value), {}))
 
 
 def _with_item(x: Any, index: Any, value: Any) -> Any:
@@ -262,20 +258,19 @@ def _with_item(x: Any, index: Any, value: Any) -> Any:
     return x
 
 
-@handles(T.copy_)
-def copy_into(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``x.copy_(source)``; a plain ``source`` of the global shape (a state dict of the whole model) is cut up."""
-    x, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
-    if is_dtensor(x) and type(source) in (T, torch.nn.Parameter) and source.dim():
+@replaces(Tensor.copy_)
+def copy_into(x: Any, src: Any, non_blocking: bool = False) -> Any:
+    """``x.copy_(src)``; a plain ``src`` of the global shape (a state dict of the whole model) is cut up."""
+    if is_dtensor(x) and type(src) in (Tensor, torch.nn.Parameter) and src.dim():
         layout = x._layout
-        if tuple(source.shape) == tuple(layout.shape) and layout.cotangent is layout and not source.requires_grad:
+        if tuple(src.shape) == tuple(layout.shape) and layout.cotangent is layout and not src.requires_grad:
             with no_dispatch():
-                x.copy_(source[layout.local_index()])
+                x.copy_(src[layout.local_index()])
             return x
-    if is_dtensor(source) and not is_dtensor(x) and source.dim():
+    if is_dtensor(src) and not is_dtensor(x) and src.dim():
         raise ValueError(  # loading a state dict, torch says of which parameter
-            f"copy_ got a DTensor, global shape {tuple(source.shape)}, placements {list(source.placements)}, for a "
+            f"copy_ got a DTensor, global shape {tuple(src.shape)}, placements {list(src.placements)}, for a "
             f"plain tensor of shape {tuple(x.shape)}: give source.full_tensor(), called on all ranks (for a state dict "
             "{name: value.full_tensor() for name, value in state_dict.items()}), or distribute the target"
         )
-    return dispatch(OP_TABLE[func], func, args, kwargs)
+    return dispatch(OP_TABLE[Tensor.copy_], Tensor.copy_, (x, src, non_blocking), {})

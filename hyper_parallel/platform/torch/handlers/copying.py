@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.op_table.binding import words
@@ -13,7 +13,6 @@ from hyper_parallel.platform.torch.tensor import State, is_dtensor, wrap
 
 __all__ = ["deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dtensor"]
 
-T: Any = torch.Tensor
 
 #: Attributes that belong to one object only: made by torch, by `wrap` and by core.
 _OWN = words("_layout _cached _is_param _gathered _origin _plain _ties _writes _family _strides _out_of_date")
@@ -33,7 +32,7 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
         result = x.detach().clone()
         result.requires_grad_(x.requires_grad)
         if x.grad is not None:
-            result.grad = x.grad.detach().clone().as_subclass(T)
+            result.grad = x.grad.detach().clone().as_subclass(Tensor)
     wrap(result, x._layout)
     if getattr(x, "_is_param", False):
         result._is_param = True
@@ -47,14 +46,14 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
 def reduce_dtensor(x: Any, protocol: Any) -> tuple:
     """Pickle the local tensor and the layout."""
     with no_dispatch():
-        local = x.detach().as_subclass(T)
+        local = x.detach().as_subclass(Tensor)
         requires_grad = x.requires_grad
     layout, is_parameter = x._layout, getattr(x, "_is_param", False)
     coordinate = layout.mesh.get_coordinate()
     return State.core.restore, (rebuild_dtensor, layout, coordinate, local, requires_grad, is_parameter)
 
 
-def rebuild_dtensor(layout: Any, local: torch.Tensor, requires_grad: bool, is_parameter: bool) -> Any:
+def rebuild_dtensor(layout: Any, local: Tensor, requires_grad: bool, is_parameter: bool) -> Any:
     """The inverse of `reduce_dtensor`, which core calls.
 
     Raises:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.torch.handlers.norms import reduced, widened
-from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, wrap
+from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 
-__all__: list[str] = []
+__all__ = ["reduced", "widened"]
 
-T: Any = torch.Tensor
 
 #: Not element-wise: each tensor goes through its ordinary operation.
 _ONE_BY_ONE = ("_foreach_max", "_foreach_mm")
@@ -71,13 +70,11 @@ def _fits(value: Any, layouts: list[Any]) -> bool:
     if others != layouts:
         for x, layout, other in zip(value, layouts, others, strict=True):
             # Step counters are plain 0-d tensors beside distributed parameters.
-            if other is not layout and not (other is None and (not isinstance(x, T) or not x.dim())):
+            if other is not layout and not (other is None and (not isinstance(x, Tensor) or not x.dim())):
                 return False
     return all(layout is None or layout.cotangent is layout for layout in others)
 
 
-#: Functions over lists whose name in torch differs from the one for a single tensor.
-_SINGLE: dict[str, Any] = {"_foreach_max": torch.amax}
 #: Their third operand beside the list is a keyword of the function for a single tensor.
 _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 
@@ -86,7 +83,7 @@ _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run the function for a single tensor on each: layouts may differ, shapes may broadcast."""
     name = func.__name__.removeprefix("_foreach_")
-    single = _SINGLE.get(func.__name__) or getattr(T, name, None)
+    single = getattr(Tensor, name, None)
     if single is None:  # fused optimizers
         raise ValueError(f"{func.__name__} needs tensors that are laid out alike and are no partial sums")
     count = len(args[0])
@@ -101,39 +98,49 @@ def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
     return None if name.endswith("_") else results
 
 
-@handles(torch._foreach_copy_)
-def copy_each(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(torch._foreach_copy_)
+def copy_each(targets: Any, sources: Any, non_blocking: bool = False) -> Any:
     """Copy element-wise where the layouts agree, else tensor by tensor, which redistributes."""
-    targets, sources = args[0], args[1]
     if [layout_of(x) for x in targets] == [layout_of(x) for x in sources]:
-        return on_locals(func, args, kwargs)
+        return on_locals(torch._foreach_copy_, (targets, sources, non_blocking), {})
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, *args[2:], **kwargs)
+        target.copy_(source, non_blocking)
     return targets
 
 
 # ---------------------------------------------------------------------------------------------------- norms
 
 
-@handles(torch._foreach_norm)
-def norm_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+@replaces(torch._foreach_norm)
+def norm_each(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
     """Global norms, with one all-reduce for all tensors that are sharded over the same mesh dimensions."""
-    tensors = [reduced(x) for x in args[0]]
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    tensors, order = [reduced(x) for x in tensors], float(ord)
     with no_dispatch():
         # An empty shard adds nothing; torch has no maximum of it.
         nothing = math.inf if order < 0 else 0.0
         locals_ = [x if x.numel() else x.new_full((1,), nothing) for x in tensors]
-        return _over_ranks(func(locals_, order, dtype=dtype), tensors, order)
+        return _over_ranks(torch._foreach_norm(locals_, order, dtype=dtype), tensors, order)
 
 
-@handles(getattr(torch, "_foreach_powsum", None))
-def power_sum_each(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+@replaces(getattr(torch, "_foreach_powsum", None))
+def power_sum_each(tensors: Any, *args: Any, **kwargs: Any) -> list[Any]:
     """Global sums of powers: the norms without the root."""
-    tensors = [reduced(x) for x in args[0]]
+    tensors = [reduced(x) for x in tensors]
     with no_dispatch():
-        return _over_ranks(func(tensors, *args[1:], **kwargs), tensors, 1)
+        return _over_ranks(torch._foreach_powsum(tensors, *args, **kwargs), tensors, 1)
+
+
+def reduced(x: Any) -> Any:
+    """``x``; if it is distributed and a partial sum, the sum. Interception is on."""
+    layout = layout_of(x)
+    if layout is None or layout.cotangent is layout:
+        return x
+    return x.redistribute(placements=list(layout.cotangent.placements))
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for norms of this one, and for their powers: in 16 bits, squares overflow early."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _over_ranks(norms: Sequence[Any], tensors: list[Any], order: float) -> list[Any]:
@@ -149,10 +156,9 @@ def _over_ranks(norms: Sequence[Any], tensors: list[Any], order: float) -> list[
 # ---------------------------------------------------------------------------------------------------- loss scaling
 
 
-@handles(torch._amp_foreach_non_finite_check_and_unscale_)
-def unscale_each(func: Any, args: tuple, kwargs: dict) -> None:
+@replaces(torch._amp_foreach_non_finite_check_and_unscale_)
+def unscale_each(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscale the local gradients; an infinity on one rank counts for all ranks that share a tensor."""
-    gradients, found_inf = args[0], args[1]
     with no_dispatch():
-        func(*args, **kwargs)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
         found_inf.copy_(State.core.largest_over_ranks(found_inf, [layout_of(x) for x in gradients]))

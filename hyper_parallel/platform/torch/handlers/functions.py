@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.tensor import State, is_dtensor, layout_of, wrap
 
 __all__ = ["hooked_apply"]
-
-T: Any = torch.Tensor
 
 
 def hooked_apply(found: Any) -> Any:
@@ -41,10 +39,10 @@ def hooked_apply(found: Any) -> Any:
 
 def _hook_node(args: tuple, results: tuple) -> None:
     outputs = [layout_of(y) for y in results]
-    node = next((y.grad_fn for y in results if isinstance(y, T) and y.grad_fn is not None), None)
+    node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn is not None), None)
     if node is None or not any(layout is not None for layout in outputs):
         return
-    inputs = [layout_of(x) for x in args if isinstance(x, T)]
+    inputs = [layout_of(x) for x in args if isinstance(x, Tensor)]
 
     def distribute(cotangents: tuple) -> tuple:
         return tuple(
@@ -74,7 +72,7 @@ def _local(cotangent: Any, layout: Any) -> Any:
     # The gradient of a plain input is whole.
     cotangent = cotangent.redistribute(placements=None if layout is None else layout.cotangent.placements)
     with no_dispatch():
-        cotangent = cotangent.as_subclass(T)
+        cotangent = cotangent.as_subclass(Tensor)
         if layout is not None and layout.summed_mesh_dims:
             cotangent = State.core.to_summands(cotangent, layout)
         return cotangent

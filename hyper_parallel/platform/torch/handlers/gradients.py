@@ -7,26 +7,24 @@ functions of the user run inside of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
-from hyper_parallel.platform.torch.op_table.binding import signature
 from hyper_parallel.platform.torch.private import make_grads, run_engine
-from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, wrap
+from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 
 __all__ = ["as_cotangent", "forget_data"]
-
-T: Any = torch.Tensor
 
 
 # ---------------------------------------------------------------------------------------------------- .grad and .data
 
 
-@handles(T.grad.__get__, T._grad.__get__)
+@handles(Tensor.grad.__get__, Tensor._grad.__get__)
 def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
     """The accumulated gradient, retagged where it lies."""
     x = args[0]
@@ -38,23 +36,23 @@ def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
         if layout.summed_mesh_dims and gradient.requires_grad:
             # Made with create_graph=True. Kept, because x.grad is one object until it is accumulated into.
             gradient = State.core.to_owner(gradient, layout)
-            T.grad.__set__(x, gradient)
+            Tensor.grad.__set__(x, gradient)
     return wrap(gradient, layout.cotangent)
 
 
-@handles(T.grad.__set__, T._grad.__set__)
+@handles(Tensor.grad.__set__, Tensor._grad.__set__)
 def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
     """Accept a DTensor, brought to the layout that gradients of the tensor have."""
     x, gradient = args
     if gradient is not None:
-        if not isinstance(gradient, T):
+        if not isinstance(gradient, Tensor):
             raise TypeError(f"a gradient must be a tensor or None, got {type(gradient).__name__}")
         gradient = as_cotangent(gradient, x._layout, "a gradient")
     with no_dispatch():
         func(x, gradient)
 
 
-@handles(T.data.__set__)
+@handles(Tensor.data.__set__)
 def set_data(func: Any, args: tuple, kwargs: dict) -> None:
     """Exchange the data, and with it the layout."""
     x, value = args
@@ -65,7 +63,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
             "DTensor.from_local"
         )
     if x.is_leaf:
-        get_grad(T.grad.__get__, (x,), {})  # a gradient that nobody has looked at has the layout of before
+        get_grad(Tensor.grad.__get__, (x,), {})  # a gradient that nobody has looked at has the layout of before
     elif layout.cotangent is not x._layout.cotangent:
         raise ValueError(
             f"x.data = value of a tensor that autograd computed, placed {list(x._layout.placements)} with shape "
@@ -86,29 +84,27 @@ def forget_data(x: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------- backward
 
-_BACKWARD = signature("tensors gradient=None retain_graph=None create_graph=False inputs=None")
-_AUTOGRAD_BACKWARD = signature(
-    "tensors grad_tensors=None retain_graph=None create_graph=False grad_variables=None inputs=None"
-)
-_GRAD = signature(
-    "outputs inputs grad_outputs=None retain_graph=None create_graph=False only_inputs=True allow_unused=None "
-    "is_grads_batched=False materialize_grads=False"
-)
 
-
-@handles(T.backward)
-def tensor_backward(func: Any, args: tuple, kwargs: dict) -> None:
+@replaces(Tensor.backward)
+def tensor_backward(
+    x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
     """``x.backward(gradient, ...)``."""
-    x, gradient, retain_graph, create_graph, inputs = _BACKWARD(args, kwargs)
     _run((x,), (gradient,), retain_graph, create_graph, inputs)
 
 
-@handles(torch.autograd.backward)
-def autograd_backward(func: Any, args: tuple, kwargs: dict) -> None:
+@replaces(torch.autograd.backward)
+def autograd_backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
     """``torch.autograd.backward``."""
-    tensors, gradients, retain_graph, create_graph, _, inputs = _AUTOGRAD_BACKWARD(args, kwargs)
     tensors = _to_tuple(tensors)
-    _run(tensors, _one_each(gradients, tensors), retain_graph, create_graph, inputs)
+    _run(tensors, _one_each(grad_tensors, tensors), retain_graph, create_graph, inputs)
 
 
 def _run(
@@ -136,19 +132,28 @@ def _run(
     )
 
 
-@handles(torch.autograd.grad)
-def autograd_grad(func: Any, args: tuple, kwargs: dict) -> tuple:
+@replaces(torch.autograd.grad)
+def autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: Any = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple:
     """``torch.autograd.grad``: gradients with respect to distributed inputs are distributed."""
-    outputs, inputs, gradients, retain_graph, create_graph, _, unused, batched, materialize = _GRAD(args, kwargs)
-    if batched:
+    if is_grads_batched:
         raise ValueError(
             "autograd.grad(is_grads_batched=True) is not supported with distributed tensors: call autograd.grad once "
             "for each of the grad_outputs, with retain_graph=True"
         )
-    outputs, inputs, unused = _to_tuple(outputs), _to_tuple(inputs), materialize if unused is None else unused
-    gradients = _one_each(gradients, outputs)
-    results = _run(outputs, gradients, retain_graph, create_graph, inputs, unused, False)
-    return tuple(_wrap_result(g, x, materialize, create_graph) for g, x in zip(results, inputs, strict=True))
+    outputs, inputs = _to_tuple(outputs), _to_tuple(inputs)
+    unused = materialize_grads if allow_unused is None else allow_unused
+    results = _run(outputs, _one_each(grad_outputs, outputs), retain_graph, create_graph, inputs, unused, False)
+    return tuple(_wrap_result(g, x, materialize_grads, create_graph) for g, x in zip(results, inputs, strict=True))
 
 
 def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -> Any:
@@ -200,7 +205,7 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
     if gradient is not None:
         gradient = as_cotangent(gradient, x._layout, "the gradient passed to backward")
         with no_dispatch():
-            return gradient.as_subclass(T)
+            return gradient.as_subclass(Tensor)
     if not x.requires_grad:
         return None
     if x.numel() != 1:
@@ -239,10 +244,9 @@ def _one_each(gradients: Any, tensors: tuple) -> tuple:
 # ---------------------------------------------------------------------------------------------------- hooks
 
 
-@handles(T.register_hook)
-def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(Tensor.register_hook)
+def register_hook(x: Any, hook: Callable) -> Any:
     """The hook sees and returns a DTensor."""
-    x, hook = args
     layout = x._layout
 
     def local_hook(gradient: Any) -> Any:
@@ -253,8 +257,8 @@ def register_hook(func: Any, args: tuple, kwargs: dict) -> Any:
             return None
         result = as_cotangent(result, layout, "what a hook returns for the gradient")
         with no_dispatch():
-            result = result.as_subclass(T)
+            result = result.as_subclass(Tensor)
             return State.core.to_summands(result, layout)
 
     with no_dispatch():
-        return func(x, local_hook)
+        return x.register_hook(local_hook)

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of
+from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, replaces
 
 __all__: list[str] = []
 
-T: Any = torch.Tensor
 
 _PROPERTIES = words(
     """
@@ -36,9 +36,11 @@ _SETTERS = ["requires_grad", "names", "_backward_hooks", "_post_accumulate_grad_
 
 def _functions() -> list[Any]:
     accessors = {"__get__": _PROPERTIES, "__set__": _SETTERS, "__delete__": ("grad", "_grad")}
-    found = [getattr(getattr(T, name, None), accessor, None) for accessor, names in accessors.items() for name in names]
+    found = [
+        getattr(getattr(Tensor, name, None), accessor, None) for accessor, names in accessors.items() for name in names
+    ]
     for name in _METHODS:
-        found += [getattr(T, name, None), getattr(torch, name, None) if name.startswith("is_") else None]
+        found += [getattr(Tensor, name, None), getattr(torch, name, None) if name.startswith("is_") else None]
     found.append(getattr(torch, "_has_compatible_shallow_copy_type", None))
     return [*found, torch.result_type, torch.promote_types, torch.can_cast]
 
@@ -50,10 +52,10 @@ def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-@handles(T.data_ptr)
-def data_ptr(func: Any, args: tuple, kwargs: dict) -> int:
+@replaces(Tensor.data_ptr)
+def data_ptr(x: Any) -> int:
     """Address of the data, if this rank holds all of it: callers read as much memory as the global shape says."""
-    layout = layout_of(args[0])
+    layout = layout_of(x)
     if tuple(layout.local_shape) != tuple(layout.shape):
         raise RuntimeError(
             f"data_ptr() of a DTensor of shape {tuple(layout.shape)} placed {list(layout.placements)}, of which this "
@@ -61,10 +63,10 @@ def data_ptr(func: Any, args: tuple, kwargs: dict) -> int:
             "this rank's part"
         )
     with no_dispatch():
-        return func(*args, **kwargs)
+        return x.data_ptr()
 
 
-@handles(T.requires_grad_, T.detach_, T.share_memory_)
+@handles(Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_)
 def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """Change a flag of the local tensor, which is the distributed one."""
     with no_dispatch():
@@ -72,72 +74,69 @@ def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0]
 
 
-@handles(T.size)
-def size(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(Tensor.size)
+def size(x: Any, dim: int | None = None) -> Any:
     """Global size."""
-    shape = layout_of(args[0]).shape
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    shape = layout_of(x).shape
     return shape if dim is None else shape[dim]
 
 
-@handles(T.numel, T.nelement, torch.numel)
-def numel(func: Any, args: tuple, kwargs: dict) -> int:
+@replaces(Tensor.numel, Tensor.nelement, torch.numel)
+def numel(input: Any) -> int:
     """Global number of elements."""
-    return math.prod(layout_of(args[0] if args else kwargs["input"]).shape)
+    return math.prod(layout_of(input).shape)
 
 
-@handles(T.nbytes.__get__)
-def nbytes(func: Any, args: tuple, kwargs: dict) -> int:
+@replaces(Tensor.nbytes.__get__)
+def nbytes(x: Any) -> int:
     """Global number of bytes."""
-    return math.prod(layout_of(args[0]).shape) * args[0].element_size()
+    return numel(x) * x.element_size()
 
 
-@handles(T.__len__)
-def length(func: Any, args: tuple, kwargs: dict) -> int:
+@replaces(Tensor.__len__)
+def length(x: Any) -> int:
     """Global size of the first dimension."""
-    shape = layout_of(args[0]).shape
+    shape = layout_of(x).shape
     if not shape:
         raise TypeError("len() of a 0-d tensor")
     return shape[0]
 
 
-@handles(T.stride)
-def stride(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(Tensor.stride)
+def stride(x: Any, dim: int | None = None) -> Any:
     """Strides that the global tensor would have with the local one's order of dimensions."""
-    shape = layout_of(args[0]).shape
+    shape = layout_of(x).shape
     with no_dispatch():
-        local = T.stride(args[0])
+        local = Tensor.stride(x)
     strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (local[d], -d)):
-        if local[dim]:
-            strides[dim] = step
-            step *= max(shape[dim], 1)
-    asked = args[1] if len(args) > 1 else kwargs.get("dim")
-    return tuple(strides) if asked is None else strides[asked]
+    for d in sorted(range(len(shape)), key=lambda d: (local[d], -d)):
+        if local[d]:
+            strides[d] = step
+            step *= max(shape[d], 1)
+    return tuple(strides) if dim is None else strides[dim]
 
 
-@handles(T.is_same_size, torch.is_same_size)
-def is_same_size(func: Any, args: tuple, kwargs: dict) -> bool:
+@replaces(Tensor.is_same_size, torch.is_same_size)
+def is_same_size(input: Any, other: Any) -> bool:
     """Whether the global sizes agree."""
-    return tuple(args[0].shape) == tuple(args[1].shape)
+    return tuple(input.shape) == tuple(other.shape)
 
 
-@handles(T.__format__)
-def format_tensor(func: Any, args: tuple, kwargs: dict) -> str:
+@replaces(Tensor.__format__)
+def format_tensor(x: Any, spec: str) -> str:
     """As torch: a tensor of one number as the number, others by their repr."""
-    x, spec = args
-    if is_dtensor(x) and not layout_of(x).shape:
+    if is_dtensor(x) and not x.dim():
         return format(x.item(), spec)
     return object.__format__(x, spec)
 
 
-@handles(T.__contains__)
-def contains(func: Any, args: tuple, kwargs: dict) -> bool:
+@replaces(Tensor.__contains__)
+def contains(x: Any, element: Any) -> bool:
     """Whether an element equals."""
-    return bool((args[0] == args[1]).any().item())
+    return bool((x == element).any().item())
 
 
-@handles(T.__reversed__)
-def reversed_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(Tensor.__reversed__)
+def reversed_tensor(x: Any) -> Any:
     """As `torch.Tensor.__reversed__`."""
-    return args[0].flip(0) if args[0].dim() else args[0]
+    return x.flip(0) if x.dim() else x

@@ -15,6 +15,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.handlers.gradients import as_cotangent
@@ -23,7 +24,6 @@ from hyper_parallel.platform.torch.tensor import State, wrap
 
 __all__ = ["ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
 
-T: Any = torch.Tensor
 
 ELEMENTWISE = words("SGD Adam Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
 #: Optimizers whose step writes the tensors that ``_init_group`` has looked up back into the state, so that it must get
@@ -191,7 +191,7 @@ class _LocalStep:
     ) -> Any:
         """Fill the lists, of which the first two are parameters and their gradients, with plain tensors."""
         # A learning rate that is a tensor is checked there.
-        is_known = is_known and self.complete and not isinstance(group["lr"], T)
+        is_known = is_known and self.complete and not isinstance(group["lr"], Tensor)
         # What decides on the lists, in any of the optimizers.
         find = group.get
         options = (init_group, bool(find("amsgrad")), bool(find("momentum")), bool(find("centered")))
@@ -260,7 +260,9 @@ class _LocalStep:
         parameters = group["params"]
         gradients = [p.grad for p in parameters]
         # No fused kernel takes complex numbers.
-        if type(None) in map(type, gradients) or (not group.get("fused") and True in map(T.is_complex, parameters)):
+        if type(None) in map(type, gradients) or (
+            not group.get("fused") and True in map(Tensor.is_complex, parameters)
+        ):
             return False
         if len(state) == len(parameters) and all(map(is_, state, parameters)):
             states = list(state.values())

@@ -9,22 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
-from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import State, handles, layout_of, wrap
+from hyper_parallel.platform.torch.op_table.binding import find
+from hyper_parallel.platform.torch.tensor import State, handles, layout_of, replaces, wrap
 
 __all__: list[str] = []
 
-T: Any = torch.Tensor
 
 #: The initialisers that torch lets a tensor override; the others are written with methods, which are handled below.
-_INITIALISERS = words("uniform_ normal_ constant_ kaiming_uniform_ kaiming_normal_")
+_INITIALISERS = "uniform_ normal_ constant_ kaiming_uniform_ kaiming_normal_"
 
 
-@handles(*(getattr(nn.init, name, None) for name in _INITIALISERS))
+@handles(*find(_INITIALISERS, nn.init))
 def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
     """`torch.nn.init`: fans are those of the global shape."""
     rest = {k: v for k, v in kwargs.items() if k != "tensor"}
@@ -33,17 +32,16 @@ def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
         return _fill_from_global(x, func, args[1:], rest)
 
 
-@handles(torch.eye)
-def fill_with_identity(func: Any, args: tuple, kwargs: dict) -> Any:
+@replaces(torch.eye)
+def fill_with_identity(*sizes: int, out: Any, **options: Any) -> Any:
     """``torch.eye(n, m, out=x)``, as `torch.nn.init.eye_` calls it."""
-    x = kwargs["out"]
-    return x.copy_(torch.eye(*args, dtype=x.dtype, device=x.device))
+    return out.copy_(torch.eye(*sizes, dtype=out.dtype, device=out.device))
 
 
-@handles(T.uniform_, T.normal_, T.random_, T.bernoulli_, T.exponential_, T.geometric_, T.cauchy_, T.log_normal_)
+@handles(*find("uniform_ normal_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_", Tensor))
 def draw_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.normal_()`` and its relatives."""
-    if any(isinstance(a, T) for a in (*args[1:], *kwargs.values())):
+    if any(isinstance(a, Tensor) for a in (*args[1:], *kwargs.values())):
         return run_unknown(func, args, kwargs)  # probabilities in a tensor: gathered with x
     return _fill_from_global(args[0], func, args[1:], kwargs)
 

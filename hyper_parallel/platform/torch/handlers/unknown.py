@@ -82,7 +82,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @functools.cache
-def _out_of_place(func: Any) -> Callable[..., Any]:
+def _out_of_place(func: Any) -> Callable:
     """``func`` on a copy. One function for each, because core says once per function that it has no rule."""
 
     def out_of_place(x: Any, *args: Any, **kwargs: Any) -> Any:

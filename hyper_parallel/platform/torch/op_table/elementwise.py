@@ -6,20 +6,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
     Table,
     call_by_position,
-    call_elementwise,
     elementwise,
-    one,
     rows,
 )
 
 __all__ = ["CONVERSIONS", "table"]
 
-T: Any = torch.Tensor
 
 #: canonical operation -> row of ``to``.
 CONVERSIONS: dict[str, NativeOp] = {}
@@ -72,25 +70,25 @@ def table() -> Table:
     for name in _BINARY.split():
         table |= elementwise(name, "pointwise", f"input {_SECOND.get(name, 'other')}")
     for names, operands in _SEVERAL_OPERANDS.items():
-        table |= elementwise(names, "pointwise", operands, torch, T)
-        table |= elementwise(_in_place(names), "pointwise_", operands, torch, T)
+        table |= elementwise(names, "pointwise", operands, torch, Tensor)
+        table |= elementwise(_in_place(names), "pointwise_", operands, torch, Tensor)
     return {
         **table,
         **elementwise(_UNARY, "pointwise", "input"),
         # Without the other two: indices, whose number depends on the data.
         **rows("where", "pointwise", "condition input other -> condition input other", call_by_position, torch),
-        **elementwise("where", "pointwise", "input condition other", T),
-        **elementwise(_LINEAR, "linear_unary", "input", torch, T),
-        **elementwise("conj detach", "alias", "input", torch, T),
-        **elementwise("__get__", "alias", "input", T.data, T.real, T.imag),
-        **elementwise("contiguous", "contiguous", "input", T),
+        **elementwise("where", "pointwise", "input condition other", Tensor),
+        **elementwise(_LINEAR, "linear_unary", "input", torch, Tensor),
+        **elementwise("conj detach", "alias", "input", torch, Tensor),
+        **elementwise("__get__", "alias", "input", Tensor.data, Tensor.real, Tensor.imag),
+        **elementwise("contiguous", "contiguous", "input", Tensor),
         **elementwise("add sub subtract rsub __add__ __radd__ __sub__ __rsub__", "add", "input other"),
         **elementwise("mul multiply __mul__ __rmul__", "mul", "input other"),
         **rows("div divide true_divide __truediv__ __div__", "div", _DIV, _call_div),
-        **rows("__rdiv__ __rtruediv__", "div", "input other -> other input | None", _call_div, T),
+        **rows("__rdiv__ __rtruediv__", "div", "input other -> other input | None", _call_div, Tensor),
         # New tensors of the shape of a distributed one. ``new_*`` of another shape runs as an unknown function.
         **elementwise("zeros_like ones_like empty_like full_like", "like", "input", torch),
-        **elementwise("float double half bfloat16 cfloat cdouble chalf", "linear_unary", "input", T),
+        **elementwise("float double half bfloat16 cfloat cdouble chalf", "linear_unary", "input", Tensor),
         **_conversions(),
         **_written(),
     }
@@ -101,7 +99,7 @@ _DIV = "input other rounding_mode=None -> input other | rounding_mode"
 
 def _call_div(func: Any, operands: tuple, static_args: tuple) -> Any:
     a, b = operands
-    if not isinstance(a, T):
+    if not isinstance(a, Tensor):
         # A Python number divided by a tensor, as Tensor.__rtruediv__ does it.
         return b.reciprocal() * a
     return a.div(b) if static_args[0] is None else a.div(b, rounding_mode=static_args[0])
@@ -117,7 +115,7 @@ def _conversions() -> Table:
     partial sum must not be rounded piece by piece."""
     for name in ("linear_unary", "pointwise"):
         CONVERSIONS[name] = NativeOp(name, lambda func, args, kwargs: (args[:1], (args[1:], kwargs)), _call_to)
-    return dict.fromkeys([T.to, T.type_as], CONVERSIONS["linear_unary"])
+    return dict.fromkeys([Tensor.to, Tensor.type_as], CONVERSIONS["linear_unary"])
 
 
 def _call_to(func: Any, operands: tuple, static_args: Any) -> Any:
@@ -126,20 +124,15 @@ def _call_to(func: Any, operands: tuple, static_args: Any) -> Any:
 
 def _written() -> Table:
     return {
-        **elementwise(_in_place(_UNARY), "pointwise_", "input", torch, T, F),
-        **elementwise(f"{_in_place(_BINARY)} {_IN_PLACE_BINARY}", "pointwise_", "input other", torch, T, F),
-        **elementwise("pow_", "pointwise_", "input exponent", T),
-        **elementwise("fill_", "pointwise_", "input value", T),
-        **elementwise("add_ sub_ subtract_ __iadd__ __isub__", "add_", "input other", T),
-        **elementwise("mul_ multiply_ __imul__", "mul_", "input other", T),
-        **rows("div_ divide_ true_divide_ __idiv__ __itruediv__", "div_", _DIV, _call_div_in_place, T),
-        **elementwise("neg_ negative_ zero_ conj_physical_", "linear_", "input", torch, T),
+        **elementwise(_in_place(_UNARY), "pointwise_", "input", torch, Tensor, F),
+        **elementwise(f"{_in_place(_BINARY)} {_IN_PLACE_BINARY}", "pointwise_", "input other", torch, Tensor, F),
+        **elementwise("pow_", "pointwise_", "input exponent", Tensor),
+        **elementwise("fill_", "pointwise_", "input value", Tensor),
+        **elementwise("add_ sub_ subtract_ __iadd__ __isub__", "add_", "input other", Tensor),
+        **elementwise("mul_ multiply_ __imul__", "mul_", "input other", Tensor),
+        **rows("div_ divide_ true_divide_ __idiv__ __itruediv__", "div_", _DIV, _call_div_in_place, Tensor),
+        **elementwise("neg_ negative_ zero_ conj_physical_", "linear_", "input", torch, Tensor),
         **rows(
-            "copy_",
-            "linear_",
-            "input src non_blocking=False -> input src | non_blocking {}",
-            call_elementwise,
-            T,
-            non_blocking=one,
+            "copy_", "linear_", "input src non_blocking=False -> input src | non_blocking", call_by_position, Tensor
         ),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
@@ -69,7 +70,7 @@ class _AddRmsNorm(torch.autograd.Function):
     """npu_add_rms_norm, of which torch_npu 2.14 has no derivative yet; it is that of npu_rms_norm of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> Any:
+    def forward(ctx: Any, x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> Any:
         y, rstd, total = torch.ops.npu.npu_add_rms_norm(x1, x2, gamma, epsilon)
         ctx.save_for_backward(total, gamma, rstd)
         ctx.mark_non_differentiable(rstd)
@@ -77,7 +78,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, by_y: torch.Tensor, by_rstd: torch.Tensor, by_total: torch.Tensor) -> Any:
+    def backward(ctx: Any, by_y: Tensor, by_rstd: Tensor, by_total: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             total, gamma, rstd = ctx.saved_tensors
             by_sum, by_gamma = torch.ops.npu.npu_rms_norm_backward(by_y, total, gamma, rstd)
@@ -119,7 +120,7 @@ def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 def _hashable(x: Any) -> Any:
     """Lists as tuples; the lengths of sequences, which npu_fusion_attention_v3 wants in tensors, as numbers."""
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         if getattr(x, "_layout", None) is not None:
             raise UnboundCallError
         return ("lengths", *x.tolist())

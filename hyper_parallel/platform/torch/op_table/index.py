@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
@@ -12,19 +13,17 @@ from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["table"]
 
-T: Any = torch.Tensor
-
 
 def table() -> Table:
     """Rows of getitem, setitem_, gather, index_select and one_hot."""
     gather = "input dim index sparse_grad=False -> input index | dim"
     return {
-        **rows("__getitem__", "getitem", _bind_getitem, _call_getitem, T),
-        **rows("__setitem__", "setitem_", _bind_setitem, _call_setitem, T),
+        **rows("__getitem__", "getitem", _bind_getitem, _call_getitem, Tensor),
+        **rows("__setitem__", "setitem_", _bind_setitem, _call_setitem, Tensor),
         **rows("select", "getitem", _bind_select, _call_getitem),
         **rows("gather", "gather", gather, _call_gather),
         **rows("index_select", "index_select", gather, _call_gather),
-        **rows("one_hot", "one_hot", "input/tensor num_classes=-1 -> input | num_classes", num_classes=_known),
+        **rows("one_hot", "one_hot", "input/tensor num_classes=-1"),
     }
 
 
@@ -32,7 +31,7 @@ def _encode(x: Any, index: Any) -> tuple[tuple, tuple]:
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, list) or _is_array(i) for i in items):
         items = tuple(_to_tensor(i, x) if isinstance(i, list) or _is_array(i) else i for i in items)
-    return encode_index(items, lambda x: isinstance(x, T), _is_bool)
+    return encode_index(items, lambda x: isinstance(x, Tensor), _is_bool)
 
 
 def _to_tensor(index: Any, x: Any) -> Any:
@@ -43,7 +42,7 @@ def _to_tensor(index: Any, x: Any) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-    return hasattr(x, "__array__") and not isinstance(x, T)
+    return hasattr(x, "__array__") and not isinstance(x, Tensor)
 
 
 def _is_bool(x: Any) -> bool:
@@ -72,16 +71,10 @@ def _call_setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 @binds("input dim index")
 def _bind_select(x: Any, dim: Any, index: Any) -> Bound:
-    if isinstance(index, T):
+    if isinstance(index, Tensor):
         raise UnboundCallError
     return (x,), ((*(("slice", None, None, None),) * (dim % len(global_shape(x))), index),)
 
 
 def _call_gather(func: Any, operands: tuple, static_args: tuple) -> Any:
     return func(operands[0], static_args[0], operands[1])
-
-
-def _known(classes: int) -> int:
-    if classes == -1:
-        raise UnboundCallError  # the number of classes depends on the data
-    return classes

@@ -6,21 +6,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
+from hyper_parallel.platform.torch.op_table.binding import (
+    Bound,
+    Table,
+    UnboundCallError,
+    binds,
+    call_by_position,
+    global_shape,
+    rows,
+)
 
 __all__ = ["table"]
-
-T: Any = torch.Tensor
 
 
 def table() -> Table:
     """Rows of linear, matmul, addmm and einsum."""
     names, product = "matmul mm bmm mv dot __matmul__", "input other/mat2/vec/tensor -> input other"
     return {
-        **rows("linear", "linear", "input weight bias=None -> input weight bias", _call_linear, F),
-        **rows(names, "matmul", product, _call_matmul, torch, T, torch.linalg),
-        **rows("__rmatmul__", "matmul", "input other -> other input", _call_matmul, T),
+        **rows("linear", "linear", "input weight bias=None -> input weight bias", call_by_position, F),
+        **rows(names, "matmul", product, _call_matmul, torch, Tensor, torch.linalg),
+        **rows("__rmatmul__", "matmul", "input other -> other input", _call_matmul, Tensor),
         **rows("addmm", "addmm", _bind_addmm, _call_addmm),
         # Torch brings the forms einsum(equation, [a, b]) and einsum(a, [0, 1], b, [1, 2]) into this one.
         **rows(
@@ -31,10 +38,6 @@ def table() -> Table:
             torch,
         ),
     }
-
-
-def _call_linear(func: Any, operands: tuple, static_args: tuple) -> Any:
-    return func(*operands)
 
 
 def _call_matmul(func: Any, operands: tuple, static_args: tuple) -> Any:

@@ -19,15 +19,9 @@ def table() -> Table:
     return {
         **rows("embedding", "embedding", _bind_embedding, _call_embedding, F),
         **rows("embedding", "embedding", _bind_raw_embedding, _call_embedding, torch),
-        **rows(
-            "layer_norm",
-            "layer_norm",
-            f"{layer_norm} | normalized_shape 0 eps",
-            _call_layer_norm,
-            normalized_shape=_count,
-        ),
-        **rows("rms_norm", "rms_norm", rms_norm, _call_rms_norm, normalized_shape=_count),
-        **rows("scaled_dot_product_attention", "attention", _ATTENTION, _call_attention, F, is_causal=bool),
+        **rows("layer_norm", "layer_norm", f"{layer_norm} | normalized_shape 0 eps", _call_layer_norm),
+        **rows("rms_norm", "rms_norm", rms_norm, _call_rms_norm),
+        **rows("scaled_dot_product_attention", "attention", _ATTENTION, _call_attention, F),
         **rows("cross_entropy", "cross_entropy", _bind_cross_entropy, _call_cross_entropy, F),
         **rows("nll_loss", "nll_loss", _bind_nll_loss, _call_nll_loss, F),
         **rows("dropout", "dropout", _bind_dropout, _call_dropout, F, torch),
@@ -68,10 +62,6 @@ def _call_embedding(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------- norms
-
-
-def _count(normalized_shape: Any) -> int:
-    return 1 if isinstance(normalized_shape, int) else len(normalized_shape)
 
 
 def _call_layer_norm(func: Any, operands: tuple, static_args: tuple) -> Any:

@@ -9,23 +9,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hyper_parallel.platform.torch.op_table.binding import (
     Bound,
     Table,
     UnboundCallError,
     binds,
+    dims_of,
     global_shape,
-    number,
     rows,
-    signature,
-    to_dims,
 )
 from hyper_parallel.platform.torch.private import native_functions
 
 __all__ = ["table"]
-
-T: Any = torch.Tensor
 
 
 def table() -> Table:
@@ -33,11 +30,7 @@ def table() -> Table:
     return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits()}
 
 
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(global_shape(x))
-
-
-def _by_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _by_numbers(kernel: Callable) -> Callable:
     """Call with the sizes or dimensions one by one: torch reads numbers faster than a tuple of them."""
 
     def call(func: Any, operands: tuple, static_args: tuple) -> Any:
@@ -46,22 +39,18 @@ def _by_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _by_first(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda func, operands, static_args: kernel(operands[0], static_args[0])
-
-
 # ---------------------------------------------------------------------------------------------------- reshape
 
 
 def _reshapes() -> Table:
-    reshape, view = _by_numbers(T.reshape), _by_numbers(T.view)
-    to, like = "input *shape/size/dtype -> input | shape", "input other -> input | other"
+    reshape, view = _by_numbers(Tensor.reshape), _by_numbers(Tensor.view)
+    to, like = "input *sizes/shape/size/dtype", "input like/other"
     return {
-        **rows("view", "view", to, view, T),
+        **rows("view", "view", to, view, Tensor),
         **rows("view_copy", "reshape_copy", to),
         **rows("reshape", "reshape", to, reshape),
-        **rows("view_as", "view", like, reshape, other=_shape),
-        **rows("reshape_as", "reshape", like, reshape, other=_shape),
+        **rows("view_as", "view", like, reshape),
+        **rows("reshape_as", "reshape", like, reshape),
         **rows("flatten", "reshape", _bind_flatten, reshape),
         **rows("unflatten", "reshape", _bind_unflatten, reshape),
         **rows("ravel", "reshape", "input -> input | (-1,)", reshape),
@@ -70,7 +59,7 @@ def _reshapes() -> Table:
 
 @binds("input start_dim=0 end_dim=-1")
 def _bind_flatten(x: Any, start: int, end: int) -> Bound:
-    shape = _shape(x)
+    shape = tuple(global_shape(x))
     if not shape:
         return (x,), ((1,),)
     start, end = start % len(shape), end % len(shape)
@@ -81,7 +70,7 @@ def _bind_flatten(x: Any, start: int, end: int) -> Bound:
 
 @binds("input dim sizes")
 def _bind_unflatten(x: Any, dim: int, sizes: Any) -> Bound:
-    shape = _shape(x)
+    shape = tuple(global_shape(x))
     if not isinstance(dim, int):
         raise UnboundCallError
     dim %= len(shape)
@@ -110,19 +99,19 @@ def _swapped(ndim: int, a: int, b: int) -> tuple[int, ...]:
 
 
 def _permutations() -> Table:
-    permute = _by_numbers(T.permute)
+    permute = _by_numbers(Tensor.permute)
 
     def adjoint(func: Any, operands: tuple, static_args: tuple) -> Any:
         return operands[0].permute(static_args[0]).conj()
 
     return {
-        **rows("permute", "permute", "input *dims -> input | dims", permute),
+        **rows("permute", "permute", "input *sizes/dims", permute),
         **rows("transpose swapaxes swapdims", "permute", _bind_transpose, permute),
         **rows("movedim moveaxis", "permute", _bind_movedim, permute),
         **rows("t", "permute", _bind_last_two, permute),
-        **rows("__get__", "permute", _bind_last_two, permute, T.mT),
-        **rows("__get__", "permute", _bind_reverse, permute, T.T),
-        **rows("__get__", "permute", _bind_last_two, adjoint, T.mH, T.H),
+        **rows("__get__", "permute", _bind_last_two, permute, Tensor.mT),
+        **rows("__get__", "permute", _bind_reverse, permute, Tensor.T),
+        **rows("__get__", "permute", _bind_last_two, adjoint, Tensor.mH, Tensor.H),
         **rows("adjoint", "permute", _bind_last_two, adjoint),
     }
 
@@ -133,10 +122,10 @@ def _bind_transpose(x: Any, a: int, b: int) -> Bound:
 
 
 def _bind_last_two(func: Any, args: tuple, kwargs: dict) -> Bound:
-    (x,) = signature("input")(args, kwargs)
+    x = args[0] if args else kwargs["input"]
     ndim = len(global_shape(x))
-    if ndim != 2 and (func in (T.t, torch.t, T.H.__get__) or ndim < 2):
-        if ndim < 2 and func in (T.t, torch.t):
+    if ndim != 2 and (func in (Tensor.t, torch.t, Tensor.H.__get__) or ndim < 2):
+        if ndim < 2 and func in (Tensor.t, torch.t):
             return (x,), (tuple(range(ndim)),)
         raise UnboundCallError  # torch words the error
     return (x,), (_swapped(ndim, -2, -1),)
@@ -149,8 +138,8 @@ def _bind_reverse(func: Any, args: tuple, kwargs: dict) -> Bound:
 @binds("input source destination")
 def _bind_movedim(x: Any, source: Any, destination: Any) -> Bound:
     ndim = len(global_shape(x))
-    sources = [d % ndim for d in to_dims(source) or ()]
-    destinations = [d % ndim for d in to_dims(destination) or ()]
+    sources = [d % ndim for d in dims_of(source) or ()]
+    destinations = [d % ndim for d in dims_of(destination) or ()]
     order = [d for d in range(ndim) if d not in sources]
     for to, moved in sorted(zip(destinations, sources, strict=True)):
         order.insert(to, moved)
@@ -161,16 +150,15 @@ def _bind_movedim(x: Any, source: Any, destination: Any) -> Bound:
 
 
 def _sizes_one() -> Table:
-    expand, repeat = _by_first(T.expand), _by_first(T.repeat)
-    interleave = "input repeats dim=None output_size=None -> input | repeats dim"
+    interleave = "input repeats repeated_dim/dim=None output_size=None -> input | repeats repeated_dim"
     return {
-        **rows("unsqueeze", "unsqueeze", "input dim -> input | dim", _by_first(T.unsqueeze)),
+        **rows("unsqueeze", "unsqueeze", "input dim"),
         **rows("squeeze", "squeeze", _bind_squeeze, _call_squeeze),
-        **rows("expand broadcast_to", "expand", "input *size/shape -> input | size", expand),
-        **rows("expand_as", "expand", "input other -> input | other", expand, other=_shape),
-        **rows("repeat", "repeat", "input *repeats -> input | repeats", repeat),
-        **rows("tile", "repeat", _bind_tile, repeat),
-        **rows("repeat_interleave", "repeat_interleave", interleave, repeats=number, dim=number),
+        **rows("expand broadcast_to", "expand", "input *sizes/size/shape"),
+        **rows("expand_as", "expand", "input like/other", lambda func, xs, static_args: xs[0].expand(*static_args)),
+        **rows("repeat", "repeat", "input *sizes/repeats"),
+        **rows("tile", "repeat", _bind_tile),
+        **rows("repeat_interleave", "repeat_interleave", interleave),
         **rows("pad", "pad", _bind_pad, _call_pad, F, native_functions),
     }
 
@@ -178,15 +166,19 @@ def _sizes_one() -> Table:
 def _bind_squeeze(func: Any, args: tuple, kwargs: dict) -> Bound:
     if len(args) > 2:  # squeeze(0, 1)
         args = (args[0], args[1:])
-    x, dim = signature("input dim=None")(args, kwargs)
-    return (x,), (to_dims(dim) if dim != () else (),)
+    return _bind_squeezed(func, args, kwargs)
+
+
+@binds("input removed/dim/axis=None")
+def _bind_squeezed(x: Any, dim: Any) -> Bound:
+    return (x,), (() if dim == () else dims_of(dim),)
 
 
 def _call_squeeze(func: Any, operands: tuple, static_args: tuple) -> Any:
-    return T.squeeze(operands[0]) if static_args[0] is None else T.squeeze(operands[0], static_args[0])
+    return Tensor.squeeze(operands[0]) if static_args[0] is None else Tensor.squeeze(operands[0], static_args[0])
 
 
-@binds("input *dims")
+@binds("input *sizes/dims")
 def _bind_tile(x: Any, dims: tuple[int, ...]) -> Bound:
     return (x,), ((1,) * (len(global_shape(x)) - len(dims)) + dims,)
 
@@ -214,10 +206,10 @@ def _joins_and_splits() -> Table:
     return {
         **rows("cat concat concatenate", "cat", _bind_join, _call_cat, torch),
         **rows("stack", "stack", _bind_join, lambda func, operands, static_args: func(operands, static_args[0]), torch),
-        **rows("chunk", "chunk", "input chunks dim=0 -> input | chunks dim"),
+        **rows("chunk", "chunk", "input chunks dim=0"),
         **rows("split split_with_sizes", "split", _bind_split),
-        **rows("unbind", "unbind", "input dim=0 -> input | dim"),
-        **rows("narrow", "narrow", "input dim start length -> input | dim start length", start=number),
+        **rows("unbind", "unbind", "input dim=0"),
+        **rows("narrow", "narrow", "input dim start length"),
     }
 
 

@@ -10,7 +10,8 @@ the ones listed there are passed through to the native call untouched (a dtype, 
 an empty tuple of dimensions to reduce means all of them, as None does.
 """
 
-from hyper_parallel.core.dtensor.operations.rules import (
+# Each registers its rules.
+from hyper_parallel.core.dtensor.operations.rules import (  # noqa: F401
     along,
     attention,
     dropout,
@@ -28,27 +29,4 @@ from hyper_parallel.core.dtensor.operations.rules import (
     softmax,
     view,
 )
-from hyper_parallel.core.dtensor.operations.rules.registry import OPERATIONS, CanonicalOp, Rule, rule
-
-__all__ = [
-    "OPERATIONS",
-    "CanonicalOp",
-    "Rule",
-    "along",
-    "attention",
-    "dropout",
-    "elementwise",
-    "embedding",
-    "fused",
-    "fused_attention",
-    "indexing",
-    "join",
-    "loss",
-    "matmul",
-    "norm",
-    "reduction",
-    "replicate",
-    "rule",
-    "softmax",
-    "view",
-]
+from hyper_parallel.core.dtensor.operations.rules.registry import OPERATIONS, CanonicalOp, Rule, rule  # noqa: F401

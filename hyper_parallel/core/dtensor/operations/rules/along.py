@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole
+from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, replaced, unary, whole
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
@@ -16,9 +16,7 @@ def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
     record nothing (cumprod), and this rank would leave out what the others communicate in gradients of gradients."""
     x, (dims, results) = shapes[0], static_args[:2]
     labels = whole(named(x), axes(dims, len(x)))
-    return OpSharding(
-        operands=(labels,), results=(labels,) * results, result_shapes=(tuple(x),) * results, nonempty=labels
-    )
+    return unary(labels, labels, x, results, nonempty=labels)
 
 
 @rule("topk", static_args="k, dim; two results")
@@ -31,8 +29,4 @@ def topk(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if not 0 <= k <= x[dim]:
         return None
     labels = whole(named(x), (dim,))
-    return OpSharding(
-        operands=(labels,),
-        results=(labels,) * 2,
-        result_shapes=((*x[:dim], k, *x[dim + 1 :]),) * 2,
-    )
+    return unary(labels, labels, replaced(x, dim, k), results=2)

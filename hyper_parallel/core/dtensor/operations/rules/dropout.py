@@ -7,7 +7,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.random import is_held_alike, synchronize, take_part
-from hyper_parallel.core.dtensor.operations.rules.labels import named
+from hyper_parallel.core.dtensor.operations.rules.labels import named, unary
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
@@ -16,13 +16,7 @@ def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Product of x and noise. Element for element it is that of a single device, the same on every rank: so the
     operation is linear in x, and the summands of a partial sum all get the same."""
     labels = named(shapes[0])
-    return OpSharding(
-        operands=(labels,),
-        results=(labels,),
-        result_shapes=(tuple(shapes[0]),),
-        terms=((0,),),
-        call=_drop,
-    )
+    return unary(labels, labels, shapes[0], terms=((0,),), call=_drop)
 
 
 def _drop(

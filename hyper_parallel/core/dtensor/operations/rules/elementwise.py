@@ -38,10 +38,6 @@ def _sum_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
     return () if None in shapes else tuple((i,) for i in range(len(shapes)))
 
 
-def _product_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
-    return (tuple(i for i, shape in enumerate(shapes) if shape is not None),)
-
-
 @rule("pointwise", "any number", elementwise=True, memory="ordered")
 def pointwise(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Any element-wise function: relu, pow, where, masked_fill, comparisons, conversion to integers."""
@@ -63,7 +59,7 @@ rule("add_", "any number", elementwise=True)(_in_place(add))
 @rule("mul", "any number", elementwise=True, memory="ordered")
 def mul(shapes: tuple, static_args: Any) -> OpSharding | None:
     """A product of its operands."""
-    return _elementwise(shapes, _product_terms(shapes))
+    return _elementwise(shapes, (tuple(i for i, shape in enumerate(shapes) if shape is not None),))
 
 
 @rule("mul_", "any number", elementwise=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import axis, broadcast, named, whole
+from hyper_parallel.core.dtensor.operations.rules.labels import axis, broadcast, named, replaced, unary, whole
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
@@ -17,7 +17,7 @@ def glu(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if x[dim] % 2:
         return None
     labels = whole(named(x), (dim,))
-    return OpSharding(operands=(labels,), results=(labels,), result_shapes=((*x[:dim], x[dim] // 2, *x[dim + 1 :]),))
+    return unary(labels, labels, replaced(x, dim, x[dim] // 2))
 
 
 @rule("rotary", "x, cosines, sines")

@@ -10,9 +10,8 @@ from hyper_parallel.core.dtensor.operations.random import share_state
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, Shape
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
-#: layout -> (number of dimensions, dimension of the batch or None, dimension of the heads)
-_LAYOUTS = {"BNSD": (4, 0, 1), "BSND": (4, 0, 2), "BSH": (3, 0, 2), "SBH": (3, 1, 2), "TND": (3, None, 1)}
-_TOKENS = {"BNSD": 2, "BSND": 1, "BSH": 1, "SBH": 0, "TND": 0}
+#: A letter for each dimension: batch B, heads N, length S, features D, N * D features H, tokens of all sequences T.
+_LAYOUTS = ("BNSD", "BSND", "BSH", "SBH", "TND")
 
 
 @rule(
@@ -24,12 +23,11 @@ _TOKENS = {"BNSD": 2, "BSND": 1, "BSH": 1, "SBH": 0, "TND": 0}
 def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention and the statistics of its softmax, independent for each batch element and head.
 
-    ``static_args`` are the layout of query, key and value (`_LAYOUTS`: batch B, heads N, length S, features D, N * D
-    features H, tokens of all sequences T), the number of query heads, the probability to keep a weight, whether what
-    holds one entry for each batch element is given besides (then batches must be whole), and the last size of the two
-    statistics. Operands are query, key, value, a bias of the scores (B or 1, N or 1, ...; or one number for each head,
-    (N,) or (B, N)), a mask ((B or 1, N or 1, ...) or two dimensions), one more score for each head (N,), and further
-    features of query and key that lie as these do; all but the first three may be None.
+    ``static_args`` are the layout of query, key and value (`_LAYOUTS`), the number of query heads, the probability to
+    keep a weight, whether what holds one entry for each batch element is given besides (then batches must be whole),
+    and the last size of the two statistics. Operands are query, key, value, a bias of the scores (B or 1, N or 1, ...;
+    or one number for each head, (N,) or (B, N)), a mask ((B or 1, N or 1, ...) or two dimensions), one more score for
+    each head (N,), and further features of query and key that lie as these do; all but the first three may be None.
 
     Results are the output and two statistics of (B, N, S, size), for tokens of (N, T, size) or (T, N, size).
     """
@@ -58,12 +56,17 @@ def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
+def _dim_of(layout: str, letters: str) -> int:
+    """The dimension of one of two letters, of which every layout has one."""
+    return max(map(layout.find, letters))
+
+
 class _Attention:
     """Shapes and labels of one call: ``b`` is the batch, ``n`` the heads."""
 
     def __init__(self, layout: str, heads: int, q: Shape, k: Shape, v: Shape) -> None:
-        _, self.batch, self.head = _LAYOUTS[layout]
-        self.tokens = _TOKENS[layout]
+        self.batch = layout.index("B") if "B" in layout else None
+        self.head, self.tokens = _dim_of(layout, "NH"), _dim_of(layout, "ST")
         self.heads = heads
         #: Features of one head of the query.
         self.packed = layout.endswith("H")
@@ -77,7 +80,7 @@ class _Attention:
     def of(cls, layout: str, heads: int, shapes: tuple) -> _Attention | None:
         """None when the shapes do not fit."""
         q, k, v = shapes[:3]
-        if layout not in _LAYOUTS or heads < 1 or not all(x and len(x) == _LAYOUTS[layout][0] for x in (q, k, v)):
+        if layout not in _LAYOUTS or heads < 1 or not all(x and len(x) == len(layout) for x in (q, k, v)):
             return None
         self = cls(layout, heads, q, k, v)
         if self.packed:
@@ -149,7 +152,7 @@ class _Attention:
 def _local_heads(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
     """The number of heads that this rank has."""
     layout, heads, *rest = static_args
-    dim = _LAYOUTS[layout][2]
+    dim = _dim_of(layout, "NH")
     whole, own = result_layouts[0].shape[dim], result_layouts[0].local_shape[dim]
     return (layout, heads * own // whole, *rest)
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE, without_dots
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, Labels, Shape, axis, broadcast, named, whole
+from hyper_parallel.core.dtensor.operations.rules.labels import (
+    Labels,
+    Shape,
+    axis,
+    broadcast,
+    named,
+    replaced,
+    unary,
+    whole,
+)
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 _LINEAR = ((0,),)
@@ -37,19 +47,15 @@ def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     # bool is an int in Python, but x[True] adds a dimension.
     if any(isinstance(item, bool) or (_is_tensor(item) and item[3]) for item in index):
         return None
-    consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
-    if index.count(Ellipsis) > 1 or consumed > len(x):
+    items = without_dots(index, len(x))
+    if Ellipsis in items or len(items) - items.count(None) > len(x):
         return None
     together = broadcast(tensor_shapes, "t")
     if together is None:
         return None
     block_shape, block_labels, tensor_labels = together
 
-    with_dots = index if Ellipsis in index else (*index, Ellipsis)
-    items: list[Any] = []
-    for item in with_dots:
-        items += [FULL_SLICE] * (len(x) - consumed) if item is Ellipsis else [item]
-    place = _place_of_block(with_dots, items)
+    place = _place_of_block(index, items)
     if place is None:
         return None
 
@@ -58,7 +64,7 @@ def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     shape: list[int] = []
     local_items = list(items)
     for position, item in enumerate(items):
-        if position == place.at:
+        if position == place:
             labels += block_labels
             shape += block_shape
         if item is None:
@@ -74,26 +80,16 @@ def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
             labels.append(label)
             shape.append(len(picked))
         x_labels.append(label)
-    if place.first:
-        labels[:0], shape[:0] = block_labels, block_shape
-    local_index = tuple(local_items) if local_items != items else None
+    local_index = tuple(local_items) if local_items != [*items] else None
     return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), local_index)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the dimensions of the index tensors go: at an item, in front of all others, or (neither) nowhere."""
-
-    at: int | None = None
-    first: bool = False
 
 
 def _is_tensor(item: Any) -> bool:
     return isinstance(item, tuple) and item[0] == "tensor"
 
 
-def _place_of_block(with_dots: tuple, items: list) -> _Place | None:
-    """Where the dimensions of the index tensors go, ``with_dots`` being the index and ``items`` the same without dots.
+def _place_of_block(index: tuple, items: tuple) -> int | None:
+    """Before which of the ``items``, the index without dots, the dimensions of the index tensors go; -1 for none.
 
     As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
 
@@ -103,15 +99,15 @@ def _place_of_block(with_dots: tuple, items: list) -> _Place | None:
     """
     tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
     if not tensors:
-        return _Place()
+        return -1
     scalars = [i for i, item in enumerate(items) if isinstance(item, int) or (_is_tensor(item) and item[2] == 0)]
     both = sorted(tensors + scalars)
     adjacent = both[-1] - both[0] + 1 == len(both)
-    advanced = [i for i, item in enumerate(with_dots) if isinstance(item, int) or _is_tensor(item)]
-    dots = with_dots.index(Ellipsis)
+    advanced = [i for i, item in enumerate(index) if isinstance(item, int) or _is_tensor(item)]
+    dots = index.index(Ellipsis) if Ellipsis in index else len(index)
     if (scalars and not adjacent) or (adjacent and advanced[0] < dots < advanced[-1]):
         return None
-    return _Place(at=tensors[0]) if adjacent else _Place(first=True)
+    return tensors[0] if adjacent else 0
 
 
 def _localize(local_index: tuple | None) -> Any:
@@ -185,13 +181,11 @@ class _Cut:
 
     Attributes:
         ranges: for each dimension of x the global indices that are written.
-        ints: dimensions of x that an int takes.
         dims: dimensions of x that some are taken of.
         kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
     """
 
     ranges: tuple[range, ...]
-    ints: frozenset[int]
     dims: tuple[int, ...]
     kept: tuple[int | None, ...]
 
@@ -202,16 +196,10 @@ class _Cut:
         if found.tensors or not dims:
             return None
         ranges: list[range] = []
-        ints: list[int] = []
         kept: list[int | None] = []
-        consumed = sum(1 for item in index if item is not None and item is not Ellipsis)
-        for item in index if Ellipsis in index else (*index, Ellipsis):
+        for item in without_dots(index, len(x)):
             dim = len(ranges)
-            if item is Ellipsis:
-                count = len(x) - consumed
-                kept += range(dim, dim + count)
-                ranges += map(range, x[dim : dim + count])
-            elif item is None:
+            if item is None:
                 kept.append(None)
             elif isinstance(item, tuple):
                 kept.append(dim)
@@ -219,11 +207,10 @@ class _Cut:
             else:
                 if not -x[dim] <= item < x[dim]:
                     return None  # the native operation words the error
-                ints.append(dim)
                 ranges.append(range(item % x[dim], item % x[dim] + 1))
         if any(picked.step < 1 for picked in ranges):
             return None
-        return _Cut(tuple(ranges), frozenset(ints), dims, tuple(kept))
+        return _Cut(tuple(ranges), dims, tuple(kept))
 
     def is_whole(self, layouts: tuple) -> bool:
         """Whether every rank has all of the dimensions that are cut."""
@@ -293,13 +280,8 @@ def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
     def localize(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
         return (dim, 0, result_layouts[0].local_shape[dim], *static_args[3:])
 
-    return OpSharding(
-        operands=(labels,),
-        results=(labels,),
-        result_shapes=((*x[:dim], length, *x[dim + 1 :]),),
-        terms=_LINEAR,
-        localize=localize if length == x[dim] else None,
-    )
+    localized = localize if length == x[dim] else None
+    return unary(labels, labels, replaced(x, dim, length), terms=_LINEAR, localize=localized)
 
 
 @rule("gather", "x, index", "dim")
@@ -330,8 +312,8 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
     labels = whole(named(x), (dim,))
     return OpSharding(
         operands=(labels, ("t",)),
-        results=((*labels[:dim], "t", *labels[dim + 1 :]),),
-        result_shapes=((*x[:dim], index[0], *x[dim + 1 :]),),
+        results=(replaced(labels, dim, "t"),),
+        result_shapes=(replaced(x, dim, index[0]),),
         terms=_LINEAR,
     )
 
@@ -343,4 +325,4 @@ def one_hot(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if not isinstance(classes, int) or classes < 0:
         return None
     labels = named(x)
-    return OpSharding(operands=(labels,), results=((*labels, None),), result_shapes=((*x, classes),))
+    return unary(labels, (*labels, None), (*x, classes))

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import FULL_SLICE, axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.labels import axis, named, replaced, unary, whole
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
@@ -21,13 +22,13 @@ def cat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if not first or any(shape is None or len(shape) != len(first) for shape in shapes):
         return None
     dim = axis(static_args[0], len(first))
-    if len({without(shape, (dim,)) for shape in shapes}) > 1:
+    if len({replaced(shape, dim) for shape in shapes}) > 1:
         return None
     labels = whole(named(first), (dim,))
     return OpSharding(
         operands=(labels,) * len(shapes),
         results=(labels,),
-        result_shapes=((*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :]),),
+        result_shapes=(replaced(first, dim, sum(shape[dim] for shape in shapes)),),
         terms=tuple((i,) for i in range(len(shapes))),
     )
 
@@ -55,7 +56,7 @@ def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = N
     return OpSharding(
         operands=(labels,),
         results=(labels,) * len(sizes),
-        result_shapes=tuple((*x[:dim], size, *x[dim + 1 :]) for size in sizes),
+        result_shapes=tuple(replaced(x, dim, size) for size in sizes),
         terms=((0,),),
         localize=localize,
         # Unequal pieces are cut by their sizes: a number of chunks would cut the shards at other places.
@@ -122,9 +123,4 @@ def unbind(shapes: tuple, static_args: tuple) -> OpSharding | None:
         return None
     dim = axis(static_args[0], len(x))
     labels = whole(named(x), (dim,))
-    return OpSharding(
-        operands=(labels,),
-        results=(without(labels, (dim,)),) * x[dim],
-        result_shapes=(without(x, (dim,)),) * x[dim],
-        terms=((0,),),
-    )
+    return unary(labels, replaced(labels, dim), replaced(x, dim), results=x[dim], terms=((0,),))

@@ -1,17 +1,14 @@
-"""What the rules share: resolving dimensions, naming them, broadcasting."""
+"""What the rules share: resolving dimensions, naming them, broadcasting, and the answer for one operand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["FULL_SLICE", "Labels", "Shape", "all_elements", "axes", "axis", "broadcast", "named", "whole", "without"]
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 
 Shape: TypeAlias = "tuple[int, ...]"
 Labels: TypeAlias = "tuple[Any, ...]"
-
-#: ``:`` in an encoded index.
-FULL_SLICE = ("slice", None, None, None)
 
 
 def axis(dim: int, ndim: int) -> int:
@@ -51,6 +48,23 @@ def without(values: Sequence[Any], dims: Iterable[int], keepdim: bool = False, k
     if keepdim:
         return tuple(kept if i in dims else value for i, value in enumerate(values))
     return tuple(value for i, value in enumerate(values) if i not in dims)
+
+
+def replaced(values: Sequence[Any], dim: int, *new: Any) -> tuple[Any, ...]:
+    """``values`` (labels or sizes) with ``new`` in place of that of dimension ``dim``."""
+    return (*values[:dim], *new, *values[dim + 1 :])
+
+
+def unary(before: Labels, after: Labels, shape: Sequence[int], results: int = 1, **more: Any) -> OpSharding:
+    """What a rule answers for an operation on one tensor.
+
+    Args:
+        before, after: labels of the tensor, and of each result.
+        shape: global shape of each result.
+        results: how many there are.
+        more: what else `OpSharding` says.
+    """
+    return OpSharding((before,), (after,) * results, (tuple(shape),) * results, **more)
 
 
 def broadcast(

@@ -16,8 +16,6 @@ from hyper_parallel.core.dtensor.operations.rules.labels import named, without
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.vocab_parallel import vocab_parallel_of
 
-__all__ = ["class_dim", "sharded_cross_entropy"]
-
 
 def class_dim(logits: tuple[int, ...]) -> int:
     """Where the classes are: dimension 1, or 0 of a single sample."""

@@ -1,21 +1,23 @@
 """Reductions over dimensions.
 
-Of these, `mean` and `vector_norm` are not the native operation on the locals where a reduced dimension is sharded:
-a mean of means is wrong for uneven shards, and norms combine as the norm of the norms.
+Of these, `mean`, `amax`, `amin` and `vector_norm` are not the native operation on the locals where a reduced dimension
+is sharded: a mean of means is wrong for uneven shards, elements that tie share a gradient, and norms combine as the
+norm of the norms.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.extremes import Extreme
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute_local
+from hyper_parallel.core.dtensor.communication.transitions import differs
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.labels import axes, named, unary, whole, without
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
-from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.dtensor.placement_types import Shard
 
 _DIMS = "dims (tuple or None), keepdim"
 _EXTREME = f'{_DIMS}, `"whole"` where NaNs share the gradient'
@@ -23,12 +25,7 @@ _EXTREME = f'{_DIMS}, `"whole"` where NaNs share the gradient'
 
 def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSharding:
     reduced, labels = axes(dims, len(x)), named(x)
-    return OpSharding(
-        operands=(labels,),
-        results=(without(labels, reduced, keepdim, None),),
-        result_shapes=(without(x, reduced, keepdim, 1),),
-        **how,
-    )
+    return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), **how)
 
 
 @rule("sum", static_args=_DIMS, repeatable=True, memory="fresh")
@@ -79,8 +76,50 @@ def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
     dims, keepdim = static_args[:2]
     reduced = axes(dims, len(x))
-    extreme = Extreme(reduced, keepdim, nan_ties="whole" in static_args[2:])
-    return _reduction(x, dims, keepdim, reduce=op, nonempty=_only(x, reduced), extreme=extreme)
+    return _reduction(
+        x,
+        dims,
+        keepdim,
+        reduce=op,
+        nonempty=_only(x, reduced),
+        call=partial(_extreme_of_part, op, sorted(reduced)),
+        native_if=lambda layouts: all(layouts[0].shard_count(dim) == 1 for dim in reduced),
+    )
+
+
+def _extreme_of_part(
+    op: str,
+    dims: list[int],
+    platform: Any,
+    native: Any,
+    operands: tuple,
+    static_args: tuple,
+    operand_layouts: tuple,
+    result_layouts: tuple,
+) -> Any:
+    """The extreme value of this rank's elements, which `ReduceExtreme` compares with those of other ranks. Two things
+    are to be known of them besides: whether there is NaN among them, where a kernel does not say so itself; and how
+    many tie for the value, because all that do share the gradient evenly, whichever rank they are on."""
+    (x,), y = operands, native(operands, static_args)
+    if not platform.is_floating_point(x):
+        return y
+    plain = platform.detach(x)
+    if not platform.extremes_keep_nan:
+        zeros = platform.zeros(platform.shape_of(plain), plain)
+        has_nan = native((platform.masked_fill(zeros, plain != plain, 1.0 if op == "max" else -1.0),), static_args) != 0
+        y = platform.masked_fill(y, has_nan, math.nan)
+    if platform.requires_grad(x):
+        found, keepdim = platform.detach(y), static_args[1]
+        for dim in () if keepdim else dims:
+            found = platform.unsqueeze(found, dim)
+        ones = platform.ones(platform.shape_of(plain), plain)
+        # Whether NaNs tie with each other, or the gradient is NaN where there is one.
+        others = differs(plain, found) if "whole" in static_args[2:] else plain != found
+        ties = platform.masked_fill(ones, others, 0.0)
+        for dim in dims:
+            ties = platform.sum_along(ties, dim)
+        y._ties = ties.reshape(platform.shape_of(y))
+    return y
 
 
 def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
@@ -102,11 +141,8 @@ def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSharding:
     reduced = axes(static_args[0], len(x))
     labels = whole(named(x), reduced)
-    return OpSharding(
-        operands=(labels,),
-        results=(without(labels, reduced, static_args[1], None),) * results,
-        result_shapes=(without(x, reduced, static_args[1], 1),) * results,
-    )
+    keepdim = static_args[1]
+    return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), results)
 
 
 @rule("vector_norm", static_args=f"p, {_DIMS}")
@@ -133,7 +169,7 @@ def _norm_of_norms(
         return norm
     # One norm per part in a new leading dimension, sharded as the reduced dimensions were.
     parts = math.prod(layout.mesh.shape[mesh_dim] for mesh_dim in split)
-    gathered = tuple(_shifted(p) for p in result.placements)
+    gathered = tuple(p.with_dim(p.dim + 1) if isinstance(p, Shard) else p for p in result.placements)
     scattered = tuple(Shard(0) if i in split else p for i, p in enumerate(gathered))
     shape = (parts, *result.shape)
     norms = redistribute_local(
@@ -144,7 +180,3 @@ def _norm_of_norms(
     # A framework's call may have a dtype besides. It is left out: the norms have it, and those of complex numbers are
     # real.
     return native((norms,), (static_args[0], (0,), False, *(None for _ in static_args[3:])))
-
-
-def _shifted(placement: Placement) -> Placement:
-    return placement.with_dim(placement.dim + 1) if isinstance(placement, Shard) else placement

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 from hyper_parallel.core.dtensor.layouts.strides import Strides
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 
-__all__ = ["OPERATIONS", "CanonicalOp", "Rule", "rule"]
-
 Rule: TypeAlias = Callable[[tuple, tuple], "OpSharding | None"]
 
 

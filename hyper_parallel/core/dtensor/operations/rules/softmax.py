@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, whole, without
+from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, named, unary, whole, without
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.vocab_parallel import VocabParallel, vocab_parallel_of
 
@@ -19,7 +19,7 @@ def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[
         """Along one dimension, which may be sharded."""
         x, dim = shapes[0], static_args[0]
         if not x:
-            return OpSharding(operands=((),), results=((),), result_shapes=((),))
+            return unary((), (), ())
         dim = axis(dim, len(x))
 
         def call(
@@ -36,13 +36,7 @@ def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[
             return platform.to_dtype(function(vocab_parallel_of(platform), local, classes), local.dtype)
 
         labels = named(x)
-        return OpSharding(
-            operands=(labels,),
-            results=(labels,),
-            result_shapes=(tuple(x),),
-            call=call,
-            native_if=lambda layouts: Classes.of(layouts[0], dim) is None,
-        )
+        return unary(labels, labels, x, call=call, native_if=lambda layouts: Classes.of(layouts[0], dim) is None)
 
     return softmax
 
@@ -57,10 +51,10 @@ def logsumexp(shapes: tuple, static_args: tuple) -> OpSharding | None:
     x, (dims, keepdim) = shapes[0], static_args[:2]
     reduced = axes(dims, len(x))
     labels = named(x) if len(reduced) == 1 else whole(named(x), reduced)
-    return OpSharding(
-        operands=(labels,),
-        results=(without(labels, reduced, keepdim),),
-        result_shapes=(without(x, reduced, keepdim, 1),),
+    return unary(
+        labels,
+        without(labels, reduced, keepdim),
+        without(x, reduced, keepdim, 1),
         combined=tuple(labels[d] for d in reduced if labels[d] is not None),
         call=_log_sum_exp if len(reduced) == 1 else None,
         native_if=lambda layouts: len(reduced) != 1 or Classes.of(layouts[0], min(reduced)) is None,

@@ -7,7 +7,15 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import expanded_strides, permuted_strides, reshaped_strides
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.labels import Labels, all_elements, axis, named, without
+from hyper_parallel.core.dtensor.operations.rules.labels import (
+    all_elements,
+    axis,
+    named,
+    replaced,
+    unary,
+    whole,
+    without,
+)
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 _LINEAR = ((0,),)
@@ -41,14 +49,7 @@ def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
         if 0 < shape[j] < x[i] and x[i] % shape[j] == 0:
             # (3 * heads * size) -> (3, heads, size), where query, key and value are packed: sharded by heads.
             unpack.append((i, (x[i] // shape[j],) * shape[j], j + 1))
-    return OpSharding(
-        operands=(tuple(before),),
-        results=(tuple(after),),
-        result_shapes=(shape,),
-        terms=_LINEAR,
-        localize=_local_shape,
-        unpack=tuple(unpack),
-    )
+    return unary(tuple(before), tuple(after), shape, terms=_LINEAR, localize=_local_shape, unpack=tuple(unpack))
 
 
 def _filled(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
@@ -95,12 +96,7 @@ def permute(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if sorted(order) != list(range(len(x))):
         return None
     labels = named(x)
-    return OpSharding(
-        operands=(labels,),
-        results=(tuple(labels[d] for d in order),),
-        result_shapes=(tuple(x[d] for d in order),),
-        terms=_LINEAR,
-    )
+    return unary(labels, tuple(labels[d] for d in order), tuple(x[d] for d in order), terms=_LINEAR)
 
 
 @rule("expand", static_args="shape (-1 keeps a size)", repeatable=True, memory="shared", view_strides=expanded_strides)
@@ -114,13 +110,7 @@ def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if any(old not in (1, size) for old, size in zip(x, shape[new:], strict=True)):
         return None
     labels = tuple(label if old == size else None for label, old, size in zip(named(x), x, shape[new:], strict=True))
-    return OpSharding(
-        operands=(labels,),
-        results=((None,) * new + labels,),
-        result_shapes=(shape,),
-        terms=_LINEAR,
-        localize=_local_shape,
-    )
+    return unary(labels, (None,) * new + labels, shape, terms=_LINEAR, localize=_local_shape)
 
 
 @rule("squeeze", static_args="dims (tuple or None)", memory="shared", **_RESHAPED)
@@ -132,11 +122,11 @@ def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
         dims = (dims,)
     wanted = range(len(x)) if dims is None else [axis(d, len(x)) for d in dims if x]
     dropped = tuple(sorted({d for d in wanted if x[d] == 1}))
-    labels: Labels = tuple(None if i in dropped else label for i, label in enumerate(named(x)))
-    return OpSharding(
-        operands=(labels,),
-        results=(without(labels, dropped),),
-        result_shapes=(without(x, dropped),),
+    labels = whole(named(x), dropped)
+    return unary(
+        labels,
+        without(labels, dropped),
+        without(x, dropped),
         terms=_LINEAR,
         localize=lambda static_args, operand_layouts, result_layouts: (dropped, *static_args[1:]),
     )
@@ -147,12 +137,7 @@ def unsqueeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Add a dimension of size 1."""
     x = shapes[0]
     dim, labels = axis(static_args[0], len(x) + 1), named(x)
-    return OpSharding(
-        operands=(labels,),
-        results=((*labels[:dim], None, *labels[dim:]),),
-        result_shapes=((*x[:dim], 1, *x[dim:]),),
-        terms=_LINEAR,
-    )
+    return unary(labels, (*labels[:dim], None, *labels[dim:]), (*x[:dim], 1, *x[dim:]), terms=_LINEAR)
 
 
 @rule("repeat", static_args="repeats")
@@ -164,13 +149,9 @@ def repeat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if new < 0 or any(count < 0 for count in repeats):
         return None
     sizes = (1,) * new + tuple(x)
+    shape = tuple(size * count for size, count in zip(sizes, repeats, strict=True))
     labels = tuple(label if count == 1 else None for label, count in zip(named(x), repeats[new:], strict=True))
-    return OpSharding(
-        operands=(labels,),
-        results=((None,) * new + labels,),
-        result_shapes=(tuple(size * count for size, count in zip(sizes, repeats, strict=True)),),
-        terms=_LINEAR,
-    )
+    return unary(labels, (None,) * new + labels, shape, terms=_LINEAR)
 
 
 @rule("repeat_interleave", static_args="repeats (an int), dim")
@@ -180,12 +161,7 @@ def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if not isinstance(repeats, int) or repeats < 0 or dim is None or not x:
         return None
     dim, labels = axis(dim, len(x)), named(x)
-    return OpSharding(
-        operands=(labels,),
-        results=(labels,),
-        result_shapes=((*x[:dim], x[dim] * repeats, *x[dim + 1 :]),),
-        terms=_LINEAR,
-    )
+    return unary(labels, labels, replaced(x, dim, x[dim] * repeats), terms=_LINEAR)
 
 
 @rule("pad", static_args="(before, after) for each dim, mode or nothing for `constant`")
@@ -198,4 +174,4 @@ def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
         return None
     labels = tuple(label if tuple(p) == (0, 0) else None for label, p in zip(named(x), pads, strict=True))
     shape = tuple(before + size + after for size, (before, after) in zip(x, pads, strict=True))
-    return OpSharding(operands=(labels,), results=(labels,), result_shapes=(shape,), nonempty=labels if copies else ())
+    return unary(labels, labels, shape, nonempty=labels if copies else ())

@@ -5,25 +5,24 @@ a tangent. A DTensor put into one is a plain local tensor to the function, and a
 value of the batch, the value without its tangent. Neither is an error by itself, so the verbs that stand between local
 tensors and other ranks refuse while a transform is open.
 
-Asking torch costs as much as a view, so it is asked only after something was wrapped: `SEEN` is empty until then, and
-again when the transform is found closed.
+Asking torch costs as much as a view, so it is asked only after something was wrapped: `MAYBE_INSIDE` is empty until
+then, and again when the transform is found closed.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hyper_parallel.platform.torch.private import dual_level, is_batched, old_vmap_level, transform_level
 
-__all__ = ["SEEN", "following", "refuse_levels", "refusing_dtensors"]
+__all__ = ["MAYBE_INSIDE", "refuse_transforms", "remember_opening", "remember_wrapping"]
 
 #: Threads that have opened a transform and not been found outside of it since.
-SEEN: dict[int, bool] = {}
+MAYBE_INSIDE: dict[int, bool] = {}
 
 _BATCHED = "autograd.grad(is_grads_batched=True) or jacobian(vectorize=True)"
 _REMEDY = (
@@ -33,20 +32,20 @@ _REMEDY = (
 )
 
 
-def refuse_levels(x: torch.Tensor | None = None) -> None:
-    """Return when no transform is open in this thread; to be called when there are `SEEN` ones.
+def refuse_transforms(x: Tensor | None = None) -> None:
+    """Raise when a transform is open in this thread. To be called unless `MAYBE_INSIDE` is empty.
 
     Args:
         x: the local tensor that is about to be read, which tells of batched cotangents in the threads in which devices
             run backward. What is open there in another thread is not known there.
 
     Raises:
-        ValueError: otherwise. It is the same on all ranks, since they run the same program.
+        ValueError: a transform is open. It is on all ranks, since they run the same program.
     """
     name = _open_transform() or (_BATCHED if x is not None and is_batched(x) else None)
     if name is not None:
         raise ValueError(_message(name))
-    SEEN.pop(get_ident(), None)
+    MAYBE_INSIDE.pop(get_ident(), None)
 
 
 def _open_transform() -> str | None:
@@ -61,25 +60,14 @@ def _message(name: str) -> str:
     return f"distributed tensors and parallelised modules do not work inside {name}: {_REMEDY}"
 
 
-def refusing_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a transform that wraps one tensor, which remembers that there is one and refuses DTensors."""
-
-    @functools.wraps(original)
-    def wrap(tensor: Any, *args: Any) -> Any:
-        if getattr(tensor, "_layout", None) is not None:
-            raise ValueError(_message("a transform of torch.func or torch.vmap"))
-        SEEN[get_ident()] = True
-        return original(tensor, *args)
-
-    return wrap
+def remember_wrapping(original: Callable, tensor: Any, *args: Any) -> Any:
+    """Stands for the function of a transform that wraps one tensor: notes that there is one, and refuses DTensors."""
+    if getattr(tensor, "_layout", None) is not None:
+        raise ValueError(_message("a transform of torch.func or torch.vmap"))
+    return remember_opening(original, tensor, *args)
 
 
-def following(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that opens a transform, which remembers that there is one."""
-
-    @functools.wraps(original)
-    def open_transform(*args: Any, **kwargs: Any) -> Any:
-        SEEN[get_ident()] = True
-        return original(*args, **kwargs)
-
-    return open_transform
+def remember_opening(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a function that opens a transform: notes that there is one."""
+    MAYBE_INSIDE[get_ident()] = True
+    return original(*args, **kwargs)

@@ -25,7 +25,7 @@ from hyper_parallel import (
     manual_seed,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor import rest
+from hyper_parallel.core.dtensor import undistributed
 from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -151,13 +151,13 @@ def kinds_of_tensors(mesh: Any) -> None:
     assert got["again"] is got["floats"]
 
     # What is larger than a bucket travels alone, what fits goes together.
-    whole, rest.BUCKET = rest.BUCKET, 30
+    whole, undistributed.BUCKET = undistributed.BUCKET, 30
     try:
         model = adapter.load(adapter.Mlp(6, 6), np.random.default_rng(rank))
         with CommDebugMode() as comm:
             parallelize_module(model, mesh, {})
     finally:
-        rest.BUCKET = whole
+        undistributed.BUCKET = whole
     assert comm.get_comm_counts() == ({"broadcast": 4} if mesh.size() > 1 else {})
     # A second call on a part leaves what is distributed alone.
     model = adapter.load(adapter.Mlp(6, 6), np.random.default_rng(rank))

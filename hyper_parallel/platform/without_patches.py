@@ -7,7 +7,7 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Unpatched", "alive", "resume", "suspend"]
+__all__ = ["NeedsPatches", "live_objects", "make_usable", "make_unusable"]
 
 
 def _error(framework: str) -> RuntimeError:
@@ -17,7 +17,7 @@ def _error(framework: str) -> RuntimeError:
     )
 
 
-class Unpatched:
+class NeedsPatches:
     """Stands in a class where the DTensor class belongs while there are no patches: reading it is an error."""
 
     def __init__(self, framework: str) -> None:
@@ -28,7 +28,7 @@ class Unpatched:
 
 
 @functools.cache
-def _suspended(cls: Any, framework: str) -> type:
+def _unusable_class(cls: Any, framework: str) -> type:
     """What a DTensor of class ``cls`` is while there are no patches: nothing can be asked of it."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -43,21 +43,21 @@ def _suspended(cls: Any, framework: str) -> type:
     return type(cls)(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
-def alive(classes: Sequence[type]) -> list[Any]:
+def live_objects(classes: Sequence[type]) -> list[Any]:
     """The objects of these classes."""
     gc.collect()
     return [x for x in gc.get_objects() if type(x) in classes]
 
 
-def suspend(classes: Sequence[Any], framework: str) -> None:
+def make_unusable(classes: Sequence[Any], framework: str) -> None:
     """Make the DTensors of these classes unusable."""
-    unusable = {cls: _suspended(cls, framework) for cls in classes}
-    for x in alive(classes):
+    unusable = {cls: _unusable_class(cls, framework) for cls in classes}
+    for x in live_objects(classes):
         object.__setattr__(x, "__class__", unusable[type(x)])
 
 
-def resume(classes: Sequence[Any], framework: str) -> None:
-    """Undo `suspend`."""
-    usable = {_suspended(cls, framework): cls for cls in classes}
-    for x in alive(tuple(usable)):
+def make_usable(classes: Sequence[Any], framework: str) -> None:
+    """Undo `make_unusable`."""
+    usable = {_unusable_class(cls, framework): cls for cls in classes}
+    for x in live_objects(tuple(usable)):
         object.__setattr__(x, "__class__", usable[type(x)])

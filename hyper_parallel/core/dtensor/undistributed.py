@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_values
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.operations.random import check_generators
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
-from hyper_parallel.core.weak import WeakTable
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-
-__all__ = ["broadcast_rest", "check_call", "check_rest", "remember_plan"]
+from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.platform import Platform
 
 #: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
 BUCKET = 1 << 17
@@ -25,7 +22,7 @@ BUCKET = 1 << 17
 _PLANS = WeakTable()
 
 
-def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Give every rank of a 1-D mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
 
     They stay the same objects, plain, with their ``requires_grad`` and on their device. What is tied travels once; what
@@ -38,30 +35,42 @@ def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
     """
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
+    plain = [x for _, _, x in held_tensors(module, mesh.platform) if not isinstance(x, DTensor)]
+    broadcast_tensors(plain, mesh, src_data_rank)
+
+
+def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> None:
+    """Give every rank of a 1-D mesh the values that rank ``src`` has, in place; as `broadcast_undistributed`.
+
+    Args:
+        tensors: parameters and buffers, each once; of a DTensor, its local tensor.
+        mesh: 1-D mesh that this rank is in.
+        src: index in the mesh.
+    """
     platform = mesh.platform
+    if mesh.size() == 1:
+        return
     by_dtype: dict[Any, list[tuple[Any, int]]] = {}
-    for _, x in _held(module, mesh):
-        if isinstance(x, DTensor) or not platform.has_values(x):
-            continue
-        count = math.prod(platform.shape_of(x))
-        if count:
-            by_dtype.setdefault(x.dtype, []).append((x, count))
     with platform.no_dispatch(), platform.no_grad():
+        for x in tensors:
+            count = math.prod(platform.shape_of(x))
+            if count and platform.has_values(x):
+                by_dtype.setdefault(x.dtype, []).append((x, count))
         for entries in by_dtype.values():
             for bucket in _buckets(entries):
-                _broadcast(bucket, mesh, src_data_rank)
+                _broadcast(bucket, mesh, src)
 
 
-def _held(module: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Any]]:
-    """(what it is, tensor) of all parameters and buffers, those that are tied once."""
-    platform, seen = mesh.platform, set()
+def held_tensors(module: Any, platform: Platform) -> Iterator[tuple[str, str, Any]]:
+    """(``"parameter"`` or ``"buffer"``, path, tensor) of all that a module holds, of tied ones the first."""
+    seen = set()
     for path, submodule in platform.named_modules(module):
         held = [("parameter", *named) for named in platform.named_parameters(submodule)]
         held += [("buffer", *named) for named in platform.named_buffers(submodule)]
         for kind, name, x in held:
             if id(x) not in seen:
                 seen.add(id(x))
-                yield f"{kind} {f'{path}.{name}' if path else name!r}", x
+                yield kind, f"{path}.{name}" if path else name, x
 
 
 def _buckets(entries: list[tuple[Any, int]]) -> Iterator[list[Any]]:
@@ -82,43 +91,38 @@ def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
     if len(values) == 1 and math.prod(platform.shape_of(values[0])) > BUCKET:
         platform.write(tensors[0], collectives.broadcast(platform.contiguous(values[0]), mesh, 0, src))
         return
-    flat = [x.reshape((-1,)) for x in values]
-    sent = platform.clone(flat[0]) if len(flat) == 1 else platform.cat(flat, 0)
-    sent, start = collectives.broadcast(sent, mesh, 0, src), 0
-    for x in tensors:
-        shape = platform.shape_of(x)
-        count = math.prod(shape)
-        platform.write(x, platform.narrow(sent, 0, start, count).reshape(shape))
-        start += count
+    received = collectives.together(values, platform, collectives.broadcast, mesh, 0, src)
+    for x, value in zip(tensors, received, strict=True):
+        platform.write(x, value)
 
 
 # ---------------------------------------------------------------------- comparison
 def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
-    """Remember that the modules ``styled`` got their styles with ``module``, for `check_call`."""
+    """Remember that the modules ``styled`` got their styles with ``module``, for `check_first_call`."""
     for submodule in styled:
         _PLANS.set(submodule, (weakref.ref(module), weakref.ref(mesh)))
 
 
-def check_call(submodule: Any) -> None:
+def check_first_call(submodule: Any) -> None:
     """To be called when a check is on and a module with a style is called: the first call of a model inside
     `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.
 
     Raises:
-        RankMismatchError: as `check_rest`; also where the mesh's generators differ.
+        RankMismatchError: as `check_whole_tensors`; also where the mesh's generators differ.
     """
     module, mesh = (known() for known in _PLANS.get(submodule) or (lambda: None, lambda: None))
     if module is None or mesh is None or (id(module), mesh) in CHECKS[-1].at_end:
         return
 
     def compare() -> None:
-        check_rest(module, mesh)
+        check_whole_tensors(module, mesh)
         check_generators(mesh)
 
     compare()
     CHECKS[-1].at_end[id(module), mesh] = compare
 
 
-def check_rest(module: Any, mesh: DeviceMesh) -> None:
+def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
     """Compare what should be equal on all ranks of a 1-D mesh: parameters and buffers that are plain or replicated.
 
     Raises:
@@ -127,8 +131,8 @@ def check_rest(module: Any, mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         return
     held = {
-        what: x
-        for what, x in _held(module, mesh)
+        f"{kind} {path!r}": x
+        for kind, path, x in held_tensors(module, mesh.platform)
         if not isinstance(x, DTensor) or (x.device_mesh is mesh and x.placements[0] is Replicate())
     }
     check_values(

@@ -1,7 +1,7 @@
 """The table of patches in docs/patches.md, made from what `platform.patching` installs.
 
-python -m hyper_parallel.platform.patch_table torch         # where torch is installed
-python -m hyper_parallel.platform.patch_table mindspore     # where MindSpore is
+python -m tests.support.patch_table torch         # where torch is installed
+python -m tests.support.patch_table mindspore     # where MindSpore is
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def table(patches: Sequence[Patch]) -> str:
         "|---|---|---|---|---|",
     ]
     for (reason, versions, required, undone, everywhere, after), group in groupby(
-        patches, lambda p: (p.reason, p.versions, p.required, p.undone, p.everywhere, p.after)
+        patches, lambda p: (p.reason, p.versions, p.required, _undone(p), p.everywhere, p.after)
     ):
         names = dict.fromkeys(target for patch in group for target in patch.targets)
         targets = ", ".join(f"`{name}`" for name in _shortened(names))
@@ -34,6 +34,13 @@ def table(patches: Sequence[Patch]) -> str:
         otherwise = "no DTensors" if required else "left out"
         lines.append(f"| {targets}{where} | {reason} | {versions} | {otherwise} | {undone} |")
     return "\n".join(lines)
+
+
+def _undone(patch: Patch) -> str:
+    """What `PatchSet.uninstall` does, in words."""
+    if any(name.endswith("]") for name in patch.targets):
+        return "the entry is removed"
+    return "the original is put back" if patch.held == "own" else "the attribute is deleted"
 
 
 def _shortened(targets: Iterable[str]) -> Iterator[str]:
@@ -62,7 +69,7 @@ def with_table(page: str, framework: str, text: str) -> str:
     Raises:
         ValueError: the page has no place for it.
     """
-    begin = f"<!-- made by python -m hyper_parallel.platform.patch_table {framework}: do not edit -->"
+    begin = f"<!-- made by python -m tests.support.patch_table {framework}: do not edit -->"
     pattern = re.compile(f"({re.escape(begin)}\n).*?(<!-- end -->)", re.DOTALL)
     if len(pattern.findall(page)) != 1:
         raise ValueError(f"the page must have this line once, and <!-- end --> after it:\n{begin}")
@@ -70,7 +77,7 @@ def with_table(page: str, framework: str, text: str) -> str:
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m hyper_parallel.platform.patch_table")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.patch_table")
     parser.add_argument("framework", help="torch or mindspore: what hyper_parallel/platform/ has a folder of")
     parser.add_argument("page", nargs="?", type=Path, default=Path("docs/patches.md"))
     arguments = parser.parse_args()

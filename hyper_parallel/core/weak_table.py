@@ -5,14 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["WeakTable"]
-
 
 class WeakTable:
     """As ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by value.
 
     Example:
-        >>> from hyper_parallel.core.weak import WeakTable
+        >>> from hyper_parallel.core.weak_table import WeakTable
         >>> class Module:
         ...     __hash__ = None
         >>> table, module = WeakTable(), Module()

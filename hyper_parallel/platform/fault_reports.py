@@ -1,0 +1,68 @@
+"""What ranks leave for each other at the store where they have met, when a collective fails. For any backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["exchange_reports", "leave_report"]
+
+#: Where the reports of a rank lie whatever group it failed in; those of one group lie below.
+_ANYWHERE = "hyper_parallel/fault/"
+
+
+def leave_report(store: Any, rank: int, report: str, place: str = _ANYWHERE) -> None:
+    """Leave a report for `exchange_reports` of the other ranks."""
+    store.set(f"{place}{rank}", report)
+    store.add(f"{place}{rank}/count", 1)
+
+
+def exchange_reports(
+    store: Any,
+    me: int,
+    group: str,
+    ranks: Sequence[int],
+    report: str,
+    seconds: float,
+    served_by_rank_0: bool = True,
+) -> tuple[dict[int, str], tuple[int, ...]] | None:
+    """See `Platform.find_missing_ranks`.
+
+    Args:
+        store: with the methods ``set``, ``get`` and ``add`` of a ``TCPStore`` of torch or MindSpore.
+        me: this rank.
+        group: name of the group of the failed collective.
+        ranks: global ranks of the group.
+        report: what this rank was doing.
+        seconds: how long to wait for the reports of the others.
+        served_by_rank_0: whether the store ends with the process of rank 0.
+    """
+    here = f"{_ANYWHERE}{group}/"
+    reports: dict[int, str] = {me: report}
+    deadline = time.monotonic() + seconds
+    try:
+        leave_report(store, me, report, here)
+        leave_report(store, me, report)
+        while (waiting := _without_report(ranks, reports)) and time.monotonic() < deadline:
+            _collect(store, here, waiting, reports)
+            time.sleep(0.05)
+        _collect(store, _ANYWHERE, waiting, reports)
+    except RuntimeError:
+        # The store does not answer. Rank 0 may have ended only after it had left its report.
+        if not served_by_rank_0 or 0 not in ranks:
+            return None
+        return reports, _without_report(ranks, reports) if 0 in reports else (0,)
+    return reports, waiting
+
+
+def _without_report(ranks: Sequence[int], reports: dict[int, str]) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank not in reports)
+
+
+def _collect(store: Any, place: str, ranks: Sequence[int], reports: dict[int, str]) -> None:
+    """Add the reports that are there. ``get`` of what is not there waits for the store's time-out, so count first."""
+    for rank in ranks:
+        if store.add(f"{place}{rank}/count", 0) > 0:
+            text = store.get(f"{place}{rank}")
+            reports[rank] = text.decode() if isinstance(text, bytes) else str(text)
