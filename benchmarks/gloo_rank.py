@@ -68,14 +68,15 @@ def _table(title: str, name: str, versions: list[Version], rounds: int) -> Table
         version.name: Step(version.forward if name == "forward" else version.forward_and_backward, version.clear)
         for version in versions
     }
-    times = wall_times(steps, rounds, dist.barrier, _slowest)
+    times = wall_times(steps, rounds, dist.barrier, slowest)
     columns = (times, ratios(times, TEXTBOOK), ratios(times, TUNED))
     table = Table(f"{title}: {name}", ["version", "milliseconds", "ratio to textbook", "ratio to tuned"])
     table.rows = [[version, *(spread(column[version]) for column in columns)] for version in times]
     return table
 
 
-def _slowest(numbers: list[float]) -> list[float]:
+def slowest(numbers: list[float]) -> list[float]:
+    """The largest of all ranks, element by element."""
     largest = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from hyper_parallel.core.data_parallel.policies import OffloadPolicy as OffloadPolicy
+    from hyper_parallel.core.data_parallel.replicate import ReplicatedModule as ReplicatedModule
+    from hyper_parallel.core.data_parallel.replicate import replicate as replicate
     from hyper_parallel.core.dtensor.communication.coalesce import coalesce_gradients as coalesce_gradients
     from hyper_parallel.core.dtensor.communication.errors import CollectiveError as CollectiveError
     from hyper_parallel.core.dtensor.communication.errors import RankMismatchError as RankMismatchError
@@ -91,6 +93,7 @@ _HOME_OF = {
     "PrepareModuleOutput": "hyper_parallel.core.tensor_parallel.style",
     "RankMismatchError": "hyper_parallel.core.dtensor.communication.errors",
     "Replicate": "hyper_parallel.core.dtensor.placement_types",
+    "ReplicatedModule": "hyper_parallel.core.data_parallel.replicate",
     "RowwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",
     "Shard": "hyper_parallel.core.dtensor.placement_types",
@@ -117,6 +120,7 @@ _HOME_OF = {
     "register_platform": "hyper_parallel.platform",
     "register_sharding": "hyper_parallel.core.dtensor.operations.custom_ops",
     "register_style": "hyper_parallel.core.tensor_parallel.style",
+    "replicate": "hyper_parallel.core.data_parallel.replicate",
     "strict": "hyper_parallel.core.dtensor.operations.modes",
     "vocab_parallel_cross_entropy": "hyper_parallel.core.tensor_parallel.loss",
     "zeros": "hyper_parallel.core.dtensor.factories",

@@ -154,6 +154,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert [part.tolist() for part in parts] == [x.tolist(), [], y.tolist()]
     swapped = platform.joint_function(lambda ctx, factor, a, b: [b * factor, a.T], lambda ctx, b, a: [a.T, b])
     assert [z.tolist() for z in swapped(2, x, y)] == [(y * 2).tolist(), x.T.tolist()]
+    assert not platform.tells_unused
     out = np.zeros(6)
     platform.start_collective("all_gather", out, y + 1, "", None, 3).wait()
     assert out.tolist() == [1, 2, 2, 4, 3, 6]

@@ -34,6 +34,7 @@ from hyper_parallel import (
     PrepareModuleOutput,
     RankMismatchError,
     Replicate,
+    ReplicatedModule,
     RowwiseParallel,
     SequenceParallel,
     Shard,
@@ -60,6 +61,7 @@ from hyper_parallel import (
     register_platform,
     register_sharding,
     register_style,
+    replicate,
     strict,
     vocab_parallel_cross_entropy,
     zeros,
@@ -95,6 +97,10 @@ def train(model: Any, x: Any) -> None:
     assert_type(mesh["tp"].get_root_mesh(), DeviceMesh)
     manual_seed(0)
     parallelize_module(model, mesh["tp"], {"up": STYLES[0], "down": "rowwise"})
+    copied = replicate(model, mesh["dp"], bucket_cap_mb=25)
+    assert isinstance(copied, ReplicatedModule)
+    with copied.no_sync():
+        copied.set_requires_gradient_sync(True)
     distribute_module(model, mesh)
     y = distribute_tensor(x, mesh, placements)
     assert isinstance(y, DTensor)

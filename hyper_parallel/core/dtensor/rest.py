@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
@@ -17,7 +17,7 @@ from hyper_parallel.core.weak import WeakTable
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-__all__ = ["broadcast_rest", "check_call", "check_rest", "remember_plan"]
+__all__ = ["broadcast_rest", "broadcast_tensors", "check_call", "check_rest", "remember_plan"]
 
 #: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
 BUCKET = 1 << 17
@@ -38,18 +38,29 @@ def broadcast_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> 
     """
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
+    broadcast_tensors([x for _, x in _held(module, mesh) if not isinstance(x, DTensor)], mesh, src_data_rank)
+
+
+def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> None:
+    """Give every rank of a 1-D mesh the values that rank ``src`` has, in place; as `broadcast_rest`.
+
+    Args:
+        tensors: parameters and buffers, each once; of a DTensor, its local tensor.
+        mesh: 1-D mesh that this rank is in.
+        src: index in the mesh.
+    """
     platform = mesh.platform
+    if mesh.size() == 1:
+        return
     by_dtype: dict[Any, list[tuple[Any, int]]] = {}
-    for _, x in _held(module, mesh):
-        if isinstance(x, DTensor) or not platform.has_values(x):
-            continue
-        count = math.prod(platform.shape_of(x))
-        if count:
-            by_dtype.setdefault(x.dtype, []).append((x, count))
     with platform.no_dispatch(), platform.no_grad():
+        for x in tensors:
+            count = math.prod(platform.shape_of(x))
+            if count and platform.has_values(x):
+                by_dtype.setdefault(x.dtype, []).append((x, count))
         for entries in by_dtype.values():
             for bucket in _buckets(entries):
-                _broadcast(bucket, mesh, src_data_rank)
+                _broadcast(bucket, mesh, src)
 
 
 def _held(module: Any, mesh: DeviceMesh) -> Iterator[tuple[str, Any]]:

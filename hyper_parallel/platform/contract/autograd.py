@@ -65,6 +65,9 @@ class AutogradRole(ABC):
         ``ctx.saved_tensors``. Interception is off in both.
         """
 
+    #: Whether a `joint_function` is told which of its results nothing was computed from.
+    tells_unused: bool = False
+
     def joint_function(
         self: Any, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
     ) -> Callable[..., tuple[Tensor, ...]]:

@@ -131,6 +131,11 @@ class Fast:
         after `can_delay_gradient` said yes."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
 
+    def run_soon(self, x: Tensor) -> None:
+        """Let backward run the function that gave ``x`` as soon as it can, before others that it could run as well.
+        Data parallelism sends gradients there. Called with interception off."""
+        return
+
 
 #: For a platform without.
 NOTHING_FASTER = Fast()

@@ -101,6 +101,8 @@ class AutogradVerbs(Platform):
 
         return run
 
+    tells_unused = True
+
     def joint_function(
         self, forward: Callable[..., Sequence[torch.Tensor]], backward: Callable[..., Sequence[torch.Tensor]]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -5,16 +5,26 @@ Where torch has a function of the same arguments, that is the verb, which saves 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.torch.private import flatten, unflatten
 
 __all__ = ["LocalVerbs"]
 
 T: Any = torch.Tensor
+
+
+@lru_cache(maxsize=1 << 10)
+def _shaped(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[torch.Tensor], bool]:
+    """Tensors without data that have these shapes, and whether one has no elements."""
+    with torch.inference_mode(False):
+        return [torch.empty(shape, device="meta") for shape in shapes], any(0 in shape for shape in shapes)
 
 
 class LocalVerbs(Platform):
@@ -32,6 +42,18 @@ class LocalVerbs(Platform):
     def clone(self, x: torch.Tensor) -> torch.Tensor:
         """See `Platform.clone`."""
         return x.clone(memory_format=torch.contiguous_format)
+
+    def join(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `Platform.join`."""
+        return flatten(xs) if len(xs) > 1 else self.clone(xs[0]).reshape(-1)
+
+    def part(self, x: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """See `Platform.part`."""
+        wanted, any_empty = _shaped(tuple(map(tuple, shapes)))
+        if any_empty:
+            pieces = x.reshape(-1).split(list(map(math.prod, shapes)))
+            return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return list(unflatten(x.reshape(-1), wanted))
 
     def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """See `Platform.zeros`."""

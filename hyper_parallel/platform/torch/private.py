@@ -36,6 +36,7 @@ __all__ = [
     "default_store",
     "dual_level",
     "dispatch_modes",
+    "flatten",
     "function_modes",
     "global_backward_hooks",
     "global_backward_pre_hooks",
@@ -53,10 +54,12 @@ __all__ = [
     "root_of_mesh",
     "run_engine",
     "same_implementation",
+    "set_order",
     "saved_tensor_hooks",
     "strided_shard",
     "tracer",
     "transform_level",
+    "unflatten",
     "will_execute",
 ]
 
@@ -181,6 +184,21 @@ _apply: Any = _take("_C._FunctionBase", lambda base: inspect.ismethoddescriptor(
 _apply = None if _apply is None else _apply.__dict__["apply"]
 
 
+def _set_order(node: Any, number: int) -> None:
+    node._set_sequence_nr(number)
+
+
+def _leave_order(node: Any, number: int) -> None:
+    """Where a node's place in the order of backward cannot be set: it is taken when its turn comes."""
+
+
+set_order: Callable[[Any, int], None] = _set_order
+with torch.enable_grad(), torch.inference_mode(False):
+    if not hasattr(torch.ones(1, device="meta", requires_grad=True).view(1).grad_fn, "_set_sequence_nr"):
+        REPLACED.append("torch.autograd.graph.Node._set_sequence_nr")
+        set_order = _leave_order
+
+
 def _check_tensors() -> None:
     """Nodes get their hooks as one table for many, and some facts about tensors are read that torch keeps to itself."""
     for name in ("_backward_hooks", "_base", "_grad", "_is_view", "_post_accumulate_grad_hooks", "_version"):
@@ -207,6 +225,17 @@ def native(name: str) -> Any:
     """
     return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
 
+
+#: ``flatten(tensors)``: the elements of all, 1-D; of a single tensor a view. ``unflatten(flat, tensors)``: views of
+#: ``flat`` with the shapes of ``tensors``, which have elements.
+flatten: Callable[[Any], torch.Tensor] = _take(
+    "_C._nn.flatten_dense_tensors", inspect.isbuiltin, lambda xs: torch.cat([x.reshape(-1) for x in xs])
+)
+unflatten: Callable[[torch.Tensor, Any], Any] = _take(
+    "_C._nn.unflatten_dense_tensors",
+    inspect.isbuiltin,
+    lambda flat, xs: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)],
+)
 
 #: Whether one tensor can get the data of another and stay the same object. Where torch cannot say, device type
 #: and layout are compared.

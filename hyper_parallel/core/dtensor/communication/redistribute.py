@@ -27,6 +27,7 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Pl
 __all__ = [
     "linear_key",
     "parameter_view",
+    "partial_key",
     "partial_grad_view",
     "plan_redistribution",
     "redistribute",
@@ -97,13 +98,13 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     if not platform.requires_grad(x):
         return x
     holder = x if x._origin is None else x._origin
-    view = platform.read_cache(holder, (mesh, mesh_dims))
+    view = platform.read_cache(holder, partial_key(mesh, mesh_dims))
     if view is not None:
         return view
     mesh_dims = tuple([d for d in mesh_dims if mesh.shape[d] > 1])
     if not mesh_dims:
         return x
-    key = (mesh, mesh_dims)
+    key = partial_key(mesh, mesh_dims)
     view = platform.read_cache(holder, key)
     if view is not None:
         return view
@@ -136,6 +137,11 @@ def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
     if mesh.shape[mesh_dim] == 1:
         return lambda x: x
     return identity_reduce_grad(mesh, (mesh_dim,)).of_parameter
+
+
+def partial_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps its `partial_grad_view`."""
+    return mesh, mesh_dims
 
 
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:

@@ -1,11 +1,12 @@
-"""`fully_shard` beside torch's FSDP2 and hand-written ZeRO-3: time of the host, collectives, memory."""
+"""`fully_shard` beside torch's FSDP2 and hand-written ZeRO-3: time of the host, collectives, memory, and over gloo."""
 
 from __future__ import annotations
 
+from benchmarks.ranks import launch
 from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes
 from benchmarks.timing import Effort
-from benchmarks.torch_data_parallel import LAYERS, fully_sharded
+from benchmarks.torch_fully_sharded import LAYERS, fully_sharded
 from benchmarks.torch_groups import fake_group
 from benchmarks.torch_memory import peak_bytes
 from benchmarks.torch_passes import FORWARD, FORWARD_AND_BACKWARD, time_pass
@@ -22,7 +23,7 @@ def run(effort: Effort) -> Result:
     """Over 4 data parallel ranks, and over 2 x 2, data and tensor parallel."""
     sizes = LlamaSizes()
     result = Result(
-        "data_parallel",
+        "fully_shard",
         f"{LAYERS} Llama blocks ({sizes}), each a unit, 4 ranks of a fake process group, float32. Memory: with "
         f"{LARGE}; what a step allocates at most, gradients included, beside what was there before.",
     )
@@ -44,7 +45,10 @@ def run(effort: Effort) -> Result:
             result.tables.append(table)
             ratio = peaks[HYPER_PARALLEL] / peaks[TORCH]
             result.goals.append(Goal(f"{title}: memory of {HYPER_PARALLEL} to {TORCH}", ratio, 1.0))
-    return result
+    rounds = max(6, effort.rounds * 2 // 5)
+    environment = {"HYPER_PARALLEL_PLATFORM": "torch-cpu", "OMP_NUM_THREADS": "1"}
+    (real,) = launch("benchmarks.fully_shard_rank", 4, str(rounds), environment=environment)
+    return Result("fully_shard", f"{result.how}\n{real.how}", result.tables + real.tables, result.goals + real.goals)
 
 
 def _median(table: Table, name: str) -> float:

@@ -1,0 +1,187 @@
+"""One backward of a module under `replicate`: from cotangents that come one after the other to gradients.
+
+Nothing here leads back to the module: what autograd keeps of a call must not keep the model alive.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.data_parallel.buckets import Bucket, Sent, assign
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel.replica import Replica
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.dtensor.layouts.layout import Layout
+
+__all__ = ["Arrangement", "Call", "State"]
+
+
+class Arrangement:
+    """What follows from the parameters of a module: which are trained, and which bucket each is in.
+
+    Args:
+        mesh: 1-D.
+        held: the parameters in the order in which modules hold them, those that are tied more than once, and of each
+            the layout with which the module reads it, None for as a plain tensor. Called with interception off.
+        bucket_bytes: see `buckets.assign`.
+
+    Attributes:
+        parameters: each once, and of each the layout with which it is read.
+        slots: of each one held, which parameter it is.
+        frozen: the indices of those that are not trained.
+        trained: the indices of those that are. All else counts them from 0.
+        place: id of a parameter -> its place among those.
+        roots: of each dtype its parameters, and a zero without dimensions.
+    """
+
+    def __init__(self, mesh: DeviceMesh, held: Sequence[tuple[Any, Layout | None]], bucket_bytes: float) -> None:
+        platform, self.mesh = mesh.platform, mesh
+        index: dict[int, int] = {}
+        self.parameters: list[Any] = []
+        self.read_as: list[Layout | None] = []
+        for p, layout in held:
+            if id(p) not in index:
+                index[id(p)] = len(self.parameters)
+                self.parameters.append(p)
+                self.read_as.append(layout)
+        self.slots = [index[id(p)] for p, _ in held]
+        self.trained = [i for i, p in enumerate(self.parameters) if p.requires_grad]
+        self.frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
+        trained = [self.parameters[i] for i in self.trained]
+        self.place = {id(p): i for i, p in enumerate(trained)}
+        sizes = [(p.dtype, p.itemsize * math.prod(platform.shape_of(p))) for p in trained]
+        self.buckets = [Bucket(mesh, m, [trained[i] for i in m]) for m in assign(sizes, bucket_bytes)]
+        groups: dict[Any, list[int]] = {}
+        for i, (dtype, _) in enumerate(sizes):
+            groups.setdefault(dtype, []).append(i)
+        self.roots = [(m, platform.zeros((), platform.detach(trained[m[0]]))) for m in groups.values()]
+
+
+class State:
+    """What the calls of a module and of those below it share.
+
+    Attributes:
+        sync: whether calls that begin now all-reduce gradients.
+        running: whether a forward is running.
+        call: what it belongs to, None where nothing is recorded, and its token.
+        open: the call whose backward is running.
+        kept: id of a parameter -> gradient that has not been all-reduced yet, and whether it is part of an average.
+    """
+
+    def __init__(self) -> None:
+        self.sync, self.running = True, False
+        self.call: Call | None = None
+        self.token: Any = None
+        self.open: Call | None = None
+        self.kept: dict[int, tuple[Any, bool]] = {}
+
+
+class Call:
+    """A call of a module, or several that share their gradients. It lives as long as its graph.
+
+    Attributes:
+        arrangement: of the parameters.
+        average: whether each rank has a loss of its own, so that gradients are averaged.
+        sync: whether gradients are all-reduced, or kept.
+        into: the call that gets the gradients, of a call that is part of its backward.
+        deferred: whether nothing is sent before all gradients are there.
+        touched: whether a gradient has come in a backward that is not at its end.
+    """
+
+    def __init__(
+        self, replica: Replica, state: State, arrangement: Arrangement, average: bool, into: Call | None
+    ) -> None:
+        self._replica, self._state, self.arrangement = weakref.ref(replica), state, arrangement
+        self.average, self.sync, self.into = average, state.sync, into
+        self._parameters = [arrangement.parameters[i] for i in arrangement.trained]
+        #: Whether this rank's whole cotangents count where there is one batch for all ranks, and sums are taken.
+        self._first = arrangement.mesh.get_local_rank(0) == 0
+        self.deferred = False
+        self._results: list[Any] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._found: list[Any] = [None] * len(self._parameters)
+        self._complete = [False] * len(self.arrangement.buckets)
+        self._sent: list[Sent] = []
+        self.touched = False
+
+    def begin(self) -> None:
+        """To be called when the backward begins, once or more often."""
+        if self._state.open is not self:
+            self._reset()
+            self._state.open = self
+
+    def collect(self, k: int, cotangents: Sequence[Any]) -> None:
+        """Take the cotangents of what was read of a bucket: summands, and where there is one batch for all ranks as
+        many whole ones after them."""
+        bucket = self.arrangement.buckets[k]
+        bucket.check(cotangents)
+        count = len(bucket.members)
+        for i, x in zip(bucket.members, cotangents, strict=False):
+            if x is not None:
+                self.add(i, x)
+        if self._first:
+            for i, x in zip(bucket.members, cotangents[count:], strict=False):
+                if x is not None:
+                    self.add(i, x)
+        self._complete[k] = True
+        if self.sync and self.into is None and not self.deferred:
+            while len(self._sent) < len(self._complete) and self._complete[len(self._sent)]:
+                self._send()
+
+    def add(self, i: int, x: Any) -> None:
+        """Add ``x`` to the gradient of a parameter."""
+        self.touched = True
+        have = self._found[i]
+        self._found[i] = x if have is None else have + x
+
+    def _send(self) -> None:
+        """The next bucket."""
+        bucket, kept = self.arrangement.buckets[len(self._sent)], self._state.kept
+        for i in bucket.members:
+            before = kept.pop(id(self._parameters[i]), None)
+            if before is not None:
+                self.add(i, before[0])
+        self._sent.append(bucket.send([self._found[i] for i in bucket.members], self.average))
+
+    def finish(self) -> None:
+        """Complete the gradients, of which `take` gives each once."""
+        self._results = [None] * len(self._parameters)
+        if self.into is not None:
+            for p, x in zip(self._parameters, self._found, strict=True):
+                if x is not None:
+                    self.into.add(self.into.arrangement.place[id(p)], x)
+        elif not self.sync:
+            self._keep()
+        else:
+            while len(self._sent) < len(self._complete):
+                self._send()
+            for bucket, sent in zip(self.arrangement.buckets, self._sent, strict=True):
+                for i, x in zip(bucket.members, sent.gradients(), strict=True):
+                    self._results[i] = x
+        self._reset()
+        if self._state.open is self:
+            self._state.open = None
+        replica = self._replica()
+        if replica is not None:
+            replica.end(self)
+
+    def _keep(self) -> None:
+        kept, platform = self._state.kept, self.arrangement.mesh.platform
+        for p, x in zip(self._parameters, self._found, strict=True):
+            if x is not None:
+                before = kept.get(id(p))
+                kept[id(p)] = (platform.clone(x) if before is None else before[0] + x), self.average
+
+    def take(self, members: Sequence[int]) -> list[Any]:
+        """Gradients, which nobody else holds then: frameworks take such as they are."""
+        results = self._results
+        found = [results[i] for i in members]
+        for i in members:
+            results[i] = None
+        return found

@@ -1,0 +1,277 @@
+"""What a module under `replicate` computes with: the local parts of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hyper_parallel.core.data_parallel.backward import Arrangement, Call, State
+from hyper_parallel.core.data_parallel.one_batch import is_one_batch
+from hyper_parallel.core.data_parallel.stations import stations_of
+from hyper_parallel.core.data_parallel.trees import map_tensors
+from hyper_parallel.core.dtensor.communication.redistribute import partial_key
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.rest import broadcast_tensors
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.platform.contract import NOTHING_FASTER
+
+__all__ = ["MARK", "REPLICA", "Mark", "Options", "Replica", "entered", "replica_of"]
+
+#: Attribute of a module: the `Mark` of one that `replicate` was applied to, or to a module above it.
+MARK = "_replicated"
+#: Attribute of a module: the `Replica` that it belongs to; None of a copy that was not called yet.
+REPLICA = "_replica"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `replicate`."""
+
+    mesh: DeviceMesh
+    bucket_bytes: float
+    broadcast_buffers: bool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What `replicate` has made of one module; copies of the module share it.
+
+    Attributes:
+        options: how.
+        layouts: name of a parameter that the module itself holds -> its layout, and the tensor-parallel one with which
+            the module reads it, None for a plain one.
+    """
+
+    options: Options
+    layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict) -> Mark:
+        return self
+
+
+class Replica:
+    """The parameters that a module and those below it hold, as this rank computes with them.
+
+    Args:
+        module: the module.
+        state: of the replica that this one is a part of.
+    """
+
+    def __init__(self, module: Any, state: State | None = None) -> None:
+        mark: Mark = vars(module)[MARK]
+        self.module, self.options, self.mesh = module, mark.options, mark.options.mesh
+        self.platform = platform = self.mesh.platform
+        self.state = state or State()
+        self._is_part = state is not None
+        #: Where a parameter is: module, its table of parameters, name, layouts.
+        self._at = [
+            (holder, platform.own_parameters(holder), name, *layout)
+            for _, holder in platform.named_modules(module)
+            if MARK in vars(holder)
+            for name, layout in vars(holder)[MARK].layouts.items()
+        ]
+        self._parts: dict[int, Replica] = {}
+        self._is_tensor_parallel = any(inner is not None for *_, inner in self._at)
+        self._known: tuple[Any, Arrangement] | None = None
+        #: The call before: it, its token, views of the parameters that are trained, and what the module read.
+        self._last: tuple[Call, Any, list[Any], list[Any]] | None = None
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of the module makes its own."""
+
+    def __reduce__(self) -> tuple:
+        return (_nothing, ())
+
+    def part(self, module: Any) -> Replica:
+        """That of a module below, which is called by itself."""
+        if module is self.module:
+            return self
+        found = self._parts.get(id(module))
+        if found is None:
+            found = self._parts[id(module)] = Replica(module, self.state)
+        return found
+
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """The module's ``forward(module, *args, **kwargs)`` on local parameters."""
+        platform, module, state = self.platform, self.module, self.state
+        what = f"{type(module).__name__} under replicate"
+        if platform.is_compiling():
+            raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
+        one_batch = is_one_batch((args, kwargs), self.mesh, what, self._is_tensor_parallel)
+        with platform.no_dispatch():
+            known = self._arrange(what)
+            call, token, tensors = self._begin(known, one_batch, what)
+        if call is not None and self.options.broadcast_buffers and call.sync:
+            self._broadcast_buffers()
+        state.running, state.call, state.token = True, call, token
+        try:
+            exchange = platform.exchange_parameter
+            held = [exchange(at[0], at[2], tensors[i]) for at, i in zip(self._at, known.slots, strict=True)]
+            try:
+                output = forward(module, *args, **kwargs)
+            finally:
+                for at, p in zip(self._at, held, strict=True):
+                    exchange(at[0], at[2], p)
+        finally:
+            state.running, state.call, state.token = False, None, None
+        if call is None or call.into is not None or one_batch:
+            return output
+        return self._anchored(output, call, token)
+
+    def _arrange(self, what: str) -> Arrangement:
+        held: list[Any] = [own.get(name) for _, own, name, _, _ in self._at]
+        for p, (_, _, name, layout, _) in zip(held, self._at, strict=True):
+            if getattr(p, "_layout", None) is not layout:
+                raise ValueError(
+                    f"{what}: something has taken the place of a parameter {name!r}. Copy values into the parameter "
+                    "that is there instead"
+                )
+        key = [x for p in held for x in (id(p), p.requires_grad, p.dtype)]
+        if self._known is None or self._known[0] != key:
+            read_as = [inner for *_, inner in self._at]
+            known = Arrangement(self.mesh, list(zip(held, read_as, strict=True)), self.options.bucket_bytes)
+            self._known, self._last = (key, known), None
+        return self._known[1]
+
+    def _begin(self, known: Arrangement, one_batch: bool, what: str) -> tuple[Call | None, Any, list[Any]]:
+        """The call that begins, None where nothing is recorded, its token, and what the module reads of each
+        parameter."""
+        platform, state = self.platform, self.state
+        recorded = bool(known.trained) and platform.requires_grad(known.parameters[known.trained[0]])
+        tensors: list[Any] = [None] * len(known.parameters)
+        for i in known.frozen if recorded else range(len(tensors)):
+            tensors[i] = self._as_read(platform.detach(known.parameters[i]), known, i, one_batch)
+        if not recorded:
+            return None, None, tensors
+        if any(average is one_batch for _, average in state.kept.values()):
+            now, before = ("distributed", "plain") if one_batch else ("plain", "distributed")
+            raise ValueError(
+                f"{what} is called with {now} inputs, and has gradients of {before} ones that were not all-reduced: "
+                "let a backward of such inputs, with synchronisation, come first"
+            )
+        into = state.open if self._is_part and platform.in_backward() else None
+        last = self._last
+        if last is None or into is not None or not self._goes_on(last, known, one_batch):
+            call = Call(self, state, known, not one_batch, into)
+            last = call, *self._views(call, known, one_batch)
+            if into is None:
+                platform.write_cache(known.parameters[known.trained[0]], REPLICA, last[2][0])
+                self._last = last
+        for i, x in zip(known.trained, last[3], strict=True):
+            tensors[i] = x
+        return last[0], last[1], tensors
+
+    def _goes_on(self, last: tuple[Call, Any, list[Any], list[Any]], known: Arrangement, one_batch: bool) -> bool:
+        """Whether a call shares the views, and so the all-reduces, of the one before: no backward came between."""
+        platform, (call, _, views, _) = self.platform, last
+        trained = [known.parameters[i] for i in known.trained]
+        return (
+            (call.sync, call.average, call.touched) == (self.state.sync, not one_batch, False)
+            and platform.read_cache(trained[0], REPLICA) is views[0]
+            and all(platform.same_memory(p, x) for p, x in zip(trained, views, strict=True) if 0 not in p.shape)
+        )
+
+    def _views(self, call: Call, known: Arrangement, one_batch: bool) -> tuple[Any, list[Any], list[Any]]:
+        """The token of a call, of each parameter that is trained what backward comes through, and what the module
+        reads."""
+        platform, stations = self.platform, stations_of(self.platform)
+        soon = (platform.fast or NOTHING_FASTER).run_soon
+        trained = [known.parameters[i] for i in known.trained]
+        tokens = [stations.give((call, m, zero), *[trained[i] for i in m])[0] for m, zero in known.roots]
+        token, zero = tokens[0], known.roots[0][1]
+        if len(tokens) > 1:
+            (token,) = stations.gather((call, zero), *[platform.to_dtype(x, zero.dtype) for x in tokens])
+        views: list[Any] = [None] * len(trained)
+        read = list(views)
+        for k, bucket in enumerate(known.buckets):
+            members = [trained[i] for i in bucket.members]
+            given = platform.to_dtype(token, bucket.zero.dtype)
+            found = stations.read((call, k, members * 2 if one_batch else members), given)
+            soon(found[0])
+            for j, i in enumerate(bucket.members):
+                views[i] = found[j]
+                if not one_batch:
+                    read[i] = self._as_read(views[i], known, known.trained[i], False)
+                else:
+                    read[i] = self._as_read(found[j + len(members)], known, known.trained[i], True)
+                    # What readers get whose cotangents are summands, in place of one all-reduce for each parameter.
+                    platform.write_cache(read[i], partial_key(self.mesh, (0,)), views[i])
+        return token, views, read
+
+    def _as_read(self, local: Any, known: Arrangement, i: int, one_batch: bool) -> Any:
+        layout = known.parameters[i]._layout if one_batch else known.read_as[i]
+        return local if layout is None else self.platform.wrap(local, layout)
+
+    def _anchored(self, output: Any, call: Call, token: Any) -> Any:
+        """``output``, whose cotangents lead to the root, although the rank may have used no parameter for it."""
+        platform = self.platform
+        found: dict[Any, dict[int, Any]] = {}
+
+        def collect(x: Any) -> Any:
+            if not isinstance(x, DTensor) and platform.requires_grad(x):
+                found.setdefault(x.dtype, {})[id(x)] = x
+            return x
+
+        map_tensors(output, collect, platform, _left)
+        if not found:
+            return output
+        new: dict[int, Any] = {}
+        anchor = stations_of(platform).anchor
+        for dtype, xs in found.items():
+            given = platform.to_dtype(token, dtype)
+            new.update(zip(xs, anchor((call, platform.detach(given)), given, *xs.values()), strict=True))
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, _left)
+
+    def _broadcast_buffers(self) -> None:
+        platform = self.platform
+        held = [b for _, m in platform.named_modules(self.module) for _, b in platform.named_buffers(m)]
+        broadcast_tensors([b for b in held if not isinstance(b, DTensor)], self.mesh, 0)
+
+    def end(self, call: Call) -> None:
+        """To be called when the backward of ``call`` is at its end."""
+        if self._last is not None and self._last[0] is call:
+            self._last = None
+
+
+def replica_of(module: Any) -> Replica:
+    """That of a module under `replicate`, made when it is first asked for."""
+    replica: Replica | None = vars(module)[REPLICA]
+    if replica is None:
+        replica = Replica(module)
+        for _, submodule in replica.platform.named_modules(module):
+            if MARK in vars(submodule):
+                object.__setattr__(submodule, REPLICA, replica)
+    return replica
+
+
+def entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -> Callable[..., Any]:
+    """What a call of a module runs in place of ``forward``, what it ran before. The call that comes first, usually of
+    the whole model, puts local parameters in all modules below; in theirs nothing happens.
+
+    Args:
+        forward: see there.
+        requires_grad: see `Platform.requires_grad`.
+    """
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        replica: Replica = module.__dict__[REPLICA] or replica_of(module)
+        state = replica.state
+        if not state.running:
+            return replica.part(module).run(forward, args, kwargs)
+        if state.call is not None and not requires_grad(state.token):
+            # Perhaps this is computed again in backward: until that comes no bucket is complete.
+            state.call.deferred = True
+        return forward(module, *args, **kwargs)
+
+    return run
+
+
+def _left(x: Any) -> Any:
+    """An object that may hold tensors in a way that is not known: backward comes to the root through parameters."""
+    return x
+
+
+def _nothing() -> None:
+    """What an unpickled module has in place of its replica."""

@@ -1,0 +1,217 @@
+"""`replicate`: data parallelism. Mirrors ``torch.distributed._composable.replicate`` and ``DistributedDataParallel``.
+
+The way of a step: `replica` puts local parameters into the modules, `stations` are the functions of autograd that their
+gradients pass, `backward` collects them, and `buckets` all-reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hyper_parallel.core.data_parallel.replica import MARK, REPLICA, Mark, Options, entered, replica_of
+from hyper_parallel.core.data_parallel.units import is_unit
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.nesting import nest
+from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
+from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.rest import broadcast_tensors
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.platform import Platform
+from hyper_parallel.platform.contract.modules import APPLIED
+
+__all__ = ["ReplicatedModule", "replicate"]
+
+
+class ReplicatedModule:
+    """What a module has besides its own methods once `replicate` was applied to it."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the backward of calls that begin now all-reduces gradients.
+
+        A backward without leaves ``.grad`` as it is, on MindSpore its gradients are zeros: each rank keeps what it has,
+        and the next backward with synchronisation all-reduces the sum. So gradients are accumulated over several
+        batches with the communication of one, and a gradient that can be seen is complete always.
+
+        Args:
+            requires_gradient_sync: True or False.
+
+        Raises:
+            TypeError: for anything else.
+
+        Source: ``torch.distributed._composable.replicate``, ``torch.distributed.fsdp.FSDPModule``.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise TypeError(f"set_requires_gradient_sync takes True or False, got {requires_gradient_sync!r}")
+        replica_of(self).state.sync = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context without synchronisation, see `set_requires_gradient_sync`. The forward must be inside.
+
+        Example:
+            >>> import torch
+            >>> from hyper_parallel import init_device_mesh, replicate
+            >>> model = replicate(torch.nn.Linear(2, 1), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+            >>> with model.no_sync():
+            ...     model(torch.ones(1, 2)).sum().backward()
+            >>> model.weight.grad is None
+            True
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> model.weight.grad.to_local()
+            tensor([[2., 2.]])
+
+        Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
+        """
+        state = replica_of(self).state
+        before, state.sync = state.sync, False
+        try:
+            yield
+        finally:
+            state.sync = before
+
+
+def replicate(
+    module: Any,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    bucket_cap_mb: float = 25,
+    broadcast_buffers: bool = False,
+    ignored_modules: Iterable[Any] | None = None,
+) -> Any:
+    """Train a module on the batches of all ranks of a mesh, each of which has the whole module (data parallelism).
+
+    The parameters become DTensors placed ``[Replicate()]``, with the values that the first rank has; those of a model
+    that `parallelize_module` has made tensor parallel, on both dimensions of the mesh. Modules read their local parts,
+    without copying them. Each rank calls the module with plain tensors, its own part of the batch, and has
+    a loss of its own; gradients are averaged over the ranks. Called with DTensors on the mesh, such as a batch placed
+    ``[Shard(0)]``, the ranks have one loss, and gradients are summed: batches of unequal size are exact then.
+
+    Gradients are complete when backward is done. They are all-reduced in buckets while backward goes on, where the
+    framework can; which parameters travel together follows from their order and size alone. A parameter that one rank
+    has not used counts as zero there; one that no rank has used keeps its ``grad``, None for example.
+
+    The module may be called several times before a backward, with one all-reduce for each bucket in all. It gets the
+    methods of `ReplicatedModule`, for accumulating gradients without communication.
+
+    Args:
+        module: module of the selected platform; changed in place.
+        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
+        bucket_cap_mb: MiB of gradients with which a bucket is full.
+        broadcast_buffers: let all ranks have the buffers of the first, such as running statistics, before each forward
+            whose gradients will be all-reduced. All have them once, when this is called, in any case.
+        ignored_modules: modules whose parameters, and of those below them, are left as they are.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: for a module of another framework.
+        ValueError: on all ranks, before anything is changed, for a mesh that is not 1-D, a ``bucket_cap_mb`` that is
+            not positive, and a parameter that has no values, to which `replicate` or `fully_shard` was applied already,
+            or that is tensor parallel on a mesh with another root. When the module is called, before communication, for
+            plain tensors and DTensors at once, and for DTensors where parameters are tensor parallel.
+        RuntimeError: when it is called inside what a compiler traces; for gradients of gradients.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import init_device_mesh, replicate
+        >>> model = replicate(torch.nn.Linear(2, 1), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+        >>> model(torch.ones(3, 2)).sum().backward()
+        >>> model.weight.grad.placements, model.weight.grad.to_local()
+        ((Replicate(),), tensor([[3., 3.]]))
+
+    Source: ``torch.distributed._composable.replicate``, ``torch.nn.parallel.DistributedDataParallel``; Li et al. 2020,
+    "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+    """
+    mesh = resolve_mesh(device_mesh, "replicate")
+    platform = bind_platform(mesh.platform)
+    if not isinstance(module, platform.Module):
+        raise TypeError(
+            f"replicate takes a {platform.Module.__name__} of the platform {platform.name!r}, got "
+            f"{type(module).__name__}"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"replicate needs a 1-D mesh, got one of shape {mesh.shape}: pass mesh['dp']")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"replicate(bucket_cap_mb=...) is a positive number of MiB, got {bucket_cap_mb!r}")
+    mesh.require_member("replicate")
+    ignored = {id(m) for top in ignored_modules or () for _, m in platform.named_modules(top)}
+    modules = [(path, m) for path, m in platform.named_modules(module) if id(m) not in ignored]
+    layouts: dict[int, tuple[Layout, Layout | None]] = {}
+    tensors: dict[int, Any] = {}
+    marks = []
+    for path, m in modules:
+        if MARK in vars(m) or is_unit(m):
+            raise ValueError(
+                f"replicate: {f'{path!r} of {type(module).__name__}' if path else type(module).__name__} is under "
+                f"{'replicate' if MARK in vars(m) else 'fully_shard'} already: apply one of them once, to the module "
+                "that holds all that share parameters"
+            )
+        own = dict(platform.named_parameters(m))
+        for name, p in own.items():
+            if id(p) not in tensors:
+                where = f"{path}.{name}" if path else name
+                layouts[id(p)] = _layouts(p, f"replicate: parameter {where!r} of {type(module).__name__}", mesh)
+                tensors[id(p)] = p
+        tensors.update((id(b), b) for _, b in platform.named_buffers(m) if not isinstance(b, DTensor))
+        marks.append((m, {name: layouts[id(p)] for name, p in own.items()}))
+    broadcast_tensors(list(tensors.values()), mesh, 0)
+    options = Options(mesh, bucket_cap_mb * (1 << 20), broadcast_buffers)
+    for m, its_layouts in marks:
+        for name, (layout, _) in its_layouts.items():
+            p = platform.own_parameters(m)[name]
+            if getattr(p, "_layout", None) is not layout:
+                platform.set_distributed_parameter(m, name, _local(p, platform), layout)
+        _apply(m, Mark(options, its_layouts))
+    return module
+
+
+def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None]:
+    """The layout that a parameter gets, and the one that it has, None for a plain one.
+
+    Raises:
+        ValueError, TypeError: for a parameter that cannot be replicated.
+    """
+    platform = mesh.platform
+    if isinstance(p, DTensor):
+        inner: Layout = p._layout
+        try:
+            return nest(inner, mesh, [Replicate()], inner.shape), inner
+        except ValueError as error:
+            raise ValueError(
+                f"{what} is placed {list(inner.placements)} on {inner.mesh} already, and cannot be replicated over "
+                f"{mesh}: {error}. Where replicate or fully_shard was applied to it through a module that shares it, "
+                "apply one of them once, to the module that holds all that share parameters"
+            ) from None
+    refuse_foreign(p, platform, what)
+    if not platform.has_values(p):
+        raise ValueError(f"{what} has no values: initialise the model on this rank's device first")
+    return nest(None, mesh, [Replicate()], platform.shape_of(p)), None
+
+
+def _local(p: Any, platform: Platform) -> Any:
+    with platform.no_dispatch(), platform.no_grad():
+        return platform.to_device(platform.detach(p))
+
+
+def _apply(module: Any, mark: Mark) -> None:
+    """Let one module run on local parameters, and get the methods."""
+    platform = mark.options.mesh.platform
+    object.__setattr__(module, MARK, mark)
+    object.__setattr__(module, REPLICA, None)
+    platform.replace_forward(module, lambda forward: entered(forward, platform.requires_grad), ReplicatedModule)
+    object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (_Again(mark), mark.options.mesh)))
+
+
+class _Again:
+    """What applies `replicate` to a module that was pickled, where it is loaded."""
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+
+    def _apply(self, module: Any, mesh: DeviceMesh) -> Any:
+        _apply(module, self._mark)
+        return module

@@ -1,0 +1,88 @@
+"""The functions of autograd that a call of a module under `replicate` makes, and that its backward passes.
+
+In this order: a root, whose operands are the parameters of one dtype; where there are several dtypes one that gathers
+the roots; of each bucket the views, which the module reads in place of its parameters; around what the module returns
+an anchor. Backward comes to them the other way round. The anchor says that it begins; views collect the gradients of
+their bucket, which is sent when it and all before it are there; the root waits for all and gives them to the
+parameters. A token, a zero that means nothing, leads from one to the next, so that backward comes to the root on every
+rank, whatever the rank has used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.data_parallel.backward import Call
+
+__all__ = ["Stations", "stations_of"]
+
+
+class Stations:
+    """The functions of one platform.
+
+    Attributes:
+        give: the root: ``give((call, places of the parameters, zero), *parameters)`` gives a token.
+        gather: ``gather((call, zero), *tokens)`` gives a token.
+        read: ``read((call, number of the bucket, its parameters), token)`` gives plain tensors with their data.
+        anchor: ``anchor((call, zero), token, *results)`` gives the results.
+    """
+
+    def __init__(self, platform: Any) -> None:
+        joint = platform.joint_function
+        self.give = joint(_give, _give_backward)
+        self.gather = joint(_gather, _gather_backward)
+        self.read = joint(_read, _read_backward)
+        self.anchor = joint(_anchor, _anchor_backward)
+
+
+def stations_of(platform: Any) -> Stations:
+    """Those of ``platform``."""
+    return _STATIONS[platform]
+
+
+_STATIONS: Table = Table(Stations, 1 << 4, "functions of replicate")
+
+
+def _give(ctx: Any, static: tuple[Call, Sequence[int], Any], *parameters: Any) -> Sequence[Any]:
+    ctx.call, ctx.members, zero = static
+    return [zero]
+
+
+def _give_backward(ctx: Any, cotangent: Any) -> Sequence[Any]:
+    call: Call = ctx.call
+    if len(call.arrangement.roots) == 1:
+        call.finish()
+    return call.take(ctx.members)
+
+
+def _gather(ctx: Any, static: tuple[Call, Any], *tokens: Any) -> Sequence[Any]:
+    ctx.call, ctx.zero, ctx.count = *static, len(tokens)
+    return [ctx.zero]
+
+
+def _gather_backward(ctx: Any, cotangent: Any) -> Sequence[Any]:
+    ctx.call.finish()
+    return [ctx.zero] * ctx.count
+
+
+def _read(ctx: Any, static: tuple[Call, int, Sequence[Any]], token: Any) -> Sequence[Any]:
+    ctx.call, ctx.bucket, parameters = static
+    return parameters
+
+
+def _read_backward(ctx: Any, *cotangents: Any) -> Sequence[Any]:
+    call: Call = ctx.call
+    call.collect(ctx.bucket, cotangents)
+    return [call.arrangement.buckets[ctx.bucket].zero]
+
+
+def _anchor(ctx: Any, static: tuple[Call, Any], token: Any, *results: Any) -> Sequence[Any]:
+    ctx.call, ctx.zero = static
+    return results
+
+
+def _anchor_backward(ctx: Any, *cotangents: Any) -> Sequence[Any]:
+    ctx.call.begin()
+    return [ctx.zero, *cotangents]
