@@ -100,6 +100,7 @@ class _Platform:
     Size = tuple
     device_type = "cpu"
     extremes_keep_nan = True
+    keeps_memory_order = False
 
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.current = world, rank
