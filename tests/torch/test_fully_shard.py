@@ -70,7 +70,11 @@ def models(mesh: Any, dtype: torch.dtype = torch.float16) -> tuple[Any, Any, lis
     torch.manual_seed(0)
     plain = Model(dtype).to(device())
     parts = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)).to(device()) for i in range(mesh.size())]
-    return plain, fully_shard(copy.deepcopy(plain), mesh=mesh, reshard_after_forward=True), [x.requires_grad_() for x in parts]
+    return (
+        plain,
+        fully_shard(copy.deepcopy(plain), mesh=mesh, reshard_after_forward=True),
+        [x.requires_grad_() for x in parts],
+    )
 
 
 def check(plain: Any, sharded: Any, what: str, tolerance: float = 5e-3) -> None:
@@ -194,6 +198,8 @@ def overlapped(mesh: Any) -> None:
     assert platform.from_bytes(platform.bytes_of(half), half).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("job", [losses, graphs, checkpoints_inside, compiled, overlapped], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [losses, graphs, checkpoints_inside, compiled, overlapped], ids=lambda job: job.__name__
+)
 def test_fully_shard(pool: Any, job: Any) -> None:
     pool.run(2, job)

@@ -13,11 +13,15 @@ from hyper_parallel import (
     CollectiveError,
     ColwiseParallel,
     CommDebugMode,
+    CPUOffloadPolicy,
     DeviceMesh,
     DTensor,
+    FSDPModule,
     HeadNormParallel,
+    MixedPrecisionPolicy,
     ModuleStyle,
     NoParallel,
+    OffloadPolicy,
     OpSharding,
     PackedShard,
     ParallelStyle,
@@ -43,6 +47,7 @@ from hyper_parallel import (
     distribute_tensor,
     empty,
     full,
+    fully_shard,
     get_platform,
     implicit_replication,
     init_device_mesh,
@@ -79,6 +84,9 @@ FACTORIES = (empty, full, ones, rand, randn, zeros)
 OTHERS = (distribute_parameter, register_sharding, register_style, register_platform, vocab_parallel_cross_entropy)
 
 
+OFFLOAD: OffloadPolicy = CPUOffloadPolicy()
+
+
 def train(model: Any, x: Any) -> None:
     """One step, with what a program of a user touches."""
     mesh = init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp"))
@@ -97,6 +105,9 @@ def train(model: Any, x: Any) -> None:
     with copied.no_sync():
         copied.set_requires_gradient_sync(True)
     distribute_module(model, mesh)
+    unit = fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(), offload_policy=OFFLOAD)
+    assert isinstance(unit, FSDPModule)
+    unit.set_requires_gradient_sync(False)
     y = distribute_tensor(x, mesh, placements)
     assert isinstance(y, DTensor)
     assert_type(y, DTensor)

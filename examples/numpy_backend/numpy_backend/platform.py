@@ -257,13 +257,13 @@ class NumpyPlatform(Platform):
         return _registered(module._after, (hook, with_kwargs), prepend)
 
     def replace_forward(
-        self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], methods: type | None = None
+        self, module: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]], mixin: Any = None
     ) -> None:
         cls = type(module)
         forward = module.__dict__.get("_replaced_forward", cls.forward)
         module.__dict__["_replaced_forward"] = make(forward)
-        if methods is not None:
-            module.__class__ = type(cls.__name__, (methods, cls), {})
+        if mixin is not None:
+            module.__class__ = type(cls.__name__, (mixin, cls), {})
 
     # ------------------------------------------------------------------------------ devices and random numbers
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Array:

@@ -1,21 +1,33 @@
-"""Whether a batch is distributed: by DTensors on a mesh that data parallelism is a dimension of, or by plain tensors."""
+"""Batches that are distributed: DTensors which data-parallel ranks share, instead of a plain tensor each.
+
+Then all ranks have one loss, and gradients are sums. Whole parameters are DTensors that are replicated, and are read in
+two ways. What computes with a shard of the batch reads the partial-gradient view: its cotangents are summands, which
+the reduce-scatter of the unit adds up, so the view is what the unit has gathered. What computes the same on all ranks
+has a whole cotangent on each of them, of which one rank's counts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations
 from typing import Any
 
 from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.communication.transitions import one_summand
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.tensor import DTensor
 
-__all__ = ["lies_across", "refuse_distributed_batch"]
+__all__ = ["is_distributed", "lies_across", "whole_for_all"]
 
 
 def _lies_across(key: tuple[DeviceMesh, DeviceMesh]) -> bool:
     mesh, data_parallel = key
     if mesh.get_root_mesh() is not data_parallel.get_root_mesh():
         return True
-    mine, theirs = ({dim for entry in m._along for dim in entry} for m in key)
-    return not mine.isdisjoint(theirs)
+    mine, others = ({dim for entry in m._along for dim in entry} for m in key)
+    return not mine.isdisjoint(others)
 
 
 #: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root.
@@ -23,15 +35,60 @@ _ACROSS: Table = Table(_lies_across, 1 << 10, "meshes beside data parallelism")
 
 
 def lies_across(x: Any, mesh: DeviceMesh) -> bool:
-    """Whether the ranks of the data-parallel ``mesh`` share the DTensor ``x``, instead of having one each."""
-    return bool(_ACROSS[x._layout.mesh, mesh])
+    """Whether the ranks of the data-parallel ``mesh`` share the tensor, instead of having one each."""
+    return isinstance(x, DTensor) and bool(_ACROSS[x._layout.mesh, mesh])
 
 
-def refuse_distributed_batch(x: Any, mesh: DeviceMesh, where: str) -> None:
-    """Raise ValueError for a DTensor that data-parallel ranks share."""
-    if lies_across(x, mesh):
-        raise ValueError(
-            f"{where} a DTensor of shape {tuple(x._layout.shape)} placed {list(x.placements)} on {x._layout.mesh}: give "
-            "and compute plain tensors, this rank's part of the batch, as in x.to_local(), or DTensors on another "
-            "dimension of the mesh than data parallelism"
-        )
+def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, tensor_parallel: bool, what: str) -> bool | None:
+    """Whether tensors that a unit was called with are a distributed batch; None for no tensors.
+
+    Args:
+        tensors: all that it was called with.
+        mesh: of data parallelism.
+        tensor_parallel: whether parameters of the unit are on another dimension of the mesh too.
+        what: the unit, for messages.
+
+    Raises:
+        ValueError: for a DTensor on another mesh, and one that a unit with tensor-parallel parameters cannot take.
+    """
+    found = None
+    for x in tensors:
+        found = found or False
+        if lies_across(x, mesh):
+            layout = x._layout
+            if layout.mesh is not mesh or tensor_parallel:
+                raise ValueError(
+                    f"{what} was called with a DTensor of shape {tuple(layout.shape)} placed {list(x.placements)} on "
+                    f"{layout.mesh}, and its parameters are sharded over {mesh}: give a DTensor on that mesh, and "
+                    "where parameters are tensor parallel too, plain tensors, this rank's part of the batch, as in "
+                    "x.to_local()"
+                )
+            found = True
+    return found
+
+
+def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:
+    """A whole parameter as a DTensor that is replicated on the data-parallel ``mesh``.
+
+    Args:
+        x: plain tensor, whose cotangents of all ranks are summed. Interception is off.
+        mesh: of one dimension or two.
+    """
+    platform = mesh.platform
+    layout = get_layout(mesh, (Replicate(),) * mesh.ndim, tuple(platform.shape_of(x)))
+    if not platform.requires_grad(x):
+        return platform.wrap(platform.detach(x), layout)
+    dims = range(mesh.ndim)
+    whole = platform.wrap(_counted_once(x, mesh, dims), layout)
+    for count in range(1, mesh.ndim + 1):
+        for partial in combinations(dims, count):
+            view = _counted_once(x, mesh, [d for d in dims if d not in partial])
+            platform.write_cache(whole, (mesh, partial), view)
+    return whole
+
+
+def _counted_once(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int]) -> Any:
+    """A view whose cotangent is that of all ranks of these dimensions: one of them keeps it."""
+    for mesh_dim in mesh_dims:
+        x = one_summand(mesh, mesh_dim).back(x)
+    return x

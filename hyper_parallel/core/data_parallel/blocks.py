@@ -1,7 +1,7 @@
 """Where the elements of a parameter lie in the flat buffers that ranks exchange; plain arithmetic on local tensors.
 
-All ranks of the data-parallel mesh dimension send rows of one length. A parameter has the same columns in each row: room
-for the largest shard, which is that of rank 0, and zeros where a rank has less.
+All ranks of the data-parallel mesh dimension send rows of one length. A parameter has the same columns in each row:
+room for the largest shard, which is that of rank 0, and zeros where a rank has less.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ class FlatBuffer:
         reduce_dtype: in which their gradients are reduced.
 
     Attributes:
+        reduce_dtype: see there.
         whole: the storage, as a 1-D tensor, which has no memory while the parameters are sharded. None before it is
             first needed in a forward that is recorded; others have their own.
     """
@@ -32,7 +33,7 @@ class FlatBuffer:
     def __init__(self, mesh: DeviceMesh, blocks: Sequence[Block], dtype: Any, reduce_dtype: Any) -> None:
         self.mesh, self.platform, self.blocks = mesh, mesh.platform, list(blocks)
         self._dim, self._size = mesh.ndim - 1, mesh.shape[-1]
-        self._dtype, self._reduce_dtype = dtype, reduce_dtype
+        self._dtype, self.reduce_dtype = dtype, reduce_dtype
         self._columns = columns_of([b.sent for b in blocks])
         self._length = sum(b.sent for b in blocks)
         self._room = columns_of([b.room for b in blocks])
@@ -45,7 +46,7 @@ class FlatBuffer:
         if self._under_way is not None:
             return
         platform, work, gathered = self.platform, None, None
-        shards = [platform.to_dtype(x, self._dtype) for x in shards]
+        shards = [platform.to_dtype(platform.to_device(x), self._dtype) for x in shards]
         if self._length:
             pieces = []
             for block, x in zip(self.blocks, shards, strict=True):
@@ -124,8 +125,8 @@ class FlatBuffer:
         blocks = [self.blocks[i] for i in indices]
         like = next((g for g in cotangents if g is not None), None)
         if like is None:
-            like = platform.factory("empty", (0,), None, self._reduce_dtype)
-        like = platform.to_dtype(like, self._reduce_dtype)
+            like = platform.factory("empty", (0,), None, self.reduce_dtype)
+        like = platform.to_dtype(like, self.reduce_dtype)
         rows = []
         for block, g in zip(blocks, cotangents, strict=True):
             if not block.reduced:
@@ -133,7 +134,7 @@ class FlatBuffer:
             if g is None:
                 rows.append(platform.zeros((size, block.reduced), like))
             else:
-                rows.append(block.rows_of(platform.to_dtype(g, self._reduce_dtype)))
+                rows.append(block.rows_of(platform.to_dtype(g, self.reduce_dtype)))
         used = [g is not None for g in cotangents]
         rows.extend(_flags(used, size, platform, like))
         summands = platform.join([platform.cat(rows, 1)])

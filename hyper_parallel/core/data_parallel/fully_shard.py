@@ -41,11 +41,14 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module over data-parallel ranks (ZeRO-3), in place.
 
-    The parameters below ``module`` that belong to no unit yet become one: apply it to the blocks of a model, then to the
-    model. They become DTensors, each rank holds its shards, and so do gradients and the state of optimizers. While the
-    module runs, in forward and in backward, its parameters are gathered, by one all-gather a dtype, and read as what they
-    were before; in backward one reduce-scatter a dtype averages the gradients over the ranks, each of which has its own
-    part of the batch and its own loss.
+    The parameters below ``module`` that belong to no unit yet become one: apply it to the blocks of a model, then to
+    the model. They become DTensors, of which each rank holds shards, and so do gradients and the state of optimizers.
+    While the module runs, in forward and in backward, its parameters are gathered, by one all-gather a dtype, and read
+    as what they were before. In backward one reduce-scatter a dtype averages the gradients over the ranks, each of
+    which has its own part of the batch and its own loss. Where the batch is made of DTensors on ``mesh``, there is one
+    loss for all, and gradients are sums.
+
+    With tensor parallelism: `parallelize_module` first, over another dimension of the same mesh.
 
     Each rank shards the values that it has: they must be the same on all ranks. Gradients come back through what the
     module returns and nothing else: not through an auxiliary loss that its forward sets as an attribute.
@@ -114,14 +117,16 @@ def fully_shard(
             slots.append(Slot(path, name, index, layout))
     entries = list(placed.values())
     shapes = [tuple(platform.shape_of(p)) for _, _, p in parameters]
+    inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
+    plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy)
     for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
         with platform.no_grad(), platform.no_dispatch():
-            local = _shard_of(platform.detach(p), mesh, dim)
+            local = plan.kept(_shard_of(platform.detach(p), mesh, dim))
         platform.set_distributed_parameter(holder, name, local, layout)
         _OWNED.set(platform.own_parameters(holder)[name], f"{name!r} of {type(holder).__name__}")
-    inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
-    make_unit(module, Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy))
-    platform.replace_forward(module, _sharded, FSDPModule)
+    make_unit(module, plan)
+    what = f"{name_of_unit} under fully_shard"
+    platform.replace_forward(module, lambda forward: _sharded(forward, platform, what), FSDPModule)
     return module
 
 
@@ -130,10 +135,12 @@ def buffers_of(module: Any) -> list[FlatBuffer]:
     return unit_of(module).buffers if is_unit(module) else []
 
 
-def _sharded(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[..., Any]:
     """``forward(module, ...)`` with whole parameters."""
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if platform.is_compiling():
+            raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
         return unit_of(module).run(module, forward, args, kwargs)
 
     return run
@@ -145,8 +152,8 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     mesh = resolve_mesh(mesh, "fully_shard")
     if mesh.ndim > 2:
         raise ValueError(
-            f"fully_shard takes a mesh of one dimension, which shards, or of two, of which the first replicates; got one "
-            f"of shape {mesh.shape}: pass mesh['dp'], or mesh['dp_replicate', 'dp_shard']"
+            "fully_shard takes a mesh of one dimension, which shards, or of two, of which the first replicates; got "
+            f"one of shape {mesh.shape}: pass mesh['dp'], or mesh['dp_replicate', 'dp_shard']"
         )
     return mesh
 
@@ -201,7 +208,9 @@ def _placement(
     elif not isinstance(wanted, Shard) or isinstance(wanted, PackedShard):
         raise TypeError(f"{what}: shard_placement_fn gives a Shard or None, got {wanted!r}")
     elif not -len(shape) <= wanted.dim < len(shape):
-        raise ValueError(f"{what}, of shape {shape}: shard_placement_fn gives {wanted!r}, which it has no dimension for")
+        raise ValueError(
+            f"{what}, of shape {shape}: shard_placement_fn gives {wanted!r}, which it has no dimension for"
+        )
     else:
         wanted = Shard(wanted.dim % len(shape))
     placements: tuple[Placement, ...] = (*(Replicate(),) * (mesh.ndim - 1), wanted)
@@ -219,8 +228,8 @@ def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
         )
     if inner.mesh is mesh or set(names) & set(inner.mesh.mesh_dim_names or ()):
         raise ValueError(
-            f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the mesh "
-            "than parallelize_module was given, such as mesh['dp'] beside mesh['tp']"
+            f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the "
+            "mesh than parallelize_module was given, such as mesh['dp'] beside mesh['tp']"
         )
 
 

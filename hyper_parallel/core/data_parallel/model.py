@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.data_parallel.unit import Call, Unit
+    from hyper_parallel.core.data_parallel.call import Call
+    from hyper_parallel.core.data_parallel.unit import Unit
 
 __all__ = ["RUNNING", "BackwardPass", "Model"]
 
@@ -26,7 +27,7 @@ class Model:
     Attributes:
         outermost: a weak reference to it.
         is_last_backward: whether gradients are to be complete after the next backward.
-        delayed: reductions that nobody has waited for, with what is to be done with their results.
+        delayed: reductions that nobody has waited for, each with a function that waits and delivers the gradients.
         one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
     """
 
@@ -45,10 +46,19 @@ class Model:
     # ---------------------------------------------------------------------- forward
     def begin(self) -> None:
         """The forward of the outermost unit begins."""
-        for left in list(self._passes.values()):
-            left.abandon()  # backward has failed
-        self._passes.clear()
+        if self._passes:
+            self.abandon()
         self._began = []
+
+    def abandon(self) -> None:
+        """Backward has failed: forget what it was doing, and the gradients that it has not delivered."""
+        for left in self._passes.values():
+            left.abandon()
+        self._passes.clear()
+        self.drop_ahead()
+        delayed, self.delayed = self.delayed, []
+        for reduction, _ in delayed:
+            reduction.row()
 
     def end(self, complete: bool) -> None:
         """It has ended, or failed."""
@@ -104,7 +114,7 @@ class Model:
     def finish(self) -> None:
         """Wait for the gradients, and add them to those that the parameters have."""
         delayed, self.delayed = self.delayed, []
-        for deliver in delayed:
+        for _, deliver in delayed:
             deliver()
 
     @property

@@ -84,13 +84,21 @@ class FSDPModule:
         """Whether backward reduces gradients. When it does not, whole ones are kept, and added to those of the next
         backward that does: gradients are accumulated without communication."""
         for unit in self._units(recurse):
-            unit.reduce_gradients = unit.all_reduce_gradients = bool(requires_gradient_sync)
+            unit.gradients.reduce_gradients = unit.gradients.all_reduce_gradients = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the mesh dimension that replicates, on a mesh of two. When it does
         not, they are reduced over the one that shards, kept, and added to those of the next backward that does."""
         for unit in self._units(recurse):
-            unit.all_reduce_gradients = bool(requires_all_reduce)
+            unit.gradients.all_reduce_gradients = bool(requires_all_reduce)
+
+    def reset_iter_state(self) -> None:
+        """Forget what a forward or a backward that has failed has left: gradients that were not reduced, also those of
+        earlier micro batches. For the outermost unit, before the step is begun anew."""
+        for unit in self._units(True):
+            if unit.model is not None:
+                unit.model.abandon()
+            unit.gradients.forget()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether gradients are to be complete after the next backward. With False, reductions that go on are waited
@@ -113,7 +121,7 @@ class FSDPModule:
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}")
-        unit_of(self).divide_factor = float(factor)
+        unit_of(self).gradients.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -121,7 +129,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let collectives sum where an average is wanted, and divide after."""
-        unit_of(self).force_sum = bool(enable)
+        unit_of(self).gradients.force_sum = bool(enable)
 
     # ---------------------------------------------------------------------- overlap
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from hyper_parallel.core.data_parallel.blocks import Block
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.places import Slot
-from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
@@ -21,9 +21,10 @@ class Plan:
     Attributes:
         mesh: of data parallelism: one dimension, which shards, or two, of which the first replicates.
         slots: where the parameters are.
-        inner: of each, its layout on another mesh, by which a tensor-parallel style has placed it; None for a plain one.
+        inner: of each, its layout on another mesh, as a tensor-parallel style has placed it; None for a plain one.
         shapes: of each, the local shape under that.
         dims: of each, the dimension that is cut, None for what every rank has whole.
+        is_tensor_parallel: whether any has a layout in ``inner``.
         reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them.
     """
 
@@ -40,11 +41,17 @@ class Plan:
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
         self.shapes, self.dims = tuple(shapes), tuple(dims)
+        self.is_tensor_parallel = any(layout is not None for layout in inner)
         self.reshard_after_forward, self.mp_policy, self.offload_policy = (
             reshard_after_forward,
             mp_policy,
             offload_policy,
         )
+
+    def kept(self, x: Any) -> Any:
+        """A plain tensor where shards are kept: ``x``, or its copy in the memory of the host."""
+        policy = self.offload_policy
+        return self.mesh.platform.to_host(x, policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else x
 
     def reduce_dtype(self, dtype: Any) -> Any:
         """In which gradients of parameters of ``dtype`` are reduced."""
@@ -55,6 +62,12 @@ class Plan:
         mesh, platform = self.mesh, self.mesh.platform
         size, rank = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
         by_dtype: dict[Any, list[int]] = {}
+        for slot in self.slots:
+            if platform.is_meta(parameters[slot.index]):
+                raise ValueError(
+                    f"fully_shard: parameter {slot} has no values: give it some on this rank's device before the "
+                    "module is called, as to_empty() and reset_parameters() do"
+                )
         for i, p in enumerate(parameters):
             by_dtype.setdefault(p.dtype, []).append(i)
         buffers = []
@@ -73,6 +86,6 @@ class Plan:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a module under fully_shard cannot be pickled: save module.state_dict(), and load it into a module to which "
-            "fully_shard was applied in the same way"
+            "a module under fully_shard cannot be pickled: save module.state_dict(), and load it into a module to "
+            "which fully_shard was applied in the same way"
         )

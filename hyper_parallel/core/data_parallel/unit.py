@@ -1,8 +1,9 @@
-"""One unit of `fully_shard`: its parameters are whole while its module runs, forward and backward, and sharded otherwise.
+"""One unit of `fully_shard`: its parameters are whole while its module runs, in forward and in backward.
 
-A call gathers the parameters (`FlatBuffer`), and lets the modules find whole ones where they look for theirs (`Places`).
-Whole parameters are results of one differentiable function of the shards, whose backward reduces the gradients. What the
-module returns goes through an identity: when the first cotangent comes back to it, the parameters are made whole again.
+A call gathers the parameters (`FlatBuffer`), and lets the modules find whole ones where they look for theirs
+(`Places`). Whole parameters are results of one differentiable function of the shards, whose backward reduces the
+gradients (`Gradients`). What the module returns goes through an identity: when the first cotangent comes back to it,
+the parameters are made whole again.
 """
 
 from __future__ import annotations
@@ -11,48 +12,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.data_parallel.batches import refuse_distributed_batch
+from hyper_parallel.core.data_parallel.batches import is_distributed, lies_across, whole_for_all
+from hyper_parallel.core.data_parallel.call import Call, versions_of
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
-from hyper_parallel.core.dtensor.communication.coalesce import sum_together
-from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
-__all__ = ["Call", "Unit"]
-
-
-class Call:
-    """One call of a unit; it lives as long as its graph.
-
-    Attributes:
-        parameters: the shards.
-        trained: of each buffer, the indices of those that gradients are asked for.
-        recorded: whether there may be a backward.
-        within: the units whose forward it is a part of.
-        waiting: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
-    """
-
-    def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
-        self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
-        self.versions = versions_of(parameters)
-        self.waiting: list[Any] = []
-
-    def check_unchanged(self, what: str) -> None:
-        """Raise RuntimeError when a parameter was written to since, as frameworks do for what autograd keeps: backward
-        would read other values than forward has read."""
-        if versions_of(self.parameters) != self.versions:
-            raise RuntimeError(
-                f"{what}: a parameter was changed in place between a forward and its backward: run backward before the "
-                "optimizer's step, or forward again"
-            )
-
-
-def versions_of(parameters: Sequence[Any]) -> list[int]:
-    """How often each has been written to."""
-    return [p._version for p in parameters]
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -63,10 +33,7 @@ class Unit:
         what: the unit, for messages.
         reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
         reshard_after_backward: whether parameters are sharded again after backward.
-        reduce_gradients: whether backward reduces gradients; otherwise they are kept, whole, and added to the next.
-        all_reduce_gradients: whether it does so over the mesh dimension that replicates.
-        divide_factor: by what sums of gradients are divided, in place of the number of ranks.
-        force_sum: whether collectives sum where an average is wanted, which is divided after.
+        gradients: how they are reduced.
         forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
     """
 
@@ -74,9 +41,8 @@ class Unit:
         self.plan, self.platform = plan, plan.mesh.platform
         self.what = f"{type(module).__name__} under fully_shard"
         self.reshard_after_forward = plan.reshard_after_forward
-        self.reshard_after_backward = self.reduce_gradients = self.all_reduce_gradients = True
-        self.divide_factor: float | None = None
-        self.force_sum = False
+        self.reshard_after_backward = True
+        self.gradients = Gradients(plan)
         self.forward_prefetch: Sequence[Unit] = ()
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
@@ -95,9 +61,6 @@ class Unit:
         self._leaves: list[Any] = []
         self._trained_leaves: set[int] = set()
         self._waiting: list[Any] = []
-        #: Of a buffer what is to be added to its gradients: cotangents by index, and rows that were reduced in part.
-        self._sums: dict[int, dict[int, Any]] = {}
-        self._rows: dict[int, Any] = {}
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
         self._returned = self.platform.joint_function(self._returned_forward, self._returned_backward)
 
@@ -108,8 +71,8 @@ class Unit:
         dtypes = [p.dtype for p in parameters]
         if self._dtypes != dtypes:
             self.drop()
-            self._dtypes, self._leaves = dtypes, []
             self.buffers, self._members = self.plan.buffers(parameters)
+            self._dtypes, self._leaves = dtypes, []
         return parameters
 
     def start(self) -> bool:
@@ -188,7 +151,11 @@ class Unit:
         elif self.model is None:
             self.model = Model(self)
         model: Any = self.model
-        inputs = self._check_inputs((args, kwargs))
+        policy = self.plan.mp_policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = self._cast((args, kwargs), policy.param_dtype)
+        inputs = list(tensors_in((args, kwargs), platform))
+        self._check_batch(inputs, not running and not again)
         outermost = not running and not again and model.outermost() is self
         if outermost:
             model.begin()
@@ -197,18 +164,33 @@ class Unit:
         try:
             output = self._run(module, forward, args, kwargs, inputs, running, again)
             complete = True
-            return output
+            return output if policy.output_dtype is None else self._cast(output, policy.output_dtype)
         finally:
             RUNNING.reset(token)
             if outermost:
                 model.end(complete)
 
-    def _check_inputs(self, inputs: Any) -> list[Any]:
-        found = list(tensors_in(inputs, self.platform))
-        for x in found:
-            if isinstance(x, DTensor):
-                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} was called with")
-        return found
+    def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
+        """Find out, in the outermost unit, whether the batch is distributed, and in others, whether theirs is alike."""
+        model: Any = self.model
+        distributed = is_distributed(inputs, self.plan.mesh, self.plan.is_tensor_parallel, self.what)
+        if decides:
+            model.one_loss = bool(distributed)
+        elif self.plan.slots and distributed is not None and distributed is not model.one_loss:
+            given, others = ("plain tensors", "DTensors") if model.one_loss else ("DTensors", "plain tensors")
+            raise ValueError(
+                f"{self.what} was called with {given}, and the outermost module under fully_shard with {others}: "
+                "whether the data-parallel ranks have one loss or one each depends on which, so give all units the same"
+            )
+
+    def _cast(self, tree: Any, dtype: Any) -> Any:
+        """``tree`` with floating point tensors of ``dtype``."""
+        platform = self.platform
+
+        def cast(x: Any) -> Any:
+            return platform.to_dtype(x, dtype) if platform.is_floating_point(x) and x.dtype != dtype else x
+
+        return map_tensors(tree, cast, platform, lambda x: x)
 
     def _run(
         self,
@@ -242,7 +224,7 @@ class Unit:
                 self._places.take_back(self._put.pop())
             return self._with_opening(output, call) if recorded and self.plan.slots else output
         finally:
-            if self.reshard_after_forward or (self.reshard_after_forward is None and running):
+            if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
                 self._free()
 
     def _check_kept(self, parameters: Sequence[Any]) -> None:
@@ -275,7 +257,8 @@ class Unit:
         """
         inner = self.plan.inner[index]
         if inner is None:
-            return x
+            one_loss = self.model is not None and self.model.one_loss
+            return whole_for_all(x, self.plan.mesh) if one_loss else x
         x = self.platform.wrap(x, inner)
         x._collect = lambda cotangent, mesh, mesh_dims: waiting.append((index, cotangent, mesh, mesh_dims))
         return x
@@ -284,43 +267,33 @@ class Unit:
         ctx.call, ctx.buffer, views = static
         return views
 
-    def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
-        platform = self.platform
+    def _views_backward(self, ctx: Any, *given: Any) -> Sequence[Any]:
+        platform, cotangents = self.platform, list(given)
         if any(g is not None and platform.requires_grad(g) for g in cotangents):
             raise RuntimeError(
                 "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
                 "modules that they go through"
             )
-        trained = ctx.call.trained[ctx.buffer]
+        trained: list[int] = ctx.call.trained[ctx.buffer]
         if ctx.call.waiting:
-            cotangents = self._with_waiting(ctx.call.waiting, trained, cotangents)
+            cotangents = with_waiting(ctx.call.waiting, trained, cotangents)
         parameters = [ctx.call.parameters[i] for i in trained]
         fast = platform.fast or NOTHING_FASTER
         delay = fast.can_delay_gradient(*parameters)
-        return self.reduce(ctx.buffer, trained, cotangents, delay)
-
-    def _with_waiting(self, waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-        """Cotangents of the parameters ``indices``, with the sums of those among ``waiting``, which are taken out."""
-        new = dict(zip(indices, cotangents, strict=True))
-        groups: dict[Any, list[Any]] = {}
-        taken = [entry for entry in waiting if entry[0] in new]
-        waiting[:] = [entry for entry in waiting if entry[0] not in new]
-        for entry in taken:
-            groups.setdefault((*entry[2:], entry[1].dtype), []).append(entry)
-        for (mesh, mesh_dims, _), entries in groups.items():
-            summed = sum_together([entry[1] for entry in entries], mesh, mesh_dims)
-            for (i, *_), g in zip(entries, summed, strict=True):
-                new[i] = g if new[i] is None else new[i] + g
-        return list(new.values())
+        return self._reduce(ctx.buffer, trained, cotangents, delay)
 
     # ---------------------------------------------------------------------- what the module returns
     def _with_opening(self, output: Any, call: Call) -> Any:
         """``output``, whose cotangents make the parameters whole before they reach what the forward has computed."""
         platform, found = self.platform, []
+        one_loss = self.model is not None and self.model.one_loss
 
         def collect(x: Any) -> Any:
-            if isinstance(x, DTensor):
-                refuse_distributed_batch(x, self.plan.mesh, f"{self.what} returns")
+            if lies_across(x, self.plan.mesh) and not one_loss:
+                raise ValueError(
+                    f"{self.what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and was "
+                    "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
+                )
             with platform.no_dispatch():
                 if any(buffer.holds(x) for buffer in self.buffers):
                     layout = getattr(x, "_layout", None)
@@ -372,7 +345,12 @@ class Unit:
         self._opened = 1
         if not self._leaves:
             self._leaves = self._make_leaves(call)
-        self._put.append(self._places.put(self._leaves))
+        assert self.model is not None
+        leaves = self._leaves
+        if self.model.one_loss:
+            with self.platform.no_dispatch():
+                leaves = [self._as_read(i, x, self._waiting) for i, x in enumerate(leaves)]
+        self._put.append(self._places.put(leaves))
 
     def _make_leaves(self, call: Call) -> list[Any]:
         """Whole parameters as tensors that nothing was computed from yet."""
@@ -380,7 +358,7 @@ class Unit:
         self._trained_leaves.clear()
         for buffer, members in zip(self.buffers, self._members, strict=True):
             for i, x in zip(members, buffer.views(self.platform.detach(buffer.whole)), strict=True):
-                found[i] = self._as_read(i, x, self._waiting)
+                found[i] = x if self.plan.inner[i] is None else self._as_read(i, x, self._waiting)
                 if call.parameters[i].requires_grad:
                     found[i].requires_grad_()
                     self._trained_leaves.add(i)
@@ -400,11 +378,11 @@ class Unit:
             trained = [i for i in members if i in self._trained_leaves]
             with self.platform.no_dispatch():
                 cotangents = [getattr(self._leaves[i], "grad", None) for i in trained]
-            cotangents = self._with_waiting(self._waiting, trained, cotangents)
+            cotangents = with_waiting(self._waiting, trained, cotangents)
             if any(g is not None for g in cotangents):
                 for i in trained:
                     self._leaves[i].grad = None
-                self.reduce(b, trained, cotangents, True)
+                self._reduce(b, trained, cotangents, True)
         if self.reshard_after_backward:
             self._free()
         else:
@@ -421,64 +399,20 @@ class Unit:
             self._free()
 
     # ---------------------------------------------------------------------- gradients
-    def reduce(self, b: int, indices: list[int], cotangents: Sequence[Any], delay: bool) -> list[Any]:
-        """Reduce cotangents of whole parameters; returns the shards of the gradients, or, with ``delay``, None each:
-        they are added to those that the parameters have when the backward pass is over."""
-        model, platform = self.model, self.platform
-        assert model is not None
-        kept = self._sums.pop(b, {})
-        if kept or not self.reduce_gradients:
-            dtype = self.plan.reduce_dtype(self._dtypes[indices[0]])  # type: ignore[index]
-            for i, g in zip(indices, cotangents, strict=True):
-                if g is not None:
-                    g = platform.to_dtype(g, dtype)
-                    kept[i] = kept[i] + g if i in kept else g
-            if not self.reduce_gradients:
-                self._sums[b] = kept
-                return [None] * len(indices)
-            indices = sorted({*indices, *kept})
-            cotangents = [kept.get(i) for i in indices]
-        op, factor = self._scale()
-        where = [self._members[b].index(i) for i in indices]
-        reduction = self.buffers[b].reduce(where, cotangents, op)
-        if self.plan.mesh.ndim > 1:
-            if not self.all_reduce_gradients:
-                self._rows[b] = reduction.row() if b not in self._rows else self._rows[b] + reduction.row()
-                return [None] * len(indices)
-            reduction.all_reduce(self._rows.pop(b, None))
+    def _reduce(self, b: int, indices: Sequence[int], cotangents: Sequence[Any], delay: bool) -> list[Any]:
+        assert self.model is not None
         parameters = self._places.parameters()
-
-        def shards() -> list[Any]:
-            return [
-                None if g is None else platform.to_dtype(g, parameters[i].dtype)
-                for i, g in zip(indices, reduction.shards(factor), strict=True)
-            ]
-
-        if not delay:
-            return shards()
-
-        def deliver() -> None:
-            fast = platform.fast or NOTHING_FASTER
-            for i, g in zip(indices, shards(), strict=True):
-                if g is not None:
-                    fast.add_to_gradient(parameters[i], g)
-
-        model.delayed.append(deliver)
-        return [None] * len(indices)
-
-    def _scale(self) -> tuple[str, float]:
-        """The operation by which gradients are reduced, and what the result is to be multiplied by."""
-        if self.model is not None and self.model.one_loss:
-            return "sum", 1.0
-        if self.divide_factor is not None:
-            return "sum", 1 / self.divide_factor
-        return ("sum", 1 / self.plan.mesh.size()) if self.force_sum else ("avg", 1.0)
+        return self.gradients.reduce(
+            self.model, self.buffers[b], self._members[b], parameters, indices, cotangents, delay
+        )
 
     def reduce_kept(self) -> None:
         """A backward pass is over that did not come to this unit: reduce what was kept from those before."""
-        if self.reduce_gradients and self._sums and self.platform.fast is not None:
-            for b, kept in list(self._sums.items()):
-                self.reduce(b, sorted(kept), [None] * len(kept), True)
+        if self.gradients.has_kept and self.gradients.reduce_gradients and self.platform.fast is not None:
+            for b in range(len(self.buffers)):
+                kept = self.gradients.kept(self.buffers[b])
+                if kept:
+                    self._reduce(b, kept, [None] * len(kept), True)
 
 
 def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:

@@ -24,6 +24,17 @@ class DeviceRole(ABC):
         """``x`` on this rank's device of this platform, or ``x`` itself."""
         return x
 
+    def to_host(self, x: Tensor, pin_memory: bool) -> Tensor:
+        """A plain tensor in the memory of the host with the values of ``x``; ``x`` itself where that is there.
+
+        Args:
+            x: plain tensor.
+            pin_memory: in memory that the device reads without the help of the processor, where there is such.
+        """
+        if self.device_type != "cpu":
+            raise TypeError(f"{type(self).__name__} keeps no parameters in the memory of the host")
+        return x
+
     @abstractmethod
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """A new plain local tensor on this rank's device: ``name`` is ``"full"`` (with ``fill_value``), ``"empty"``,

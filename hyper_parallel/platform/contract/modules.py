@@ -186,12 +186,10 @@ class ModuleRole(ABC):
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     @abstractmethod
-    def replace_forward(
-        self, module: Module, make: Callable[[Callable], Callable], methods: type | None = None
-    ) -> None:
+    def replace_forward(self, module: Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
         **kwargs)``, that of its class, or what replaces it already. Hooks run around it as before. A copy of the module
-        runs it on itself. It stays an instance of its class, and becomes one of ``methods``, which go first."""
+        runs it on itself. It stays an instance of its class, and becomes one of ``mixin``, which goes first."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:

@@ -87,27 +87,27 @@ class ModuleVerbs:
 
     own_parameters: Any = staticmethod(attrgetter("_params"))
 
-    def replace_forward(self, module: Any, make: Callable[[Callable], Callable], methods: type | None = None) -> None:
+    def replace_forward(self, module: Any, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
         cls: Any = type(module)
-        if methods is not None:
+        if mixin is not None:
             # Other tensors may stand where parameters are when these are first called.
             for _, cell in module.cells_and_names():
                 check_cell(cell)
         replaced = module.__dict__.get("_replaced_forward")
         object.__setattr__(module, "_replaced_forward", make(cls.construct if replaced is None else replaced))
-        if replaced is None or methods is not None:
-            module.__class__ = _class_with_replaced_forward(cls, methods)
+        if replaced is None or mixin is not None:
+            module.__class__ = _class_with_replaced_forward(cls, mixin)
 
 
 @cache
-def _class_with_replaced_forward(cls: type, methods: type | None) -> type:
+def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
     """A subclass under the same name. The cell keeps a function, not a bound method: copies run it on themselves."""
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    bases = (cls,) if methods is None else (methods, cls)
+    bases = (cls,) if mixin is None else (mixin, cls)
     return type(cls.__name__, bases, {**names, "construct": construct})
 
 

@@ -185,6 +185,13 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
             self.check_local(x)
         return x if x.is_meta or x.device.type == self.device_type else x.to(self.device())
 
+    def to_host(self, x: torch.Tensor, pin_memory: bool) -> torch.Tensor:
+        """See `Platform.to_host`."""
+        if x.device.type == "cpu":
+            return x
+        x = x.cpu()
+        return x.pin_memory() if pin_memory else x
+
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
         """See `Platform.factory`."""
         fill = (fill_value,) if name == "full" else ()

@@ -27,13 +27,13 @@ from hyper_parallel.platform.torch.private import (
 __all__ = ["call_quickly", "replace_forward"]
 
 
-def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], methods: type | None = None) -> None:
+def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
     module.__dict__["_replaced_forward"] = make(cls.forward if replaced is None else replaced)
-    if replaced is None or methods is not None:
-        module.__class__ = _with_replaced_forward(cls, methods)
+    if replaced is None or mixin is not None:
+        module.__class__ = _with_replaced_forward(cls, mixin)
 
 
 def call_quickly(module: nn.Module) -> None:
@@ -44,11 +44,11 @@ def call_quickly(module: nn.Module) -> None:
 
 
 @cache
-def _with_replaced_forward(cls: Any, methods: type | None) -> type:
+def _with_replaced_forward(cls: Any, mixin: type | None) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
 
-    return _derive(cls, {"forward": forward}, methods)
+    return _derive(cls, {"forward": forward}, mixin)
 
 
 @cache

@@ -207,7 +207,12 @@ def methods(mesh: Any) -> None:
     block.attention.set_modules_to_forward_prefetch([block.feed_forward])
     block.feed_forward.set_modules_to_backward_prefetch([block.attention])
     same(adapter.numpy(adapter.call(block, x)), adapter.numpy(adapter.call(single, x)), "with explicit prefetch")
-    for refused in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook", "set_post_optim_event"):
+    for refused in (
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_all_reduce_hook",
+        "set_post_optim_event",
+    ):
         with pytest.raises(NotImplementedError, match=refused):
             getattr(block, refused)(None)
     with fails(ValueError, "set_modules_to_forward_prefetch", "fully_shard was applied"):

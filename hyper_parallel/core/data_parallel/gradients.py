@@ -1,0 +1,137 @@
+"""What becomes of the cotangents of whole parameters: they are reduced over data-parallel ranks, now or later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor.communication.coalesce import sum_together
+from hyper_parallel.platform.contract import NOTHING_FASTER
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+    from hyper_parallel.core.data_parallel.model import Model
+    from hyper_parallel.core.data_parallel.plan import Plan
+
+__all__ = ["Gradients", "with_waiting"]
+
+
+class Gradients:
+    """How the gradients of a unit are reduced, and what of them waits for a later backward.
+
+    Attributes:
+        reduce_gradients: whether backward reduces gradients; otherwise they are kept, whole, and added to the next.
+        all_reduce_gradients: whether it does so over the mesh dimension that replicates.
+        divide_factor: by what sums of gradients are divided, in place of the number of ranks.
+        force_sum: whether collectives sum where an average is wanted, which is divided after.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._platform = plan, plan.mesh.platform
+        self.reduce_gradients = self.all_reduce_gradients = True
+        self.divide_factor: float | None = None
+        self.force_sum = False
+        #: Of a buffer, cotangents by the index of the parameter, and a row that was reduced over shards alone.
+        self._sums: dict[FlatBuffer, dict[int, Any]] = {}
+        self._rows: dict[FlatBuffer, Any] = {}
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether cotangents wait to be reduced."""
+        return bool(self._sums)
+
+    def forget(self) -> None:
+        """Drop what waits."""
+        self._sums.clear()
+        self._rows.clear()
+
+    def kept(self, buffer: FlatBuffer) -> list[int]:
+        """The parameters of a buffer whose cotangents wait."""
+        return sorted(self._sums.get(buffer, ()))
+
+    def reduce(
+        self,
+        model: Model,
+        buffer: FlatBuffer,
+        members: Sequence[int],
+        parameters: Sequence[Any],
+        indices: Sequence[int],
+        cotangents: Sequence[Any],
+        delay: bool,
+    ) -> list[Any]:
+        """Reduce cotangents of whole parameters.
+
+        Args:
+            model: that of the unit.
+            buffer: whose parameters they are.
+            members: the indices of all parameters of the buffer.
+            parameters: of the unit.
+            indices: of the parameters that gradients are asked for, the same on all ranks.
+            cotangents: one each, None where there is none.
+            delay: add the results to the gradients that the parameters have when the backward pass is over.
+
+        Returns:
+            The shards of the gradients; None each with ``delay``, for what is kept, and for what no rank has used.
+        """
+        platform, indices = self._platform, list(indices)
+        nothing = [None] * len(indices)
+        kept = self._sums.pop(buffer, {})
+        if kept or not self.reduce_gradients:
+            dtype = buffer.reduce_dtype
+            for i, g in zip(indices, cotangents, strict=True):
+                if g is not None:
+                    g = platform.to_dtype(g, dtype)
+                    kept[i] = kept[i] + g if i in kept else g
+            if not self.reduce_gradients:
+                self._sums[buffer] = kept
+                return nothing
+            cotangents = [kept.get(i) for i in indices]
+        op, factor = self._scale(model)
+        reduction = buffer.reduce([members.index(i) for i in indices], cotangents, op)
+        if self._plan.mesh.ndim > 1:
+            if not self.all_reduce_gradients:
+                before = self._rows.get(buffer)
+                self._rows[buffer] = reduction.row() if before is None else before + reduction.row()
+                return nothing
+            reduction.all_reduce(self._rows.pop(buffer, None))
+
+        def shards() -> list[Any]:
+            return [
+                None if g is None else self._plan.kept(platform.to_dtype(g, parameters[i].dtype))
+                for i, g in zip(indices, reduction.shards(factor), strict=True)
+            ]
+
+        if not delay:
+            return shards()
+
+        def deliver() -> None:
+            fast = platform.fast or NOTHING_FASTER
+            for i, g in zip(indices, shards(), strict=True):
+                if g is not None:
+                    fast.add_to_gradient(parameters[i], g)
+
+        model.delayed.append((reduction, deliver))
+        return nothing
+
+    def _scale(self, model: Model) -> tuple[str, float]:
+        """The operation by which gradients are reduced, and what the result is to be multiplied by."""
+        if model.one_loss:
+            return "sum", 1.0
+        if self.divide_factor is not None:
+            return "sum", 1 / self.divide_factor
+        return ("sum", 1 / self._plan.mesh.size()) if self.force_sum else ("avg", 1.0)
+
+
+def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
+    """Cotangents of the parameters ``indices``, with the sums of those among ``waiting``, which are taken out."""
+    new = dict(zip(indices, cotangents, strict=True))
+    groups: dict[Any, list[Any]] = {}
+    taken = [entry for entry in waiting if entry[0] in new]
+    waiting[:] = [entry for entry in waiting if entry[0] not in new]
+    for entry in taken:
+        groups.setdefault((*entry[2:], entry[1].dtype), []).append(entry)
+    for (mesh, mesh_dims, _), entries in groups.items():
+        summed = sum_together([entry[1] for entry in entries], mesh, mesh_dims)
+        for (i, *_), g in zip(entries, summed, strict=True):
+            new[i] = g if new[i] is None else new[i] + g
+    return list(new.values())

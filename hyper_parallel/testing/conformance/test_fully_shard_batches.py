@@ -1,0 +1,181 @@
+"""Batches that are DTensors under `fully_shard`: one loss for all ranks, of which gradients are sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import CommDebugMode, Replicate, Shard, distribute_tensor, fully_shard, init_device_mesh
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.conformance.test_fully_shard_units import block_of, parameters, shard_block
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, difference
+
+
+@spmd.on_mesh()
+def blocks(mesh: Any, rows: int) -> Any:
+    adapter = get_adapter()
+    batch = np.random.default_rng(3).standard_normal((rows, 2, 8)).astype(np.float32)
+    return compare(
+        mesh,
+        lambda: block_of((8, 12)),
+        lambda model: shard_block(model, mesh),
+        batch,
+        lambda y, _: adapter.sum(adapter.square(y)),
+    )
+
+
+def compare(mesh: Any, build: Any, shard: Any, batch: np.ndarray, loss_of: Any, targets: Any = None) -> Any:
+    """Loss and gradients of one step on the distributed batch are those of the single device."""
+    adapter = get_adapter()
+    single, sharded = (adapter.load(build(), np.random.default_rng(5)) for _ in range(2))
+    shard(sharded)
+    cut = [Shard(0)] * mesh.ndim
+
+    def reference(x: Any) -> Any:
+        loss = loss_of(adapter.call(single, x), None if targets is None else adapter.tensor(targets))
+        return loss, loss
+
+    seen: dict[str, Any] = {}
+
+    def distributed(x: Any) -> Any:
+        x = distribute_tensor(x, mesh, cut, src_data_rank=None)
+        wanted = None
+        if targets is not None:
+            wanted = distribute_tensor(adapter.tensor(targets), mesh, cut, src_data_rank=None)
+        with CommDebugMode() as comm:
+            y = adapter.call(sharded, x)
+        seen["forward"] = comm.get_comm_counts()
+        loss = loss_of(y, wanted).redistribute(placements=[Replicate()] * mesh.ndim)
+        return loss, loss
+
+    loss, _, grads = adapter.model_value_and_grads(single, reference, batch)
+    with CommDebugMode() as comm:
+        got_loss, _, got = adapter.model_value_and_grads(sharded, distributed, batch)
+    seen["all"] = comm.get_comm_counts()
+    same(adapter.numpy(got_loss), adapter.numpy(loss), "loss", 1e-4)
+    for name, whole in grads.items():
+        same(adapter.numpy(got[name]), adapter.numpy(whole), f"gradient of {name}", 3e-4)
+        assert got[name].placements == parameters(sharded, mesh)[name].placements
+    return seen
+
+
+@pytest.mark.parametrize("rows", [12, 7, 2], ids=["even", "uneven", "empty"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_block(pool: Any, world_size: int, rows: int) -> None:
+    for seen in pool.run(world_size, blocks, rows):
+        if world_size > 1:
+            assert seen["forward"] == {"all_gather": 3}
+            assert difference(seen["all"], {})["reduce_scatter"] == 3
+
+
+@spmd.on_mesh()
+def ignored_labels(mesh: Any, rows: int) -> None:
+    """The mean over labels that count, which are not equally many on all ranks."""
+    adapter = get_adapter()
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, 7, rows).astype(np.int64)
+    targets = np.where(np.arange(rows) % 3 == 0, -100, ids).astype(adapter.TARGET_DTYPE)
+    compare(
+        mesh,
+        lambda: adapter.Tied(7, 6),
+        lambda model: fully_shard(model, mesh=mesh),
+        ids,
+        lambda y, wanted: adapter.loss(y, wanted),
+        targets,
+    )
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ignored_labels(pool: Any, world_size: int, rows: int) -> None:
+    pool.run(world_size, ignored_labels, rows)
+
+
+@spmd.on_mesh(2, 2, names=("dp_replicate", "dp_shard"))
+def hybrid(mesh: Any, rows: int) -> None:
+    adapter = get_adapter()
+    compare(
+        mesh,
+        lambda: block_of((8, 12)),
+        lambda model: shard_block(model, mesh),
+        np.random.default_rng(3).standard_normal((rows, 2, 8)).astype(np.float32),
+        lambda y, _: adapter.sum(adapter.square(y)),
+    )
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_replicated_and_sharded(pool: Any, rows: int) -> None:
+    pool.run(4, hybrid, rows)
+
+
+@spmd.on_mesh()
+def both(mesh: Any) -> None:
+    """Parameters that are read by what all ranks compute alike, and by what they share."""
+    adapter = get_adapter()
+
+    def build() -> Any:
+        return adapter.linear_module(6, 5)
+
+    def shard(linear: Any) -> None:
+        fully_shard(linear, mesh=mesh)
+
+    single, sharded = (adapter.load(build(), np.random.default_rng(5)) for _ in range(2))
+    shard(sharded)
+    x = np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)
+
+    def loss_of(linear: Any, whole: Any, cut: Any) -> Any:
+        return adapter.sum(adapter.square(adapter.call(linear, cut))) + adapter.sum(
+            adapter.square(adapter.call(linear, whole))
+        )
+
+    _, _, grads = adapter.model_value_and_grads(single, lambda x: (loss_of(single, x * 2, x), x), x)
+
+    def distributed(x: Any) -> Any:
+        cut = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+        whole = distribute_tensor(x * 2, mesh, [Replicate()], src_data_rank=None)
+        return loss_of(sharded, whole, cut).redistribute(placements=[Replicate()]), x
+
+    _, _, got = adapter.model_value_and_grads(sharded, distributed, x)
+    for name, g in grads.items():
+        same(adapter.numpy(got[name]), adapter.numpy(g), f"gradient of {name}", 2e-4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_read_by_both(pool: Any, world_size: int) -> None:
+    pool.run(world_size, both)
+
+
+@spmd.on_mesh()
+def mixed(mesh: Any) -> None:
+    """A unit inside of another that gets plain tensors where that one got DTensors, and the other way round."""
+    adapter, x = get_adapter(), np.ones((2, 4), np.float32)
+    plain = adapter.tensor(x)
+    distributed = distribute_tensor(plain, mesh, [Shard(0)], src_data_rank=None)
+    for given, convert in (
+        (distributed, lambda h: h.to_local()),
+        (plain, lambda h: distribute_tensor(h, mesh, [Shard(0)], src_data_rank=None)),
+    ):
+        mlp = adapter.Mlp(4, 6)
+        fully_shard(mlp.down, mesh=mesh)
+        fully_shard(mlp, mesh=mesh)
+        mesh.platform.register_forward_pre_hook(mlp.down, lambda module, args, convert=convert: (convert(args[0]),))
+        # What has the data of a batch comes from the unit around it, which has gathered by then, on all ranks.
+        with pytest.raises(ValueError, match="one loss or one each"):
+            adapter.call(mlp, given)
+    other = adapter.tensor(x)
+    with fails(ValueError, "give a DTensor on that mesh"):
+        adapter.call(fully_shard(adapter.linear_module(4, 4), mesh=mesh), on_another_mesh(other, mesh))
+
+
+def on_another_mesh(x: Any, mesh: Any) -> Any:
+    other = init_device_mesh(None, (mesh.size(), 1), mesh_dim_names=("rows", "columns"))
+    return distribute_tensor(x, other, [Shard(0), Replicate()], src_data_rank=None)
+
+
+def test_mixed(pool: Any) -> None:
+    pool.run(2, mixed)

@@ -1,0 +1,269 @@
+"""What `fully_shard` has under way, in which order, and how much memory is whole at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hyper_parallel import CommDebugMode, fully_shard, get_platform
+from hyper_parallel.core.data_parallel.fully_shard import buffers_of
+from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import close, device
+
+SIZE = 6
+
+
+class Layer(nn.Module):
+    """Notes what happens when it computes."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        super().__init__()
+        self.name, self.notes = name, notes
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Any) -> Any:
+        self.notes.append(f"compute {self.name}")
+        return torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, notes: list[str], checkpointed: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(str(i), notes) for i in range(4))
+        self.last = nn.Linear(SIZE, SIZE)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(layer, x, use_reentrant=self.checkpointed == "reentrant")
+            else:
+                x = layer(x)
+        return self.last(x)
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Late:
+    """Work whose result is NaN until it is waited for."""
+
+    def __init__(self, what: str, out: Any, result: Any, notes: list[str]) -> None:
+        self.what, self.out, self.result, self.notes = what, out, result, notes
+
+    def wait(self) -> None:
+        if self.result is not None:
+            self.notes.append(f"wait {self.what}")
+            self.out.copy_(self.result)
+            self.result = None
+
+
+@pytest.fixture
+def nothing() -> None:
+    return None
+
+
+def late(platform: Any, notes: list[str]) -> Any:
+    """In place of `start_collective`: the collective is done at once, and its result shown when it is waited for."""
+    native = type(platform).start_collective
+
+    def start(collective: str, out: Any, local: Any, op: str, group: Any, size: int) -> Any:
+        result = torch.empty_like(out)
+        native(platform, collective, result, local, op, group, size).wait()
+        notes.append(f"start {collective}")
+        work = Late(collective, out, result, notes)
+        out.fill_(float("nan"))
+        if out is not local:
+            local.fill_(float("nan"))  # may not be read before the wait
+        return work
+
+    return start
+
+
+@on_mesh()
+def overlapped(mesh: Any) -> None:
+    """Nothing is read early; in the second step gather i + 1 starts before compute i, and reductions are waited for when
+    backward is over."""
+    platform: Any = get_platform()
+    torch.manual_seed(0)
+    notes: list[str] = []
+    single = Model([]).to(device())
+    torch.manual_seed(0)
+    sharded = shard(Model(notes).to(device()), mesh)
+    x = torch.randn(2, SIZE).to(device())
+    platform.start_collective = late(platform, notes)
+    try:
+        for step in range(2):
+            single(x).square().sum().backward()
+            notes.clear()
+            sharded(x).square().sum().backward()
+            for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+                close(q.grad, p.grad, f"{name} at step {step}")
+    finally:
+        del platform.start_collective
+    forward = notes[: notes.index("compute 3") + 1]
+    wanted = ["start all_gather", "wait all_gather", "start all_gather"]  # the model, and the first layer
+    for i in range(4):
+        wanted += ["wait all_gather", *(["start all_gather"] if i < 3 else []), f"compute {i}"]
+    assert forward == wanted, forward
+    backward = notes[len(forward) :]
+    # The model is whole still. The gather of a layer starts before backward comes to it, and of each before the
+    # reduction of what comes first; no reduction is waited for before all have started.
+    assert backward.count("start all_gather") == 4 and backward.count("start reduce_scatter") == 5
+    started = [i for i, note in enumerate(backward) if note == "start reduce_scatter"]
+    assert backward.index("wait reduce_scatter") > started[-1]
+    gathers = [i for i, note in enumerate(backward) if note == "start all_gather"]
+    for i in range(1, 4):
+        assert gathers[i] < started[i], backward
+
+
+def whole_bytes(model: Any) -> list[int]:
+    """Bytes of the storage of whole parameters of each layer, and of the model itself."""
+    modules = [*model.layers, model]
+    return [
+        sum(b.whole.untyped_storage().nbytes() for b in buffers_of(module) if b.whole is not None) for module in modules
+    ]
+
+
+class Census(torch.autograd.Function):
+    """Notes which layers are whole when forward and backward come by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, note: Any) -> Any:
+        ctx.note = note
+        note()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        ctx.note()
+        return g, None
+
+
+class Keeps(torch.autograd.Function):
+    """A linear function that keeps the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g @ ctx.weight, g.T @ ctx.x
+
+
+@on_mesh()
+def census(mesh: Any, how: str) -> None:
+    """At most two units are whole at a time besides the model, the largest part of the memory of a unit is freed, and
+    gradients are right."""
+    torch.manual_seed(0)
+    single = Model([]).to(device())
+    torch.manual_seed(0)
+    sharded = shard(Model([], how if "reentrant" in how else "").to(device()), mesh)
+    most: list[int] = []
+
+    def note() -> None:
+        most.append(sum(n > 0 for n in whole_bytes(sharded)[:-1]))
+
+    for layer in sharded.layers:
+        layer.linear.register_forward_hook(lambda m, args, y: Census.apply(y, note))
+        if how == "keeps":
+            layer.linear.forward = lambda x, linear=layer.linear: Keeps.apply(x, linear.weight) + linear.bias
+    parts = [torch.randn(2, SIZE).to(device()).requires_grad_() for _ in range(mesh.size())]
+    for step in range(3):
+        (sum(single(x).square().sum() for x in parts) / len(parts)).backward()
+        with torch.autocast(device().type, torch.bfloat16, enabled=how == "autocast"):
+            y = sharded(parts[mesh.get_local_rank()])
+        assert whole_bytes(sharded)[:-1] == [0] * 4, (step, whole_bytes(sharded))
+        y.float().square().sum().backward()
+        assert whole_bytes(sharded) == [0] * 5, (step, whole_bytes(sharded))
+        for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+            close(q.grad, p.grad, f"{name}, {how}", 6e-2 if how == "autocast" else 2e-5)
+    assert most and max(most) <= 2, most
+
+
+@pytest.mark.parametrize("how", ["plain", "keeps", "autocast", "non-reentrant", "reentrant"])
+def test_census(pool: Any, how: str) -> None:
+    pool.run(2, census, how)
+
+
+def test_overlap(pool: Any) -> None:
+    pool.run(2, overlapped)
+
+
+class Sometimes(nn.Module):
+    """Uses of its two layers one, none or both, by what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Any, use: str) -> Any:
+        for name in use:
+            x = getattr(self, name)(x)
+        return x * 1.0
+
+
+@on_mesh()
+def unused(mesh: Any) -> None:
+    """A parameter that no rank has used has no gradient; one that some have used has, on all."""
+    rank = mesh.get_local_rank()
+    for uses in (["a", "a"], ["ab", "a"], ["a", "b"], ["ab", "ab"]):
+        torch.manual_seed(0)
+        single = Sometimes().to(device())
+        torch.manual_seed(0)
+        sharded = fully_shard(Sometimes().to(device()), mesh=mesh)
+        parts = [torch.randn(2, SIZE).to(device()) for _ in uses]
+        (sum(single(x, use).square().sum() for x, use in zip(parts, uses, strict=True)) / 2).backward()
+        with CommDebugMode() as comm:
+            sharded(parts[rank], uses[rank]).square().sum().backward()
+        assert comm.get_comm_counts() == {"all_gather": 1, "reduce_scatter": 1}
+        for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), (uses, name)
+            if p.grad is not None:
+                close(q.grad, p.grad, f"{name}, {uses}")
+
+
+@on_mesh()
+def after_failure(mesh: Any) -> None:
+    """What fails in forward or in backward leaves nothing behind."""
+    torch.manual_seed(0)
+    single = Model([]).to(device())
+    torch.manual_seed(0)
+    sharded = shard(Model([]).to(device()), mesh)
+    x = torch.randn(2, SIZE).to(device())
+
+    def fail(*args: Any) -> None:
+        raise ArithmeticError("on all ranks")
+
+    handle = sharded.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        sharded(x)
+    handle.remove()
+    y = sharded(x)
+    handle = sharded.layers[1].linear.register_full_backward_hook(fail)
+    y = sharded(x)
+    with pytest.raises(ArithmeticError):
+        y.sum().backward()
+    handle.remove()
+    sharded.reset_iter_state()
+    for p in sharded.parameters():
+        p.grad = None
+    for _ in range(2):
+        single(x).sum().backward()
+        sharded(x).sum().backward()
+        for (name, p), q in zip(single.named_parameters(), sharded.named_parameters(), strict=True):
+            close(q[1].grad, p.grad, name)
+
+
+@pytest.mark.parametrize("job", [unused, after_failure], ids=lambda job: job.__name__)
+def test_corners(pool: Any, job: Any) -> None:
+    pool.run(2, job)
