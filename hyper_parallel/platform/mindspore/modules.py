@@ -66,7 +66,7 @@ class ModuleVerbs:
     def free_storage(self, x: Any) -> None:
         x.untyped_storage().resize_(0)
 
-    def refill_storage(self, x: Any, pieces: Any) -> None:
+    def refill_storage(self: Any, x: Any, pieces: Any) -> None:
         x.untyped_storage().resize_(x.nbytes)
         x.copy_(self.join(pieces))
 
