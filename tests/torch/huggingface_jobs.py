@@ -294,3 +294,19 @@ def twice(mesh: Any) -> None:
     _, model = pair(mesh, "llama")
     with pytest.raises(ValueError, match="has the style"):
         parallelize_model(model, mesh)
+
+
+@on_mesh(2, 2, names=("dp", "tp"))
+def fully_sharded(mesh: Any, case: str) -> None:
+    """Torch's `fully_shard` on each layer and the root; each data-parallel rank has a sample of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    single, model = pair(mesh["tp"], case)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    parts = [{name: x[i : i + 1] for name, x in batch(single.config.vocab_size).items()} for i in range(2)]
+    torch.stack([single(**part).loss for part in parts]).mean().backward()
+    model(**parts[mesh.get_local_rank("dp")]).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+        close(p.grad.full_tensor(), q.grad, f"gradient of {name}", TOLERANCE)

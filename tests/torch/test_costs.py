@@ -29,7 +29,7 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
     ),
     "MLP, DTensors between modules": (
         Cost(4, 1, 39, 12, "1 all_reduce (256 B)"),
-        Cost(0, 0, 16, 0, "1 all_reduce (256 B)"),
+        Cost(0, 0, 14, 0, "1 all_reduce (256 B)"),
     ),
     "Llama block": (
         Cost(0, 0, 34, 76, "2 all_reduce (2048 B)"),
@@ -37,7 +37,7 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
     ),
     "Llama block, DTensors between modules": (
         Cost(41, 31, 321, 78, "2 all_reduce (2048 B)"),
-        Cost(0, 0, 21, 0, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 19, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
         Cost(4, 0, 90, 80, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
@@ -45,7 +45,7 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
     ),
     "Llama block, sequence parallel, DTensors between modules": (
         Cost(43, 29, 353, 82, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 62, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 59, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }
 

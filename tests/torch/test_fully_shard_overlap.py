@@ -65,11 +65,6 @@ class Late:
             self.result = None
 
 
-@pytest.fixture
-def nothing() -> None:
-    return None
-
-
 def late(platform: Any, notes: list[str]) -> Any:
     """In place of `start_collective`: the collective is done at once, and its result shown when it is waited for."""
     native = type(platform).start_collective
@@ -89,8 +84,8 @@ def late(platform: Any, notes: list[str]) -> Any:
 
 @on_mesh()
 def overlapped(mesh: Any) -> None:
-    """Nothing is read early; in the second step gather i + 1 starts before compute i, and reductions are waited for when
-    backward is over."""
+    """Nothing is read early; in the second step gather i + 1 starts before compute i, and a reduction is waited for
+    when the next one is to start, or backward is over."""
     platform: Any = get_platform()
     torch.manual_seed(0)
     notes: list[str] = []
@@ -115,10 +110,11 @@ def overlapped(mesh: Any) -> None:
     assert forward == wanted, forward
     backward = notes[len(forward) :]
     # The model is whole still. The gather of a layer starts before backward comes to it, and of each before the
-    # reduction of what comes first; no reduction is waited for before all have started.
+    # reduction of what comes first. One reduction is under way at a time, while the backward of a layer computes.
     assert backward.count("start all_gather") == 4 and backward.count("start reduce_scatter") == 5
     started = [i for i, note in enumerate(backward) if note == "start reduce_scatter"]
-    assert backward.index("wait reduce_scatter") > started[-1]
+    waited = [i for i, note in enumerate(backward) if note == "wait reduce_scatter"]
+    assert [i + 1 for i in waited] == [*started[1:], len(backward)], backward
     gathers = [i for i, note in enumerate(backward) if note == "start all_gather"]
     for i in range(1, 4):
         assert gathers[i] < started[i], backward

@@ -45,6 +45,11 @@ def test_three_ranks_and_a_vocabulary_that_does_not_divide(pool: Any, case: str)
     pool.run(3, f"{JOBS}:equals", case, {})
 
 
+@pytest.mark.parametrize("case", ["llama", "llama, odd sizes", "qwen3"])
+def test_fully_shard_of_torch(pool: Any, case: str) -> None:
+    pool.run(4, f"{JOBS}:fully_sharded", case)
+
+
 def test_llama_communicates_as_megatron_does(pool: Any) -> None:
     """One all-reduce for the embedding, two a layer, one all-gather for the logits; back two a layer, one for the
     head."""

@@ -503,6 +503,18 @@ def some_ranks(mesh: Any) -> None:
     fully_shard(model, mesh=mesh.to_torch(), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
+def sharded_here(mesh: Any) -> None:
+    model = parallelize_module(decoder(), mesh["tp"], plan(hyper_parallel))
+    hyper_parallel.fully_shard(model.block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def sharded_there(mesh: Any) -> None:
+    model = parallelize_module(decoder(), mesh["tp"], plan(hyper_parallel))
+    fully_shard(model.block, mesh=mesh["dp"])
+    hyper_parallel.fully_shard(model, mesh=mesh["dp"])
+
+
 def after(mesh: Any) -> None:
     model = fully_shard(decoder(), mesh=mesh["dp"].to_torch())
     parallelize_module(model, mesh["tp"], plan(hyper_parallel))
@@ -516,6 +528,8 @@ REFUSED: list[tuple[Callable[[Any], None], type[Exception], str]] = [
     (without_root, ValueError, r"another mesh.*give fully_shard the data-parallel dimension"),
     (two_units, ValueError, r"'head.weight'.*belongs to another unit already.*fully_shard\(\[module, other\]\)"),
     (some_ranks, ValueError, r"dp_mesh_dims.*mesh=mesh\['dp'\].to_torch\(\)"),
+    (sharded_here, ValueError, r"in common with.*Where hyper_parallel's fully_shard has sharded it, that is enough"),
+    (sharded_there, TypeError, r"'block\..*torch's own DTensor"),
     (after, TypeError, r"torch's own DTensor.*apply parallelize_module before torch's fully_shard"),
 ]
 

@@ -157,12 +157,25 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert [part.tolist() for part in parts] == [x.tolist(), [], y.tolist()]
     swapped = platform.joint_function(lambda ctx, factor, a, b: [b * factor, a.T], lambda ctx, b, a: [a.T, b])
     assert [z.tolist() for z in swapped(2, x, y)] == [(y * 2).tolist(), x.T.tolist()]
+    table = {"weight": x}
+    platform.own_parameters = lambda module: table
+    assert platform.exchange_parameter("module", "weight", y) is x and table == {"weight": y}
+    nothing = platform.joint_function(lambda ctx, static, a: [a * 2], lambda ctx, a: [None])
+    assert nothing(None, y)[0].tolist() == (y * 2).tolist()
+    assert platform.backward_pass() is None and not platform.accumulates_gradients
+    with pytest.raises(TypeError, match="does not know when a backward pass ends"):
+        platform.after_backward(lambda: None)
+    platform.device_type = "cpu"
+    assert platform.to_host(x, True) is x
+    platform.device_type = "cuda"
+    with pytest.raises(TypeError, match="keeps no parameters in the memory of the host"):
+        platform.to_host(x, False)
     assert not platform.tells_unused
     out = np.zeros(6)
     platform.start_collective("all_gather", out, y + 1, "", None, 3).wait()
     assert out.tolist() == [1, 2, 2, 4, 3, 6]
     assert not platform.frees_storage and not platform.is_compiling()
-    for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, x)):
+    for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, [x])):
         with pytest.raises(TypeError, match="Plain frees no storage"):
             refused()
     with pytest.raises(TypeError, match="Plain makes no tensors of bytes"):

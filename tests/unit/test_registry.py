@@ -229,7 +229,6 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
     module, x = object(), object()
     for answer in (
         NOTHING_FASTER.is_plain_linear(module),
-        NOTHING_FASTER.is_plain_embedding(module),
         NOTHING_FASTER.norm_call(module),
         NOTHING_FASTER.linear_with_collective(x, x, LinearCollective("all_reduce", None, 2, 0, print)),
         NOTHING_FASTER.autograd_step(print, print),
@@ -240,6 +239,6 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
         NOTHING_FASTER.fuses_linear,
     ):
         assert not answer
-    for call in (NOTHING_FASTER.linear, NOTHING_FASTER.embedding, NOTHING_FASTER.add_to_gradient):
+    for call in (NOTHING_FASTER.linear, NOTHING_FASTER.add_to_gradient):
         with pytest.raises(TypeError, match="Fast"):
             call(*(x,) * (3 if call == NOTHING_FASTER.linear else 2))

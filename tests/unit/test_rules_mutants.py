@@ -15,6 +15,9 @@ RIGHT = {
     ("attention", "nonempty"),
     ("fused_attention", "nonempty"),
     ("along_dims", "nonempty"),
+    # The largest elements of parts give the largest of all without it: what it adds is how ties share a gradient.
+    ("amax", "call"),
+    ("amin", "call"),
     # Here ranks share the noise of a case.
     ("fused_attention", "call"),
     # Linear indeed, in some calls.

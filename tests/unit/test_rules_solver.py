@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ def test_what_the_solver_chooses_is_right(case: Case) -> None:
         for _ in range(TRIES):
             layouts = tuple(_any_layout(x, mesh, chance) if isinstance(x, np.ndarray) else None for x in case.operands)
             strategy = solve(sharding, layouts, mesh, pinned)
+            on_last_rank = _on_rank(math.prod(mesh_shape) - 1, mesh_shape, sharding, layouts, pinned)
+            assert on_last_rank == (strategy and _placements(strategy)), "ranks choose otherwise"
             if strategy is None:
                 assert pinned is not None
                 continue
@@ -53,6 +56,30 @@ def test_what_the_solver_chooses_is_right(case: Case) -> None:
             for y, wanted in zip(run(case, sharding, Solved(mesh_shape, strategy)), expected, strict=True):
                 same(y, wanted, f"{case}: {layouts} -> {strategy}")
     assert found
+
+
+def _on_rank(rank: int, mesh_shape: tuple[int, ...], sharding: Any, layouts: tuple, pinned: int | None) -> list | None:
+    """What the solver chooses on another rank."""
+    mesh = mesh_of_rank(mesh_shape, rank)
+    there = tuple(layout and get_layout(mesh, layout.placements, layout.shape) for layout in layouts)
+    strategy = solve(sharding, there, mesh, pinned)
+    return None if strategy is None else _placements(strategy)
+
+
+def _placements(strategy: Strategy) -> list:
+    operands = [None if layout is None else layout.placements for layout in strategy.operands]
+    return [operands, strategy.partial_grad_dims, [layout.placements for layout in strategy.results]]
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0)], ids=str)
+def test_a_rank_with_everything_chooses_as_the_others(sizes: tuple[int, int]) -> None:
+    """One row over two ranks: the first has the whole tensor, but all run alike."""
+    sharding = OPERATIONS["embedding"].rule(((4,), (1, 2)), (None,))
+    assert sharding is not None
+    mesh = mesh_of_rank((2,), 0)
+    layouts = (get_layout(mesh, (Replicate(),), (4,)), get_layout(mesh, (PackedShard(0, sizes),), (1, 2)))
+    found = [_on_rank(rank, (2,), sharding, layouts, None) for rank in (0, 1)]
+    assert found[0] == found[1]
 
 
 def _any_layout(x: np.ndarray, mesh: Any, chance: random.Random) -> Layout:
@@ -146,3 +173,35 @@ def test_two_orders_of_one_dimension() -> None:
         assert found is not None and found.operands[0] is found.operands[1] is found.results[0]
         if one is other:
             assert found.results[0].placements == one
+
+
+@pytest.mark.parametrize(
+    "placements", [(StridedShard(0, 2), PackedShard(0, (4, 4))), (PackedShard(0, (4, 4)), S0)], ids=str
+)
+@pytest.mark.parametrize(
+    ("op", "arguments", "native"),
+    [
+        ("split", ((4, 4), 0), lambda operands, static_args: np.split(operands[0], 2)),
+        ("view", ((2, 4, 3),), lambda operands, static_args: operands[0].reshape(static_args[0])),
+    ],
+    ids=["split", "view"],
+)
+def test_parts_of_packed_shards_that_are_cut_further(op: str, arguments: Any, native: Any, placements: tuple) -> None:
+    """Before the parts are taken apart, what cuts them further is undone."""
+    mesh, x = mesh_of_rank((2, 2), 0), np.arange(24.0).reshape(8, 3)
+    case = Case(op, "", (x,), arguments, native)
+    strategy = solve(case.sharding(), (get_layout(mesh, placements, x.shape),), mesh)
+    assert strategy is not None and strategy.operands[0] is not None
+    assert [p for p in strategy.operands[0].placements if isinstance(p, PackedShard)], "the parts stay packed"
+    for y, wanted in zip(run(case, case.sharding(), Solved((2, 2), strategy)), expected_results(case), strict=True):
+        same(y, wanted, f"{op} of {placements}")
+
+
+def test_most_operands_keep_their_order() -> None:
+    """To change the order of cuts costs something, on any mesh dimension: two operands are not moved for one."""
+    mesh = mesh_of_rank((2, 2), 0)
+    sharding = OPERATIONS["pointwise"].rule(((8,), (8,), (8,)), ())
+    assert sharding is not None
+    for kinds in ([(S0, S0), FIRST_LAST, FIRST_LAST], [FIRST_LAST, (S0, S0), (S0, S0)]):
+        found = solve(sharding, tuple(get_layout(mesh, kind, (8,)) for kind in kinds), mesh)
+        assert found is not None and found.results[0].placements == kinds[1]

@@ -363,7 +363,8 @@ def clone(x: Array) -> Array:
 def with_strides(x: Array, strides: Sequence[int]) -> Array:
     """A copy that lies in memory in that way."""
     size = x.value.itemsize
-    memory = np.zeros(1 + sum((n - 1) * step for n, step in zip(x.shape, strides, strict=True) if n), x.dtype)
+    last = int(np.dot([max(n - 1, 0) for n in x.shape], strides))
+    memory = np.zeros(1 + last, x.dtype)
     value = np.lib.stride_tricks.as_strided(memory, x.shape, [step * size for step in strides])
     value[...] = x.value
     return made(value, (x,), lambda g: [g])

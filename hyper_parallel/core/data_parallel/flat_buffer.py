@@ -76,13 +76,12 @@ class FlatBuffer:
             for block, of_block, shard in zip(self.blocks, columns, shards, strict=True)
             for part in block.whole_from(of_block, shard)
         ]
-        values = platform.join(parts)
         if not keep:
-            return values
+            return platform.join(parts)
         if self.whole is None:
-            self.whole = values
+            self.whole = platform.join(parts)
         else:
-            platform.refill_storage(self.whole, values)
+            platform.refill_storage(self.whole, parts)
         return self.whole
 
     def drop(self) -> None:
@@ -136,9 +135,11 @@ class FlatBuffer:
             else:
                 rows.append(block.rows_of(platform.to_dtype(g, self.reduce_dtype)))
         used = [g is not None for g in cotangents]
-        rows.extend(_flags(used, size, platform, like))
-        summands = platform.join([platform.cat(rows, 1)])
-        length = sum(b.reduced for b in blocks) + len(blocks)
+        flags = len(used) if platform.tells_unused else 0
+        if flags:
+            rows.extend(_flags(used, size, platform, like))
+        summands = platform.cat(rows, 1).reshape((-1,))
+        length = sum(b.reduced for b in blocks) + flags
         return Reduction(self.mesh, blocks, used, summands, length, op)
 
 
@@ -183,8 +184,7 @@ class Reduction:
     def shards(self, factor: float = 1.0) -> list[Any]:
         """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used."""
         platform, whole = self.platform, self.row()
-        start = sum(b.reduced for b in self.blocks)
-        flags = platform.narrow(whole, 0, start, len(self.blocks))
+        flags = sum(b.reduced for b in self.blocks)
         mine = whole if factor == 1.0 else whole * factor
         found: list[Any] = []
         start = 0
@@ -192,6 +192,8 @@ class Reduction:
             row = platform.narrow(mine, 0, start, block.reduced)
             start += block.reduced
             # Another rank may have used it; those that have know without looking.
-            unused = not self.used[i] and not float(platform.narrow(flags, 0, i, 1).sum())
+            unused = (
+                platform.tells_unused and not self.used[i] and not float(platform.narrow(whole, 0, flags + i, 1).sum())
+            )
             found.append(None if unused else block.shard_from(row))
         return found

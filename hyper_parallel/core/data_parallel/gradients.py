@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication.coalesce import sum_together
-from hyper_parallel.platform.contract import NOTHING_FASTER
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
@@ -87,6 +86,9 @@ class Gradients:
                 return nothing
             cotangents = [kept.get(i) for i in indices]
         op, factor = self._scale(model)
+        if model.delayed:
+            # What it sends is as large as the unit: one reduction is under way at a time.
+            model.delayed[-1][0].row()
         reduction = buffer.reduce([members.index(i) for i in indices], cotangents, op)
         if self._plan.mesh.ndim > 1:
             if not self.all_reduce_gradients:
@@ -105,10 +107,9 @@ class Gradients:
             return shards()
 
         def deliver() -> None:
-            fast = platform.fast or NOTHING_FASTER
             for i, g in zip(indices, shards(), strict=True):
                 if g is not None:
-                    fast.add_to_gradient(parameters[i], g)
+                    _add_to_gradient(parameters[i], g, platform)
 
         model.delayed.append((reduction, deliver))
         return nothing
@@ -120,6 +121,13 @@ class Gradients:
         if self.divide_factor is not None:
             return "sum", 1 / self.divide_factor
         return ("sum", 1 / self._plan.mesh.size()) if self.force_sum else ("avg", 1.0)
+
+
+def _add_to_gradient(parameter: Any, gradient: Any, platform: Any) -> None:
+    if platform.fast is not None:
+        platform.fast.add_to_gradient(parameter, gradient)
+    else:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:

@@ -59,6 +59,7 @@ class Unit:
         self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
+        self._leaves_of: list[list[int]] = []  # of each buffer, those that gradients are asked for
         self._trained_leaves: set[int] = set()
         self._waiting: list[Any] = []
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
@@ -343,8 +344,8 @@ class Unit:
         if self._values is None:
             self._gather(True)
         self._opened = 1
-        if not self._leaves:
-            self._leaves = self._make_leaves(call)
+        if not self._leaves or self._leaves_of != call.trained:
+            self._leaves, self._leaves_of = self._make_leaves(call), call.trained
         assert self.model is not None
         leaves = self._leaves
         if self.model.one_loss:
@@ -373,11 +374,12 @@ class Unit:
             return
         self._places.take_back(self._put.pop())
         for b, members in enumerate(self._members):
-            # Of what was computed again and differentiated on its own, as reentrant checkpointing does. Frameworks that
-            # return gradients leave none.
+            # Of what was computed again and differentiated on its own, as reentrant checkpointing does.
+            if not self.platform.accumulates_gradients:
+                break
             trained = [i for i in members if i in self._trained_leaves]
             with self.platform.no_dispatch():
-                cotangents = [getattr(self._leaves[i], "grad", None) for i in trained]
+                cotangents = [self._leaves[i].grad for i in trained]
             cotangents = with_waiting(self._waiting, trained, cotangents)
             if any(g is not None for g in cotangents):
                 for i in trained:
@@ -394,7 +396,7 @@ class Unit:
             self._opened = 0
             self._places.take_back(self._put.pop())
             self._waiting.clear()
-            for i in self._trained_leaves:
+            for i in self._trained_leaves if self.platform.accumulates_gradients else ():
                 self._leaves[i].grad = None
             self._free()
 
@@ -408,7 +410,7 @@ class Unit:
 
     def reduce_kept(self) -> None:
         """A backward pass is over that did not come to this unit: reduce what was kept from those before."""
-        if self.gradients.has_kept and self.gradients.reduce_gradients and self.platform.fast is not None:
+        if self.gradients.has_kept and self.gradients.reduce_gradients and self.platform.accumulates_gradients:
             for b in range(len(self.buffers)):
                 kept = self.gradients.kept(self.buffers[b])
                 if kept:

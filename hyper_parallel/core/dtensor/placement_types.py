@@ -27,12 +27,20 @@ class Placement:
     _interned: ClassVar[dict[tuple, Placement]] = {}
 
     @classmethod
-    def _intern(cls, *key: Any) -> Any:
-        full = (cls, *key)
-        found = Placement._interned.get(full)
+    def _intern(cls, **arguments: Any) -> Any:
+        key = (cls, *arguments.values())
+        found = Placement._interned.get(key)
         if found is None:
-            found = Placement._interned.setdefault(full, object.__new__(cls))
+            found = object.__new__(cls)
+            for name, value in arguments.items():
+                object.__setattr__(found, name, value)
+            found = Placement._interned.setdefault(key, found)
         return found
+
+    def _arguments(self) -> dict[str, Any]:
+        """What the class was called with, by name."""
+        names = (name for cls in reversed(type(self).__mro__) for name in getattr(cls, "__slots__", ()))
+        return {name: getattr(self, name) for name in names}
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this is `Shard`, of tensor dimension ``dim`` if that is given."""
@@ -45,6 +53,12 @@ class Placement:
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether this is `Partial`, with ``reduce_op`` if that is given."""
         return False
+
+    def __reduce__(self) -> tuple:
+        return type(self), tuple(self._arguments().values())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
 
     def __copy__(self) -> Placement:
         return self
@@ -73,12 +87,6 @@ class Replicate(Placement):
     def is_replicate(self) -> bool:
         return True
 
-    def __reduce__(self) -> tuple:
-        return (Replicate, ())
-
-    def __repr__(self) -> str:
-        return "Replicate()"
-
 
 class Shard(Placement):
     """Tensor dimension ``dim`` is split over the ranks along the mesh dimension.
@@ -106,22 +114,14 @@ class Shard(Placement):
     def __new__(cls, dim: int) -> Shard:
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise TypeError(f"Shard(dim) takes the tensor dimension as an int, got {dim!r}")
-        placement = cls._intern(dim)
-        object.__setattr__(placement, "dim", dim)
-        return placement
+        return cls._intern(dim=dim)
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
     def with_dim(self, dim: int) -> Shard:
         """The same split of tensor dimension ``dim``."""
-        return Shard(dim)
-
-    def __reduce__(self) -> tuple:
-        return (Shard, (self.dim,))
-
-    def __repr__(self) -> str:
-        return f"Shard(dim={self.dim})"
+        return type(self)(**{**self._arguments(), "dim": dim})
 
 
 class StridedShard(Shard):
@@ -164,19 +164,7 @@ class StridedShard(Shard):
             raise ValueError(
                 f"StridedShard(dim, split_factor) takes a product of sizes of mesh dimensions, got {split_factor}"
             )
-        placement = cls._intern(dim, split_factor)
-        object.__setattr__(placement, "dim", dim)
-        object.__setattr__(placement, "split_factor", split_factor)
-        return placement
-
-    def with_dim(self, dim: int) -> StridedShard:
-        return StridedShard(dim, self.split_factor)
-
-    def __reduce__(self) -> tuple:
-        return (StridedShard, (self.dim, self.split_factor))
-
-    def __repr__(self) -> str:
-        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor})"
+        return cls._intern(dim=dim, split_factor=split_factor)
 
 
 class PackedShard(Shard):
@@ -219,13 +207,7 @@ class PackedShard(Shard):
             raise ValueError(
                 f"PackedShard(dim, sizes) takes the size of each part or the number of equal parts, got {sizes!r}"
             )
-        placement = cls._intern(dim, parts)
-        object.__setattr__(placement, "dim", dim)
-        object.__setattr__(placement, "sizes", parts)
-        return placement
-
-    def with_dim(self, dim: int) -> PackedShard:
-        return PackedShard(dim, self.sizes)
+        return cls._intern(dim=dim, sizes=parts)
 
     def resolve(self, size: int) -> PackedShard:
         """The placement with the size of each part, for a dimension of ``size`` elements.
@@ -240,12 +222,6 @@ class PackedShard(Shard):
         if sum(self.sizes) != size:
             raise ValueError(f"{size} elements are not parts of sizes {self.sizes}, which are {sum(self.sizes)} in all")
         return self
-
-    def __reduce__(self) -> tuple:
-        return (PackedShard, (self.dim, self.sizes))
-
-    def __repr__(self) -> str:
-        return f"PackedShard(dim={self.dim}, sizes={self.sizes})"
 
 
 class Partial(Placement):
@@ -272,15 +248,10 @@ class Partial(Placement):
     def __new__(cls, reduce_op: str = "sum") -> Partial:
         if reduce_op not in REDUCE_OPS:
             raise ValueError(f"Partial(reduce_op) takes one of {', '.join(map(repr, REDUCE_OPS))}, got {reduce_op!r}")
-        placement = cls._intern(reduce_op)
-        object.__setattr__(placement, "reduce_op", reduce_op)
-        return placement
+        return cls._intern(reduce_op=reduce_op)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return reduce_op is None or reduce_op == self.reduce_op
-
-    def __reduce__(self) -> tuple:
-        return (Partial, (self.reduce_op,))
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"

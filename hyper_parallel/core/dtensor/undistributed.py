@@ -53,8 +53,7 @@ def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> Non
     by_dtype: dict[Any, list[tuple[Any, int]]] = {}
     with platform.no_dispatch(), platform.no_grad():
         for x in tensors:
-            count = math.prod(platform.shape_of(x))
-            if count and platform.has_values(x):
+            if platform.has_values(x) and (count := math.prod(platform.shape_of(x))):
                 by_dtype.setdefault(x.dtype, []).append((x, count))
         for entries in by_dtype.values():
             for bucket in _buckets(entries):

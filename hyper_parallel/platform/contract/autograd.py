@@ -34,6 +34,10 @@ def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., 
 class AutogradRole(ABC):
     """What core needs to send gradients its own way."""
 
+    #: Whether backward adds gradients to those that tensors have (`TensorMembers.grad`, which can be set then), where a
+    #: framework does not return them instead.
+    accumulates_gradients: bool = False
+
     def requires_grad(self, x: Tensor) -> bool:
         """Whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are switched
         off. A backend that cannot know answers True."""

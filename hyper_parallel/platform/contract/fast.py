@@ -61,17 +61,6 @@ class Fast:
         yes."""
         raise TypeError(f"{type(self).__name__} has no plain linear layers")
 
-    def is_plain_embedding(self, module: Module) -> bool:
-        """Whether a call of ``module`` is `embedding` of its input and its weight and nothing else: of the framework's
-        own class, and without a row for padding, limits to norms or other treatment of gradients. A backend that
-        answers False has its embeddings dispatched."""
-        return False
-
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """The rows ``ids`` of ``weight``, on plain local tensors. Differentiable. Asked for after
-        `is_plain_embedding` said yes."""
-        raise TypeError(f"{type(self).__name__} has no plain embeddings")
-
     def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
         """``call(module, x, parameters)``: the forward of a norm of the framework's own class with these parameters in
         place of its own, where that costs less than calling the module. None where it does not."""

@@ -71,9 +71,9 @@ class TensorRole(ABC):
         keeps of them stay the same objects, and are not read until `refill_storage`."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
 
-    def refill_storage(self, x: Tensor, values: Tensor) -> None:
-        """Give ``x`` memory again, if it was freed, and write ``values`` there, of its shape and dtype: all views of it
-        have these values, and to autograd nothing has changed. Called without gradients."""
+    def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Give ``x``, which is 1-D, memory again, if it was freed, and write there what `join` makes of ``pieces``, of
+        its dtype: all views of it have these values, and to autograd nothing has changed. Called without gradients."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspore import mint, nn, ops
+from mindspore import mint, nn
 
 from hyper_parallel.platform.contract import Fast
 from hyper_parallel.platform.mindspore.autograd import FastAutograd
@@ -24,15 +24,6 @@ class MindSporeFast(FastAutograd, Fast):
 
     def is_plain_linear(self, module: Any) -> bool:
         return type(module) is mint.nn.Linear or (type(module) is nn.Dense and not module.activation_flag)
-
-    def is_plain_embedding(self, module: Any) -> bool:
-        if type(module) is nn.Embedding:
-            return not module.use_one_hot
-        known = type(module) is mint.nn.Embedding and module.padding_idx is None
-        return known and module.max_norm is None and not module.scale_grad_by_freq
-
-    def embedding(self, ids: Any, weight: Any) -> Any:
-        return ops.gather(weight, ids, 0)
 
     linear: Any = staticmethod(mint.nn.functional.linear)
 

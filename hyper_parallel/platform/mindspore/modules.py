@@ -13,7 +13,7 @@ from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense, is_dense
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
-from hyper_parallel.platform.mindspore.private import check_cell
+from hyper_parallel.platform.mindspore.private import CheckedCell
 
 __all__ = ["ModuleVerbs"]
 
@@ -66,9 +66,9 @@ class ModuleVerbs:
     def free_storage(self, x: Any) -> None:
         x.untyped_storage().resize_(0)
 
-    def refill_storage(self, x: Any, values: Any) -> None:
+    def refill_storage(self: Any, x: Any, pieces: Any) -> None:
         x.untyped_storage().resize_(x.nbytes)
-        x.copy_(values)
+        x.copy_(self.join(pieces))
 
     def shape_of(self, local: Any) -> tuple[int, ...]:
         return tuple(local._shape)
@@ -92,7 +92,9 @@ class ModuleVerbs:
         if mixin is not None:
             # Other tensors may stand where parameters are when these are first called.
             for _, cell in module.cells_and_names():
-                check_cell(cell)
+                if not (cell._init_flag or cell._is_check_and_refresh):
+                    CheckedCell._init_check(cell)
+                    CheckedCell._self_check(cell)
         replaced = module.__dict__.get("_replaced_forward")
         object.__setattr__(module, "_replaced_forward", make(cls.construct if replaced is None else replaced))
         if replaced is None or mixin is not None:

@@ -18,11 +18,11 @@ from hyper_parallel.platform.versions import tested_versions
 
 __all__ = [
     "AutogradFunction",
+    "CheckedCell",
     "FunctionBase",
     "GlobalComm",
     "NoFallbackGuard",
     "TensorPy",
-    "check_cell",
     "UnknownMindSporeError",
     "drop_recordings",
     "is_recording",
@@ -63,17 +63,8 @@ _executor: Any = _take("common.api", "_pynative_executor", lambda it: callable(i
 #: Whether operations are recorded for gradients; and what drops recordings that an error has cut short.
 is_recording: Callable[[], bool] = _executor._executor.requires_grad
 drop_recordings: Callable[[], None] = _executor.clear_res
-#: What a cell does when it is first called, and which wants parameters where it finds any.
-_cell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
-
-
-def check_cell(cell: Any) -> None:
-    """Have ``cell`` do now what it would do in its first call."""
-    if not (cell._init_flag or cell._is_check_and_refresh):
-        _cell._init_check(cell)
-        _cell._self_check(cell)
-
-
+#: What a cell does in its first call, ``_init_check`` and ``_self_check``, wants parameters where it finds any.
+CheckedCell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
 #: Whether communication is initialised, and the group of all ranks.
 GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))
 type_id_to_type: Callable[[int], Any] = _take("_c_expression.typing", "type_id_to_type", callable)

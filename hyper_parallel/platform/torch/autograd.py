@@ -61,6 +61,8 @@ class _NoContext:
 class AutogradVerbs(Platform):
     """The autograd verbs of `Platform`."""
 
+    accumulates_gradients = True
+
     def in_backward(self) -> bool:
         """See `Platform.in_backward`."""
         return graph_task() != -1

@@ -114,12 +114,14 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         if storage.resizable():
             storage.resize_(0)
 
-    def refill_storage(self, x: torch.Tensor, values: torch.Tensor) -> None:
+    def refill_storage(self, x: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         """See `Platform.refill_storage`. Autograd does not count what is written to ``data``."""
         storage = x.untyped_storage()
         if storage.resizable():
             storage.resize_(x.nbytes)
-        x.data.copy_(values)
+        parts = x.data.split_with_sizes([piece.numel() for piece in pieces])
+        # Into place at once: joined they would take as much memory again.
+        torch._foreach_copy_([part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)], pieces)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
         """See `Platform.watch`. Torch does not count what is written to running statistics, nor in inference mode."""

@@ -65,18 +65,7 @@ class TorchFast(Fast):
         """See `Fast.is_plain_linear`."""
         return type(module) is nn.Linear
 
-    def is_plain_embedding(self, module: Any) -> bool:
-        """See `Fast.is_plain_embedding`."""
-        return (
-            type(module) is nn.Embedding
-            and module.padding_idx is None
-            and module.max_norm is None
-            and not module.scale_grad_by_freq
-            and not module.sparse
-        )
-
-    #: See `Fast.embedding` and `Fast.linear`.
-    embedding: Any = staticmethod(F.embedding)
+    #: See `Fast.linear`.
     linear: Any = staticmethod(F.linear)
 
     # ------------------------------------------------------------------------------------------------ autograd
@@ -106,8 +95,6 @@ class TorchFast(Fast):
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
-        if any("_read_in_backward" in p.__dict__ for p in parameters):
-            return False
         # What runs now is the function's own backward, with the nodes that accumulate next to it if these are leaves.
         node = current_node()
         nodes = () if node is None else [edge[0] for edge in node.next_functions]
@@ -115,7 +102,9 @@ class TorchFast(Fast):
             return False
         with no_dispatch():
             for parameter, accumulation in zip(parameters, nodes, strict=True):
-                if parameter._post_accumulate_grad_hooks or getattr(accumulation, "variable", None) is not parameter:
+                if "_read_in_backward" in parameter.__dict__ or parameter._post_accumulate_grad_hooks:
+                    return False
+                if getattr(accumulation, "variable", None) is not parameter:
                     return False
         try:
             return all(map(will_execute, nodes))

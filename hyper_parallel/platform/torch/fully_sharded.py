@@ -88,7 +88,10 @@ def _check(p: Any, path: str, mesh_info: Any, post_forward: Any) -> None:
         raise ValueError(f"{what} is on a dimension of {ours}, and {data} is one of another mesh, {theirs}: {wanted}")
     shared = set(data.mesh.flatten().tolist()) & set(model.mesh.ravel().tolist())
     if len(shared) != 1:
-        raise ValueError(f"{what} is on {model}, which has ranks {sorted(shared)} in common with {data}: {wanted}")
+        raise ValueError(
+            f"{what} is on {model}, which has ranks {sorted(shared)} in common with {data}. Where hyper_parallel's "
+            f"fully_shard has sharded it, that is enough; otherwise {wanted}"
+        )
     if post_forward is not None and post_forward is not mesh_info:
         raise ValueError(
             f"{what} is tensor parallel, and torch reshards such parameters to all ranks or not at all: use "

@@ -13,17 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.errors import explain_along
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
+from hyper_parallel.platform.contract.autograd import TensorFunction
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-
-#: A function of a local tensor alone.
-TensorFunction: TypeAlias = Callable[[Any], Any]
 
 _DIM, _SIZES, _SOURCE = "the tensor dimension", "the sizes of shards", "the source"
 

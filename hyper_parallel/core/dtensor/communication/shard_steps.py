@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.collectives import TensorFunction
 from hyper_parallel.core.dtensor.communication.transitions import Move, Step, linear_key
 from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
+from hyper_parallel.platform.contract.autograd import TensorFunction
 
 
 class Gather(Move):

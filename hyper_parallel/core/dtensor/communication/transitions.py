@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS
-from hyper_parallel.core.dtensor.communication.collectives import TensorFunction
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
+from hyper_parallel.platform.contract.autograd import TensorFunction
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -40,20 +41,6 @@ class Layout:
         summed_mesh_dims: mesh dimensions of more than one rank over which the tensor is a sum or an average.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_cotangent",
-        "_cuts",
-        "_tells_strides",
-        "local_offset",
-        "local_shape",
-        "mesh",
-        "placements",
-        "replicated",
-        "shape",
-        "summed_mesh_dims",
-    )
-
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> None:
         self.mesh = mesh
         self.placements = placements
@@ -62,8 +49,6 @@ class Layout:
         self.summed_mesh_dims = tuple(
             d for d, p in enumerate(placements) if (p.is_partial("sum") or p.is_partial("avg")) and mesh.shape[d] > 1
         )
-        self._cotangent: Layout | None = None
-        self._tells_strides: bool | None = None
         #: tensor dimension that is sharded -> the mesh dimensions that cut it, in their order.
         self._cuts = {p.dim: cut_order(placements, mesh.shape, p.dim) or () for p in placements if isinstance(p, Shard)}
         coordinate = mesh.get_coordinate()
@@ -84,22 +69,17 @@ class Layout:
         """Number of tensor dimensions."""
         return len(self.shape)
 
-    @property
+    @cached_property
     def cotangent(self) -> Layout:
         """Layout of the gradient with respect to a tensor of this layout: `Partial` becomes `Replicate`."""
-        if self._cotangent is None:
-            placements = tuple(Replicate() if p.is_partial() else p for p in self.placements)
-            self._cotangent = get_layout(self.mesh, placements, self.shape)
-        return self._cotangent
+        return self.with_placements([Replicate() if p.is_partial() else p for p in self.placements])
 
-    @property
+    @cached_property
     def tells_strides(self) -> bool:
         """Whether the strides of every rank's part tell those of the whole. They do not where a rank has one row, or
         none, of a dimension that has more: the stride of such a dimension means nothing."""
-        if self._tells_strides is None:
-            parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
-            self._tells_strides = all(part > 1 or size == part == 1 for size, part in parts)
-        return self._tells_strides
+        parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
+        return all(part > 1 or size == part == 1 for size, part in parts)
 
     def part_sizes(self, dim: int) -> frozenset[int]:
         """The sizes that tensor dimension ``dim`` has on the ranks of the mesh."""

@@ -183,7 +183,7 @@ def _bind_read(
 
     if op is None or op.memory == "fresh" or have is None or have is layout:
         return read
-    order = bind_order(have, layout, op.memory in ("shared", "viewable", "contiguous"))
+    order = bind_order(have, layout, op.may_give_view)
     return read if order is None else lambda x: order(x, read(x))
 
 

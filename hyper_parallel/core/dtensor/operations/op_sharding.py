@@ -51,7 +51,7 @@ class OpSharding:
             operands, static_args)`` runs the native operation, ``operands`` are local tensors. None: the native call.
             ``operand_layouts`` has None for operands that are no tensors.
         native_if: ``native_if(operand_layouts)`` says whether the native operation is right for these layouts, so that
-            ``call`` is not needed. None: it never is.
+            ``call`` is not needed; the same on all ranks. None: it never is.
         unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that
             it is not reduced for nothing, and no gradient flows to it.
         nonempty: labels that may be sharded only if every rank then has at least one element of the dimension, because

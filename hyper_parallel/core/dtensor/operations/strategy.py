@@ -116,16 +116,14 @@ def _choose(
     """The cheapest choice for each mesh dimension, with the labels ``natural`` cut in the natural order."""
     kept = None if pinned is None else layouts[pinned]
     shards_of_label: dict[Label, int] = {}
-    packed_label: Label | None = None
     chosen: list[_Choice] = []
     for mesh_dim in range(mesh.ndim):
         choices = [
             c
             for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim], natural)
             if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            and all(_go_together(c, other, natural) for other in chosen)
             and (packed or not c.packed)
-            and (packed_label is None or not (c.packed or (c.label in natural and c.label == packed_label)))
-            and not (c.packed and c.label in shards_of_label and c.label in natural)
             and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
         ]
         if not choices:
@@ -134,8 +132,20 @@ def _choose(
         chosen.append(best)
         if best.label is not None:
             shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
-            packed_label = best.label if best.packed else packed_label
     return chosen
+
+
+def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
+    """Whether two mesh dimensions can run so: one of them is packed at most, and what that cuts the other cuts further
+    only where it is the same label, in the order that some operand has: not where parts are taken apart."""
+    packed, rest = (one, other) if one.packed else (other, one)
+    if not packed.packed:
+        return True
+    cut_twice = any(
+        isinstance(p, Shard) and q is not None and q.is_shard(p.dim)
+        for p, q in zip(packed.operands, rest.operands, strict=True)
+    )
+    return not rest.packed and not (cut_twice and (packed.label != rest.label or packed.label in natural))
 
 
 def _without_order(chosen: list[_Choice], mesh: DeviceMesh) -> set[Label]:
@@ -179,7 +189,7 @@ def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim
     """Packed shards taken apart: each part is sharded along a dimension of a result."""
     packed = layouts[0].placements[mesh_dim] if layouts and layouts[0] is not None else None
     for dim, sizes, result_dim in sharding.unpack:
-        if packed is PackedShard(dim, sizes) and layouts[0] is not None and len(layouts[0].shard_mesh_dims(dim)) == 1:
+        if packed is PackedShard(dim, sizes):
             after = tuple(shape[result_dim] for shape in sharding.result_shapes)
             if sizes == after or all(n % size == 0 for n in (*sizes, *after)):
                 results = (Shard(result_dim),) * len(after)

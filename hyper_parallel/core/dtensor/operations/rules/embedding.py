@@ -23,7 +23,7 @@ def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
         terms=((1,),),
         reduce="sum",
         call=look_up,
-        native_if=lambda layouts: layouts[1].local_shape[0] == layouts[1].shape[0],
+        native_if=lambda layouts: layouts[1].shard_count(0) == 1,
     )
 
 

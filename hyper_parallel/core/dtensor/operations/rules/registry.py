@@ -56,6 +56,11 @@ class CanonicalOp:
     view_index: Callable[[tuple, tuple, list], tuple | None] | None = None
     view_strides: Callable[[tuple, tuple, Strides, tuple], Strides | None] | None = None
 
+    @property
+    def may_give_view(self) -> bool:
+        """Whether the result may lie in the memory of the first operand."""
+        return self.memory in ("shared", "viewable", "contiguous")
+
 
 #: Name -> canonical operation. Filled by the modules of this package.
 OPERATIONS: dict[str, CanonicalOp] = {}
