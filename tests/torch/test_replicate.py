@@ -216,6 +216,15 @@ def accumulated(mesh: Any) -> None:
     check(plain, copied, "and two more")
 
 
+class Late(nn.Module):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.run = nn.Linear(4, 4), nn.Linear(4, 4), run
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.run(self.first, x))
+
+
 def non_reentrant(module: Any, x: Any) -> Any:
     return checkpoint(module, x, use_reentrant=False)
 
@@ -228,7 +237,7 @@ def reentrant(module: Any, x: Any) -> Any:
 def checkpointed(mesh: Any) -> None:
     rank, size = mesh.get_local_rank(0), mesh.size()
     for run in (non_reentrant, reentrant):
-        for cap in (1e-6, 25):
+        for cap, count in ((1e-6, 21), (3e-4, 8), (25, 1)):
             for skips in ([None] * 4, [0, 1, 2, None]):
                 plain, copied, ids = models(mesh, bucket_cap_mb=cap)
                 for _ in range(2):
@@ -236,7 +245,14 @@ def checkpointed(mesh: Any) -> None:
                     with CommDebugMode() as comm:
                         loss_of(copied(ids[rank], skips[rank], run)).backward()
                     check(plain, copied, f"{run.__name__}, skips {skips}")
-                    assert len(comm.events) == (1 if cap == 25 else len(list(copied.parameters())) - 2)
+                    assert len(comm.events) == count
+        # In one bucket, what is used after a checkpointed layer, and nothing that is used before.
+        single = Late(run).to(device(), F64)
+        copied = replicate(copy.deepcopy(single), mesh)
+        x = torch.ones(2, 4, dtype=F64, device=device(), requires_grad=True)
+        for module in (single, copied):
+            loss_of(module(x)).backward()
+        check(single, copied, f"{run.__name__}, late")
         # Around the whole model.
         plain, copied, ids = models(mesh)
         x = torch.ones((), dtype=F64, device=device(), requires_grad=True)

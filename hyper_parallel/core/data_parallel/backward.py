@@ -114,6 +114,7 @@ class Call:
         self._found: list[Any] = [None] * len(self._parameters)
         self._complete = [False] * len(self.arrangement.buckets)
         self._sent: list[Sent] = []
+        self._gone: set[int] = set()
         self.touched = False
 
     def begin(self) -> None:
@@ -141,7 +142,17 @@ class Call:
                 self._send()
 
     def add(self, i: int, x: Any) -> None:
-        """Add ``x`` to the gradient of a parameter."""
+        """Add ``x`` to the gradient of a parameter.
+
+        Raises:
+            RuntimeError: when the gradient was sent already.
+        """
+        if i in self._gone:
+            raise RuntimeError(
+                "a gradient has come to a module under replicate after its bucket was sent: something computes a part "
+                "of the forward again in backward that was recorded the first time. Use the framework's own "
+                "checkpointing"
+            )
         self.touched = True
         have = self._found[i]
         self._found[i] = x if have is None else have + x
@@ -153,6 +164,7 @@ class Call:
             before = kept.pop(id(self._parameters[i]), None)
             if before is not None:
                 self.add(i, before[0])
+        self._gone.update(bucket.members)
         self._sent.append(bucket.send([self._found[i] for i in bucket.members], self.average))
 
     def finish(self) -> None:
