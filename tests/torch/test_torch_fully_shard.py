@@ -343,14 +343,15 @@ def test_mesh_of_this_library(pool: Any) -> None:
 def meshes_of_torch(mesh: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 
-    theirs = init_torch_mesh(device().type, (2, 2), mesh_dim_names=("rows", "columns"))
+    # By names that no other test has: of equal meshes, the first one is taken, with its groups.
+    theirs = init_torch_mesh(device().type, (2, 2), mesh_dim_names=("their rows", "their columns"))
     single = decoder()
     ours = DeviceMesh.from_torch(theirs)
-    model = parallelize_module(decoder(), ours["columns"], plan(hyper_parallel))
-    fully_shard(model.block, mesh=theirs["rows"])
-    fully_shard(model, mesh=theirs["rows"])
-    assert model.head.weight.device_mesh.get_group("columns") is theirs.get_group("columns")
-    train(model, single, theirs.get_local_rank("rows"), Sizes())
+    model = parallelize_module(decoder(), ours["their columns"], plan(hyper_parallel))
+    fully_shard(model.block, mesh=theirs["their rows"])
+    fully_shard(model, mesh=theirs["their rows"])
+    assert model.head.weight.device_mesh.get_group("their columns") is theirs.get_group("their columns")
+    train(model, single, theirs.get_local_rank("their rows"), Sizes())
 
 
 def test_meshes_of_torch(pool: Any) -> None:
