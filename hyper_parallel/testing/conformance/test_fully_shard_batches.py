@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, Replicate, Shard, distribute_tensor, fully_shard, init_device_mesh
+from hyper_parallel import CommDebugMode, Replicate, Shard, distribute_tensor, fully_shard
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
@@ -150,9 +150,12 @@ def test_read_by_both(pool: Any, world_size: int) -> None:
     pool.run(world_size, both)
 
 
-@spmd.on_mesh()
-def mixed(mesh: Any) -> None:
+def mixed() -> None:
     """A unit inside of another that gets plain tensors where that one got DTensors, and the other way round."""
+    # Process groups are made on all ranks of the pool.
+    mesh, another = spmd.device_mesh(), spmd.device_mesh(spmd.world_size, 1, names=("rows", "columns"))
+    if mesh is None:
+        return
     adapter, x = get_adapter(), np.ones((2, 4), np.float32)
     plain = adapter.tensor(x)
     distributed = distribute_tensor(plain, mesh, [Shard(0)], src_data_rank=None)
@@ -169,12 +172,10 @@ def mixed(mesh: Any) -> None:
             adapter.call(mlp, given)
     other = adapter.tensor(x)
     with fails(ValueError, "give a DTensor on that mesh"):
-        adapter.call(fully_shard(adapter.linear_module(4, 4), mesh=mesh), on_another_mesh(other, mesh))
-
-
-def on_another_mesh(x: Any, mesh: Any) -> Any:
-    other = init_device_mesh(None, (mesh.size(), 1), mesh_dim_names=("rows", "columns"))
-    return distribute_tensor(x, other, [Shard(0), Replicate()], src_data_rank=None)
+        adapter.call(
+            fully_shard(adapter.linear_module(4, 4), mesh=mesh),
+            distribute_tensor(other, another, [Shard(0), Replicate()], src_data_rank=None),
+        )
 
 
 def test_mixed(pool: Any) -> None:
