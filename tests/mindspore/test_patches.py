@@ -171,7 +171,7 @@ print("passed")
 def test_the_first_dtensor_may_be_made_inside_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its beginning was not counted: its end brings no number below nought."""
     monkeypatch.setattr(_Recording, "forwards", 0)
-    begin, end = counted_begin(lambda: None), partial(counted_end, lambda executor, function, output: None)
+    begin, end = partial(counted_begin, lambda: None), partial(counted_end, lambda executor, function, output: None)
     begin()
     end(None, None, None)
     end(None, None, None)
