@@ -142,10 +142,6 @@ class Unit:
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """``forward(module, *args, **kwargs)`` with whole parameters in their places."""
         platform, running = self.platform, RUNNING.get()
-        if platform.is_compiling():
-            raise RuntimeError(
-                f"{self.what} is being compiled, which is not supported: compile the modules inside of it"
-            )
         again = platform.in_backward()
         if running:
             self.model = running[0].model
