@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
 
+from hyper_parallel.platform.mindspore import launch
 from hyper_parallel.platform.mindspore.launch import GroupVerbs
 from hyper_parallel.testing.spmd import on_mesh
 
@@ -73,6 +74,45 @@ print(f"rank {rank} passed", flush=True)
 def test_rank_0_may_leave_first(tmp_path: Path) -> None:
     """It serves the store at which the ranks meet, and ends as soon as it has met the others."""
     assert "Error" not in run_ranks(tmp_path, LATE, 2)
+
+
+LEAVING = """
+import os
+import time
+from hyper_parallel import get_platform
+from hyper_parallel.platform.mindspore import launch
+
+rank, platform = int(os.environ["RANK"]), get_platform()
+platform.init_process_group()
+if rank == 0:
+    time.sleep(1)
+started = time.monotonic()
+platform.destroy_process_group()
+seconds = time.monotonic() - started
+assert seconds < launch._LEAVING and (rank == 0 or seconds > 0.5), seconds
+print(f"rank {rank} passed", flush=True)
+"""
+
+
+def test_connections_are_kept_until_all_ranks_leave(tmp_path: Path) -> None:
+    """A rank that has what it needs of the last collective must not take it from one that still sends."""
+    run_ranks(tmp_path, LEAVING, 3)
+
+
+def test_a_lost_rank_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    class Store:
+        def add(self, key: str, amount: int) -> int:
+            counts.append(amount)
+            if len(counts) > 3:
+                raise RuntimeError("the store is gone")
+            return 1
+
+    monkeypatch.setattr(launch, "_LEAVING", 0.02)
+    launch._wait_for_leaving(launch.World(0, 2, "group", Store()))
+    assert counts[0] == 1 and not any(counts[1:])
+    launch._wait_for_leaving(launch.World(0, 2, "group", Store()))  # the store does not answer
 
 
 def run_ranks(folder: Path, text: str, size: int) -> str:

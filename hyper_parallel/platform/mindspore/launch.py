@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,8 @@ __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 
 #: Seconds, where nobody says how long to wait.
 _TIMEOUT = 300.0
+#: Seconds that a rank waits for the others before it destroys its groups, and where they are counted.
+_LEAVING, _LEAVING_KEY = 5.0, "hyper_parallel/leaving"
 #: The store at which the ranks of this process have met. It stays after the group is destroyed: about one in ten
 #: clients ends the process with a segmentation fault when MindSpore destroys it while the server is there.
 _stores: list[Any] = []
@@ -107,6 +110,8 @@ class GroupVerbs:
         world, self._world = self._world, None
         if world is None or world.group is None:
             return
+        if world.store is not None and device_target() == "CPU":
+            _wait_for_leaving(world)
         dist.destroy_process_group()  # the subgroups with it
         GlobalComm.INITED = False
         self._destroyed = True
@@ -154,6 +159,22 @@ class GroupVerbs:
         if world is None:
             raise RuntimeError("the process group is not initialised: make a device mesh, or call init_process_group")
         return world
+
+
+def _wait_for_leaving(world: World) -> None:
+    """Return when all ranks destroy their groups, or some seconds have passed: a rank may be lost.
+
+    mccl's collectives return where a rank has what it needs. Where it then closes its connections, another rank that
+    still waits for its last message to be taken fails after half a minute.
+    """
+    deadline = time.monotonic() + _LEAVING
+    try:
+        waiting = world.store.add(_LEAVING_KEY, 1) < world.size
+        while waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+            waiting = world.store.add(_LEAVING_KEY, 0) < world.size
+    except RuntimeError:
+        return  # rank 0, which serves the store, has seen all of them and gone
 
 
 def _self_group(rank: int) -> str:
