@@ -53,13 +53,15 @@ def shard(model: Any, mesh: Any) -> Any:
 
 
 class Late:
-    """Work whose result is NaN until it is waited for."""
+    """Work whose result is NaN until it is waited for, and whose operand must not be written to before."""
 
-    def __init__(self, what: str, out: Any, result: Any, notes: list[str]) -> None:
+    def __init__(self, what: str, out: Any, result: Any, local: Any, notes: list[str]) -> None:
         self.what, self.out, self.result, self.notes = what, out, result, notes
+        self.local, self.given = local, local.clone()
 
     def wait(self) -> None:
         if self.result is not None:
+            assert self.what == "reduce_scatter" or torch.equal(self.local, self.given)
             self.notes.append(f"wait {self.what}")
             self.out.copy_(self.result)
             self.result = None
@@ -73,9 +75,9 @@ def late(platform: Any, notes: list[str]) -> Any:
         result = torch.empty_like(out)
         native(platform, collective, result, local, op, group, size).wait()
         notes.append(f"start {collective}")
-        work = Late(collective, out, result, notes)
+        work = Late(collective, out, result, local, notes)
         out.fill_(float("nan"))
-        if out is not local:
+        if collective == "reduce_scatter":  # what is gathered may be the shards themselves
             local.fill_(float("nan"))  # may not be read before the wait
         return work
 

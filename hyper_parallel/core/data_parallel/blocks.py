@@ -27,6 +27,7 @@ class Block:
     Attributes:
         sent: how many elements of a rank's row are the shard, in the all-gather; 0 for what every rank has.
         reduced: the same in the reduce-scatter.
+        in_order: whether the rows, one after the other, begin with the whole tensor: chunks of dimension 0.
     """
 
     def __init__(self, platform: Any, shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> None:
@@ -41,9 +42,8 @@ class Block:
         self.local_shape, self.local_count = self.shapes[rank], self.counts[rank]
         self.sent = 0 if dim is None else self.counts[0]
         self.reduced = self.counts[0]
-        #: Whether the rows, one after the other, begin with the whole tensor: chunks of dimension 0.
-        self._in_order = dim == 0
-        self.room = self.size * self.sent if self._in_order else self.count
+        self.in_order = dim == 0
+        self.room = self.size * self.sent if self.in_order else self.count
 
     def whole_from(self, columns: Any, shard: Any) -> list[Any]:
         """Tensors of which the elements, one after the other, are the whole tensor, and `room` in number.
@@ -54,7 +54,7 @@ class Block:
         """
         if self.dim is None:
             return [shard]
-        if self._in_order:
+        if self.in_order:
             return [columns]
         platform = self.platform
         parts = [
@@ -69,7 +69,7 @@ class Block:
         if self.dim is None:
             row = cotangent.reshape((1, width))
             return row if size == 1 else platform.cat([row] * size, 0)
-        if self._in_order:
+        if self.in_order:
             if self.count < size * width:
                 cotangent = platform.join([cotangent, platform.zeros((size * width - self.count,), cotangent)])
             return cotangent.reshape((size, width))

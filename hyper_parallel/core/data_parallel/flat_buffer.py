@@ -37,49 +37,73 @@ class FlatBuffer:
         self._columns = columns_of([b.sent for b in blocks])
         self._length = sum(b.sent for b in blocks)
         self._room = columns_of([b.room for b in blocks])
+        self._lengths = [b.sent for b in blocks if b.sent]
+        #: What every rank has whole.
+        self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
+        self._fast = mesh.platform.fast
+        self._flat: Any = None  # the storage of this rank's shards, where they lie in one
         self.whole: Any = None
+        self._views: list[Any] = []  # of `whole`
+        self._unpack: Any = None  # a short way to fill it
+        self._ones: Any = None  # flags of parameters that this rank has used
         self._under_way: Any = None
 
     # ---------------------------------------------------------------------- parameters
-    def start(self, shards: Sequence[Any]) -> None:
-        """Begin to gather, unless that has begun; ``shards`` are this rank's, and are not written to before `take`."""
+    def start(self, parameters: Sequence[Any]) -> None:
+        """Begin to gather, unless that has begun; ``parameters`` are the shards, which are not written to before
+        `take`."""
         if self._under_way is not None:
             return
         platform, work, gathered = self.platform, None, None
-        shards = [platform.to_dtype(platform.to_device(x), self._dtype) for x in shards]
         if self._length:
-            pieces = []
-            for block, x in zip(self.blocks, shards, strict=True):
-                if block.sent:
-                    pieces.append(x)
-                    if block.local_count < block.sent:
-                        pieces.append(platform.zeros((block.sent - block.local_count,), x))
-            mine = platform.join(pieces)
             gathered = platform.factory("empty", (self._size * self._length,), None, self._dtype)
-            work = asynchronous.start("all_gather", gathered, mine, self.mesh, self._dim)
-        self._under_way = work, gathered, shards
+            work = asynchronous.start("all_gather", gathered, self._row(parameters), self.mesh, self._dim)
+        own = {i: self._sent(parameters[i]) for i in self._not_sent}
+        self._under_way = work, gathered, own
+
+    def _sent(self, x: Any) -> Any:
+        """A shard as it is gathered."""
+        platform = self.platform
+        return platform.to_dtype(platform.to_device(platform.detach(x)), self._dtype)
+
+    def _row(self, parameters: Sequence[Any]) -> Any:
+        """What this rank sends: its shards, each in as many elements as rank 0 has of it."""
+        platform = self.platform
+        if self._not_sent:
+            parameters = [x for block, x in zip(self.blocks, parameters, strict=True) if block.sent]
+        if self._fast is not None:
+            self._flat = self._fast.in_one_storage(parameters, self._lengths, self._flat)
+            if self._flat is not None:
+                return self._sent(self._flat)
+        pieces: list[Any] = []
+        for block, x in zip([b for b in self.blocks if b.sent], parameters, strict=True):
+            pieces.append(self._sent(x))
+            if block.local_count < block.sent:
+                pieces.append(platform.zeros((block.sent - block.local_count,), pieces[-1]))
+        return platform.join(pieces)
 
     def take(self, keep: bool) -> Any:
         """Wait for what was begun: the storage of whole parameters; with ``keep`` it is `whole`."""
-        platform, (work, gathered, shards) = self.platform, self._under_way
+        platform, (work, gathered, own) = self.platform, self._under_way
         self._under_way = None
-        columns: Any = [None] * len(self.blocks)
+        rows = None
         if work is not None:
             work.wait()
             rows = gathered.reshape((self._size, self._length))
-            columns = [
-                platform.narrow(rows, 1, start, block.sent) if block.sent else None
-                for start, block in zip(self._columns, self.blocks, strict=True)
-            ]
-        parts = [
-            part
-            for block, of_block, shard in zip(self.blocks, columns, shards, strict=True)
-            for part in block.whole_from(of_block, shard)
-        ]
+        if keep and self._unpack is not None:
+            self._unpack(rows)
+            return self.whole
+        parts = []
+        for i, (block, start) in enumerate(zip(self.blocks, self._columns, strict=True)):
+            columns = platform.narrow(rows, 1, start, block.sent) if block.sent else None
+            parts.extend(block.whole_from(columns, own.get(i)))
         if not keep:
             return platform.join(parts)
         if self.whole is None:
             self.whole = platform.join(parts)
+            self._views = self._cut(platform.detach(self.whole))
+            if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
+                self._unpack = self._fast.bind_unpack_rows(self.whole, self._size, self._lengths)
         else:
             platform.refill_storage(self.whole, parts)
         return self.whole
@@ -98,7 +122,12 @@ class FlatBuffer:
         return self._under_way is not None
 
     def views(self, values: Any) -> list[Any]:
-        """Each whole tensor, as a view of what `take` gave."""
+        """Each whole tensor, as a new view of what `take` gave."""
+        if values is self.whole:
+            return list(map(self.platform.detach, self._views))
+        return self._cut(self.platform.detach(values))
+
+    def _cut(self, values: Any) -> list[Any]:
         platform = self.platform
         return [
             platform.narrow(values, 0, start, block.count).reshape(block.shape)
@@ -122,6 +151,12 @@ class FlatBuffer:
         """
         platform, size = self.platform, self._size
         blocks = [self.blocks[i] for i in indices]
+        used = [g is not None for g in cotangents]
+        flags = len(used) if platform.tells_unused else 0
+        length = sum(b.reduced for b in blocks) + flags
+        summands = self._packed(blocks, cotangents, flags)
+        if summands is not None:
+            return Reduction(self.mesh, blocks, used, summands, length, op)
         like = next((g for g in cotangents if g is not None), None)
         if like is None:
             like = platform.factory("empty", (0,), None, self.reduce_dtype)
@@ -134,13 +169,24 @@ class FlatBuffer:
                 rows.append(platform.zeros((size, block.reduced), like))
             else:
                 rows.append(block.rows_of(platform.to_dtype(g, self.reduce_dtype)))
-        used = [g is not None for g in cotangents]
-        flags = len(used) if platform.tells_unused else 0
         if flags:
             rows.extend(_flags(used, size, platform, like))
         summands = platform.cat(rows, 1).reshape((-1,))
-        length = sum(b.reduced for b in blocks) + flags
         return Reduction(self.mesh, blocks, used, summands, length, op)
+
+    def _packed(self, blocks: Sequence[Block], cotangents: Sequence[Any], flags: int) -> Any:
+        """The rows of all ranks by the platform's short way; None where there is none."""
+        if self._fast is None or self._size == 1 or not all(b.in_order and b.reduced for b in blocks):
+            return None
+        if any(g is None or g.dtype != self.reduce_dtype for g in cotangents):
+            return None
+        xs = list(cotangents)
+        if flags:
+            if self._ones is None or self.platform.shape_of(self._ones) != (self._size * flags,):
+                self._ones = self.platform.ones((self._size * flags,), xs[0])
+            xs.append(self._ones)
+        rows = self._fast.pack_rows(xs, self._size)
+        return None if rows is None else rows.reshape((-1,))
 
 
 def _flags(used: Sequence[bool], size: int, platform: Any, like: Any) -> list[Any]:
@@ -186,6 +232,8 @@ class Reduction:
         platform, whole = self.platform, self.row()
         flags = sum(b.reduced for b in self.blocks)
         mine = whole if factor == 1.0 else whole * factor
+        if all(self.used) and all(b.local_count == b.reduced for b in self.blocks):
+            return platform.part(platform.narrow(mine, 0, 0, flags), [b.local_shape for b in self.blocks])
         found: list[Any] = []
         start = 0
         for i, block in enumerate(self.blocks):

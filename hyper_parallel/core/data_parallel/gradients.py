@@ -98,18 +98,20 @@ class Gradients:
             reduction.all_reduce(self._rows.pop(buffer, None))
 
         def shards() -> list[Any]:
-            return [
-                None if g is None else self._plan.kept(platform.to_dtype(g, parameters[i].dtype))
-                for i, g in zip(indices, reduction.shards(factor), strict=True)
-            ]
+            found, dtype = reduction.shards(factor), parameters[members[0]].dtype
+            if dtype != buffer.reduce_dtype or self._plan.moves_shards:
+                found = [None if g is None else self._plan.kept(platform.to_dtype(g, dtype)) for g in found]
+            return found
 
         if not delay:
             return shards()
 
         def deliver() -> None:
-            for i, g in zip(indices, shards(), strict=True):
-                if g is not None:
-                    _add_to_gradient(parameters[i], g, platform)
+            add = _add_to_gradient if platform.fast is None else platform.fast.add_to_gradient
+            with platform.no_dispatch():
+                for i, g in zip(indices, shards(), strict=True):
+                    if g is not None:
+                        add(parameters[i], g)
 
         model.delayed.append((reduction, deliver))
         return nothing
@@ -123,11 +125,8 @@ class Gradients:
         return ("sum", 1 / self._plan.mesh.size()) if self.force_sum else ("avg", 1.0)
 
 
-def _add_to_gradient(parameter: Any, gradient: Any, platform: Any) -> None:
-    if platform.fast is not None:
-        platform.fast.add_to_gradient(parameter, gradient)
-    else:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+def _add_to_gradient(parameter: Any, gradient: Any) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:

@@ -40,6 +40,7 @@ class Model:
         self._order: Sequence[Unit] = ()
         self._began: list[Unit] = []
         self._ahead: list[Unit] = []
+        self._forwards = 0  # since the last backward
         #: Backward passes by what the platform calls them.
         self._passes: dict[Any, BackwardPass] = {}
 
@@ -49,6 +50,7 @@ class Model:
         if self._passes:
             self.abandon()
         self._began = []
+        self._forwards += 1
 
     def abandon(self) -> None:
         """Backward has failed: forget what it was doing, and the gradients that it has not delivered."""
@@ -101,6 +103,7 @@ class Model:
 
     def _ended(self, key: Any) -> None:
         ended = self._passes.pop(key, None)
+        self._forwards = 0
         if ended is None:
             return
         with self.platform.no_grad(), self.platform.no_dispatch():
@@ -116,6 +119,10 @@ class Model:
         delayed, self.delayed = self.delayed, []
         for _, deliver in delayed:
             deliver()
+
+    def ran_once(self, unit: Unit) -> bool:
+        """Whether this is the backward of the only call of ``unit`` since the last backward."""
+        return self._forwards <= 1 and self._order.count(unit) == 1
 
     @property
     def order(self) -> Sequence[Unit]:
@@ -151,6 +158,11 @@ class BackwardPass:
             before = next((u for u in reversed(order[:at]) if u not in self._open), None)
             if before is not None:
                 model.gather_ahead((before,))
+
+    def left(self, unit: Unit) -> None:
+        """The backward of a call of ``unit`` is over."""
+        if self._open and self._open[-1] is unit and self._model.ran_once(unit):
+            self._open.pop().close()
 
     def close(self) -> None:
         """The pass is over."""

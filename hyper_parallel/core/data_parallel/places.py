@@ -72,11 +72,16 @@ class Places:
             found[index] = p
         return found
 
-    def put(self, tensors: Sequence[Any]) -> list[Any]:
-        """Let modules find these tensors, by index; returns what `take_back` wants."""
+    def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> list[Any]:
+        """Let modules find these tensors, by index; returns what `take_back` wants.
+
+        Args:
+            tensors: one for each parameter.
+            parameters: what `parameters` has said right now, if anybody has asked.
+        """
         before = self._shards
         if before is None:
-            self._shards = self.parameters()
+            self._shards = self.parameters() if parameters is None else parameters
         return [before, [self._exchange(holder(), name, tensors[i]) for holder, name, i, _ in self._slots]]
 
     def take_back(self, kept: list[Any]) -> None:

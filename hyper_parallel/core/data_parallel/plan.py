@@ -48,6 +48,11 @@ class Plan:
             offload_policy,
         )
 
+    @property
+    def moves_shards(self) -> bool:
+        """Whether `kept` does anything."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
     def kept(self, x: Any) -> Any:
         """A plain tensor where shards are kept: ``x``, or its copy in the memory of the host."""
         policy = self.offload_policy

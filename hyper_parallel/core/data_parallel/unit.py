@@ -62,6 +62,7 @@ class Unit:
         self._leaves_of: list[list[int]] = []  # of each buffer, those that gradients are asked for
         self._trained_leaves: set[int] = set()
         self._waiting: list[Any] = []
+        self._awaited = -1  # how much is missing until the backward of this unit is known to be over; negative: unknown
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
         self._returned = self.platform.joint_function(self._returned_forward, self._returned_backward)
 
@@ -78,16 +79,16 @@ class Unit:
 
     def start(self) -> bool:
         """Begin to gather; returns False where nothing is to be done."""
-        if self._values is not None or not self.plan.slots:
+        if self._values is not None or not self.plan.slots or self._is_under_way():
             return False
         with self.platform.no_grad(), self.platform.no_dispatch():
             parameters = self._parameters()
-            if all(b.is_under_way for b in self.buffers):
-                return False
-            detach = self.platform.detach
             for buffer, members in zip(self.buffers, self._members, strict=True):
-                buffer.start([detach(parameters[i]) for i in members])
+                buffer.start([parameters[i] for i in members])
         return True
+
+    def _is_under_way(self) -> bool:
+        return bool(self.buffers) and all(buffer.is_under_way for buffer in self.buffers)
 
     def drop(self) -> None:
         """Forget what was begun and not needed."""
@@ -105,7 +106,7 @@ class Unit:
             self._values, self._kept = values, versions_of(parameters)
             wholes: list[Any] = [None] * len(parameters)
             for buffer, members, flat in zip(self.buffers, self._members, values, strict=True):
-                for i, x in zip(members, buffer.views(platform.detach(flat)), strict=True):
+                for i, x in zip(members, buffer.views(flat), strict=True):
                     wholes[i] = x if self.plan.inner[i] is None else platform.wrap(x, self.plan.inner[i])
         self._put.append(self._places.put(wholes))
         self._shown = True
@@ -204,15 +205,18 @@ class Unit:
         with platform.no_dispatch():
             parameters = self._parameters()
             trained = [[i for i in members if parameters[i].requires_grad] for members in self._members]
-            asked = any(platform.requires_grad(parameters[i]) for of_buffer in trained for i in of_buffer)
+            # One answers for all: they differ in what `trained` says, and that is the same for those in it.
+            asked = any(platform.requires_grad(parameters[i]) for of_buffer in trained for i in of_buffer[:1])
             recorded = asked or any(map(platform.requires_grad, inputs))
             call = Call(parameters, trained, recorded, running)
             self._check_kept(parameters)
             values = self._gather(recorded and platform.frees_storage)
             wholes = self._wholes(call, values, asked)
         try:
-            self._put.append(self._places.put(wholes))
+            self._put.append(self._places.put(wholes, parameters))
             del wholes
+            if asked and not again and platform.frees_storage and platform.fast is not None:
+                args, kwargs = self._watched(args, kwargs, inputs)
             try:
                 if not again:
                     model.entered(self)
@@ -224,6 +228,21 @@ class Unit:
             if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
                 self._free()
 
+    def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
+        """The arguments, such that backward tells when the cotangent of the input is there. Of several inputs, or a
+        distributed one, nothing is asked."""
+        found = [x for x in inputs if self.platform.requires_grad(x)]
+        if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
+            return args, kwargs
+        with self.platform.no_dispatch():
+            view = self.platform.fast.tell_gradient(found[0], self._one_less_awaited)
+        if args and args[0] is found[0]:
+            return (view, *args[1:]), kwargs
+        changed: tuple[tuple, dict] = map_tensors(
+            (args, kwargs), lambda x: view if x is found[0] else x, self.platform, lambda x: x
+        )
+        return changed
+
     def _check_kept(self, parameters: Sequence[Any]) -> None:
         if self._kept is not None and self._kept != versions_of(parameters):
             raise RuntimeError(
@@ -234,7 +253,7 @@ class Unit:
         """The whole parameters in the order of their indices, differentiable where that is ``asked``."""
         found: list[Any] = [None] * len(call.parameters)
         for b, (buffer, members) in enumerate(zip(self.buffers, self._members, strict=True)):
-            views = buffer.views(self.platform.detach(values[b]))
+            views = buffer.views(values[b])
             trained = call.trained[b] if asked else []
             if trained:
                 given = [x for i, x in zip(members, views, strict=True) if i in trained]
@@ -271,6 +290,7 @@ class Unit:
                 "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
                 "modules that they go through"
             )
+        self._one_less_awaited()
         trained: list[int] = ctx.call.trained[ctx.buffer]
         if ctx.call.waiting:
             cotangents = with_waiting(ctx.call.waiting, trained, cotangents)
@@ -278,6 +298,15 @@ class Unit:
         fast = platform.fast or NOTHING_FASTER
         delay = fast.can_delay_gradient(*parameters)
         return self._reduce(ctx.buffer, trained, cotangents, delay)
+
+    def _one_less_awaited(self) -> None:
+        """The cotangents of one buffer are there, or that of the input. After all of them nothing reads the whole
+        parameters any more: they make room for the buffer in which their gradients are reduced."""
+        self._awaited -= 1
+        if self._awaited == 0 and self.model is not None:
+            running = self.model.this_pass()
+            if running is not None:
+                running.left(self)
 
     # ---------------------------------------------------------------------- what the module returns
     def _with_opening(self, output: Any, call: Call) -> Any:
@@ -340,6 +369,7 @@ class Unit:
         if self._values is None:
             self._gather(True)
         self._opened = 1
+        self._awaited = 1 + sum(map(bool, call.trained))
         if not self._leaves or self._leaves_of != call.trained:
             self._leaves, self._leaves_of = self._make_leaves(call), call.trained
         assert self.model is not None
@@ -354,7 +384,7 @@ class Unit:
         found: list[Any] = [None] * len(call.parameters)
         self._trained_leaves.clear()
         for buffer, members in zip(self.buffers, self._members, strict=True):
-            for i, x in zip(members, buffer.views(self.platform.detach(buffer.whole)), strict=True):
+            for i, x in zip(members, buffer.views(buffer.whole), strict=True):
                 found[i] = x if self.plan.inner[i] is None else self._as_read(i, x, self._waiting)
                 if call.parameters[i].requires_grad:
                     found[i].requires_grad_()
@@ -368,6 +398,7 @@ class Unit:
         self._opened -= 1
         if self._opened:
             return
+        self._awaited = -1
         self._places.take_back(self._put.pop())
         for b, members in enumerate(self._members):
             # Of what was computed again and differentiated on its own, as reentrant checkpointing does.

@@ -6,7 +6,7 @@ With the environment variable ``HYPER_PARALLEL_FAST=0`` every platform is withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +124,31 @@ class Fast:
 
     def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
         """Add a plain tensor, which nobody else writes to, to the gradient that ``parameter`` has, or make it that;
-        after `can_delay_gradient` said yes."""
+        after `can_delay_gradient` said yes. Called with interception off."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
+
+    def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
+        """``x`` as another tensor, for which it can stand in every use, writes among them. Backward calls ``call`` when
+        the cotangent of that tensor is there; a framework that has nothing cheap for it returns ``x`` and never does.
+        Called with interception off."""
+        return x
+
+    def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
+        """A 1-D tensor in which the data of the parameters ``xs`` lie one after the other, each at the beginning of
+        ``lengths[i]`` elements of its own: ``flat`` where that is the one, otherwise a new one, to which they have been
+        moved, and which is zero elsewhere. None where they cannot be moved. Called with interception off."""
+        return None
+
+    def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
+        """(``size``, n): each of ``xs`` cut along dimension 0 into ``size`` equal parts, after zeros were added where
+        needed; row i has the i-th part of each, one after the other. None where this is nothing faster than cutting and
+        joining."""
+        return None
+
+    def bind_unpack_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Callable[[Tensor], object] | None:
+        """``unpack(rows)``: as `Platform.refill_storage` of ``whole``, with the columns of ``rows`` as pieces, which
+        has ``count`` rows: ``lengths`` of them each."""
+        return None
 
     def run_soon(self, x: Tensor) -> None:
         """Let backward run the function that gave ``x`` as soon as it can, before others that it could run as well.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from hyper_parallel.platform.torch.autograd import (
 )
 from hyper_parallel.platform.torch.private import (
     any_autocast,
+    chunk_cat,
     current_node,
     saved_tensor_hooks,
     set_order,
@@ -113,12 +114,54 @@ class TorchFast(Fast):
 
     def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
         """See `Fast.add_to_gradient`."""
-        with no_dispatch():
-            gradient: Any = parameter.grad
-            if gradient is None:
-                parameter.grad = cotangent
+        gradient: Any = parameter.grad
+        if gradient is None:
+            parameter.grad = cotangent
+        else:
+            gradient.add_(cotangent)
+
+    def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
+        """See `Fast.tell_gradient`."""
+        y = x.view_as(x)
+        y.register_hook(lambda cotangent: call())
+        return y
+
+    def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
+        """See `Fast.in_one_storage`."""
+        if flat is not None:
+            at, size = address_of(flat), flat.element_size()
+            for x, length in zip(xs, lengths, strict=True):
+                # Torch says 0 for tensors without elements.
+                if address_of(x) != at and x.numel():
+                    break
+                at += length * size
             else:
-                gradient.add_(cotangent)
+                return flat
+        if any(x.is_meta or x.is_pinned() or not x.is_contiguous() for x in xs):
+            return None
+        locals_ = [_detach(x).as_subclass(Tensor) for x in xs]
+        flat = locals_[0].new_zeros(sum(lengths))
+        for x, local, part in zip(xs, locals_, flat.split_with_sizes(list(lengths)), strict=True):
+            place = part.narrow(0, 0, local.numel()).view(local.shape)
+            place.copy_(local)
+            x.data = place
+        return flat
+
+    def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
+        """See `Fast.pack_rows`."""
+        return chunk_cat([x if x.is_contiguous() else x.contiguous() for x in xs], 0, size)
+
+    def bind_unpack_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Callable[[Tensor], object]:
+        """See `Fast.bind_unpack_rows`. Autograd does not count what is written to ``data``."""
+        storage, size = whole.untyped_storage(), whole.nbytes
+        places = [part.view(count, -1) for part in whole.data.split_with_sizes([count * length for length in lengths])]
+
+        def unpack(rows: Tensor) -> None:
+            if storage.resizable():
+                storage.resize_(size)
+            torch.split_with_sizes_copy(rows, lengths, 1, out=places)
+
+        return unpack
 
     def run_soon(self, x: Tensor) -> None:
         """See `Fast.run_soon`. Among the nodes that it could run, torch's engine takes the one that was made last."""

@@ -33,6 +33,7 @@ __all__ = [
     "any_autocast",
     "bare_apply",
     "calls_quickly",
+    "chunk_cat",
     "current_node",
     "default_store",
     "dual_level",
@@ -237,6 +238,16 @@ unflatten: Callable[[Tensor, Any], Any] = _take(
     inspect.isbuiltin,
     lambda flat, xs: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)],
 )
+
+
+def _chunk_and_cat(xs: Any, dim: int, count: int) -> Tensor:
+    """Each of ``xs`` in ``count`` parts along dimension 0, zeros added; what is the i-th part of any, in row i."""
+    padded = [F.pad(x.reshape(len(x), -1), (0, 0, 0, -len(x) % count)) for x in xs]
+    return torch.cat([x.reshape(count, -1) for x in padded], 1)
+
+
+#: ``chunk_cat(tensors, 0, count)``: see above.
+chunk_cat: Callable[[Any, int, int], Tensor] = _take("_chunk_cat", inspect.isbuiltin, _chunk_and_cat)
 
 #: Whether one tensor can get the data of another and stay the same object. Where torch cannot say, device type
 #: and layout are compared.

@@ -32,7 +32,7 @@ def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op
     """Begin a collective of ``x`` along a mesh dimension of ``size`` ranks. Not differentiable.
 
     What the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and all of their
-    storage, and are left alone until `Work.wait`.
+    storage. Until `Work.wait` the result is left alone, and the operand may be read.
 
     Args:
         collective: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
