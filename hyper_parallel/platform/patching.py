@@ -83,8 +83,8 @@ class Patch:
         versions: of the framework, with which it was tested.
         make: the original -> what is put there; of an entry, the list, set or dict -> the entry. All are made before
             anything is replaced.
-        held: how the attribute is found: in the module or class itself; in a class that it derives from; or not at all.
-            `PatchSet.uninstall` puts back what was there itself, and deletes the others.
+        held: how the attribute is found: in the module or class itself; in a class that it derives from; in either; or
+            not at all. `PatchSet.uninstall` puts back what was there itself, and deletes the others.
         check: original -> what is wrong with it, or None.
         required: without it results would be wrong, so that there are no DTensors where a target is not as expected.
             Others are left out, with a warning.
@@ -99,7 +99,7 @@ class Patch:
     reason: str
     versions: str
     make: Callable[[Any], Any]
-    held: Literal["own", "inherited", "absent"] = "own"
+    held: Literal["own", "inherited", "either", "absent"] = "own"
     check: Callable[[Any], str | None] = _is_callable
     required: bool = True
     everywhere: bool = False
@@ -139,16 +139,17 @@ class _Attribute:
         return inspect.getattr_static(self._holder, self._name, _ABSENT)
 
     def write(self, value: Any) -> None:
+        self._was_own = self.held() == "own"
         setattr(self._holder, self._name, value)
 
     def put_back(self, patch: Patch, replacement: Any, original: Any) -> bool:
         """Undo, unless somebody has put something else there and nothing is known about it."""
         found = self.original()
         if found is not replacement:
-            if patch.rewrapped is None or patch.held != "own":
+            if patch.rewrapped is None or patch.held not in ("own", "either"):
                 return False
-            original = patch.rewrapped(found, original)
-        if patch.held == "own":
+            setattr(self._holder, self._name, patch.rewrapped(found, original))
+        elif self._was_own:
             setattr(self._holder, self._name, original)
         else:
             delattr(self._holder, self._name)
@@ -363,7 +364,7 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
         except (ImportError, AttributeError, KeyError) as error:
             return None, f"{target} is not there ({error})"
         held, original = place.held(), place.original()
-        if held != patch.held:
+        if held != patch.held and (patch.held != "either" or held == "absent"):
             return None, f"{target} is {_HELD[held]}, and was {_HELD[patch.held]}"
         if i and original is not first:
             return None, f"{target} is not the same object as {patch.targets[0]}"
@@ -375,7 +376,7 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
     return first, None
 
 
-_HELD = {"own": "there itself", "inherited": "inherited", "absent": "not there"}
+_HELD = {"own": "there itself", "inherited": "inherited", "either": "there or inherited", "absent": "not there"}
 
 
 # -------------------------------------------------------------------------------------------------- what is installed

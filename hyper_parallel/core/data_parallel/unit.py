@@ -215,7 +215,7 @@ class Unit:
         try:
             self._put.append(self._places.put(wholes, parameters))
             del wholes
-            if asked and not again and platform.frees_storage and platform.fast is not None:
+            if asked and not again and platform.frees_storage:
                 args, kwargs = self._watched(args, kwargs, inputs)
             try:
                 if not again:
@@ -235,7 +235,7 @@ class Unit:
         if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
             return args, kwargs
         with self.platform.no_dispatch():
-            view = self.platform.fast.tell_gradient(found[0], self._one_less_awaited)
+            view = (self.platform.fast or NOTHING_FASTER).tell_gradient(found[0], self._one_less_awaited)
         if args and args[0] is found[0]:
             return (view, *args[1:]), kwargs
         changed: tuple[tuple, dict] = map_tensors(

@@ -40,12 +40,13 @@ def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters:
     return Patch(targets, reason, _TESTED, make, check=takes(parameters), required=False)
 
 
-def _step(name: str) -> Patch:
+def _step(name: str, held: Any = "own") -> Patch:
     return _optional(
         f"torch.optim.{name}.step",
         "steps are right and slow: every operation of the optimizer is intercepted, parameter by parameter",
         optimizers.local_step,
         check=takes("self closure"),
+        held=held,
         rewrapped=optimizers.without_local_step,
     )
 
@@ -85,6 +86,8 @@ PATCHES = PatchSet(
             functions.hooked_apply,
         ),
         *map(_step, optimizers.ELEMENTWISE),
+        # Adam's, which torch wraps once more when it makes the first AdamW.
+        _step("AdamW", "either"),
         *map(_init_group, optimizers.ELEMENTWISE),
         _optional(
             "torch.optim.Optimizer.zero_grad",
