@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.backward import Arrangement, Call, State
 from hyper_parallel.core.data_parallel.one_batch import is_one_batch
-from hyper_parallel.core.data_parallel.stations import stations_of
+from hyper_parallel.core.data_parallel.replica_functions import functions_of
 from hyper_parallel.core.data_parallel.trees import map_tensors
 from hyper_parallel.core.dtensor.communication.redistribute import partial_key
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -176,19 +176,19 @@ class Replica:
     def _views(self, call: Call, known: Arrangement, one_batch: bool) -> tuple[Any, list[Any], list[Any]]:
         """The token of a call, of each parameter that is trained what backward comes through, and what the module
         reads."""
-        platform, stations = self.platform, stations_of(self.platform)
+        platform, functions = self.platform, functions_of(self.platform)
         soon = (platform.fast or NOTHING_FASTER).run_soon
         trained = [known.parameters[i] for i in known.trained]
-        tokens = [stations.give((call, m, zero), *[trained[i] for i in m])[0] for m, zero in known.roots]
+        tokens = [functions.give((call, m, zero), *[trained[i] for i in m])[0] for m, zero in known.roots]
         token, zero = tokens[0], known.roots[0][1]
         if len(tokens) > 1:
-            (token,) = stations.gather((call, zero), *[platform.to_dtype(x, zero.dtype) for x in tokens])
+            (token,) = functions.gather((call, zero), *[platform.to_dtype(x, zero.dtype) for x in tokens])
         views: list[Any] = [None] * len(trained)
         read = list(views)
         for k, bucket in enumerate(known.buckets):
             members = [trained[i] for i in bucket.members]
             given = platform.to_dtype(token, bucket.zero.dtype)
-            found = stations.read((call, k, members * 2 if one_batch else members), given)
+            found = functions.read((call, k, members * 2 if one_batch else members), given)
             soon(found[0])
             for j, i in enumerate(bucket.members):
                 views[i] = found[j]
@@ -218,7 +218,7 @@ class Replica:
         if not found:
             return output
         new: dict[int, Any] = {}
-        anchor = stations_of(platform).anchor
+        anchor = functions_of(platform).anchor
         for dtype, xs in found.items():
             given = platform.to_dtype(token, dtype)
             new.update(zip(xs, anchor((call, platform.detach(given)), given, *xs.values()), strict=True))

@@ -1,7 +1,7 @@
 """`replicate`: data parallelism. Mirrors ``torch.distributed._composable.replicate`` and ``DistributedDataParallel``.
 
-The way of a step: `replica` puts local parameters into the modules, `stations` are the functions of autograd that their
-gradients pass, `backward` collects them, and `buckets` all-reduces.
+The way of a step: `replica` puts local parameters into the modules, `replica_functions` are the functions of autograd
+that their gradients pass, `backward` collects them, and `buckets` all-reduces.
 """
 
 from __future__ import annotations

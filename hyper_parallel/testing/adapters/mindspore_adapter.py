@@ -568,6 +568,7 @@ FUZZ_LIMITS: dict[str, Any] = {
     "gradients_of_nothing": False,
     "copies_offsets": True,
     "row_major": True,
+    "gradient_shapes": False,
     "gradients_of_steps": False,
 }
 

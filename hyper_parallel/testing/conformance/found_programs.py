@@ -232,4 +232,11 @@ FOUND: dict[str, Program] = {
         (Step("transpose", (0,), (1, 0)), Step("scaled", (1,), (2.0,)), Step("as_strided", (2,), ((14,), (1,)))),
         (3,),
     ),
+    "a product with a matrix of one row in a batch of one": Program(
+        24,
+        (2,),
+        (_leaf((1, 1, 4), (Shard(2),)), _leaf((4, 4), (Replicate(),), requires_grad=False)),
+        (Step("matmul", (0, 1), ()), Step("unsqueeze", (2,), (1,))),
+        (3,),
+    ),
 }

@@ -175,6 +175,11 @@ def _evaluate(
         grads = _gradients_of_gradients(program, function, wanted, arrays, take, whole)
     else:
         _, grads = adapter.value_and_grads(function, [arrays[i] for i in wanted])
+    if not Limits(**adapter.FUZZ_LIMITS).gradient_shapes:
+        grads = [
+            g.reshape(arrays[i].shape) if g is not None and g.size == arrays[i].size else g
+            for i, g in zip(wanted, grads, strict=True)
+        ]
     by_leaf = dict(zip(wanted, grads, strict=True))
     return outputs, [by_leaf.get(i) for i in range(len(arrays))]
 

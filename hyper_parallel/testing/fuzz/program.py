@@ -131,6 +131,7 @@ class Limits:
         gradients_of_nothing: whether the framework's own gradients are right where a tensor has no elements.
         gradients_of_steps: whether slices with a step have gradients.
         copies_offsets: whether `contiguous` copies a contiguous view that begins behind the first element of its base.
+        gradient_shapes: whether the framework's own gradients have the shapes of what they are gradients of.
         row_major: whether results that are no views are in row-major order, whatever the order of the operands.
     """
 
@@ -143,6 +144,7 @@ class Limits:
     gradients_of_nothing: bool = True
     copies_offsets: bool = False
     row_major: bool = False
+    gradient_shapes: bool = True
     gradients_of_steps: bool = True
 
 

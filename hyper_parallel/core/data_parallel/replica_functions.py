@@ -16,10 +16,10 @@ from typing import Any
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.data_parallel.backward import Call
 
-__all__ = ["Stations", "stations_of"]
+__all__ = ["ReplicaFunctions", "functions_of"]
 
 
-class Stations:
+class ReplicaFunctions:
     """The functions of one platform.
 
     Attributes:
@@ -37,12 +37,12 @@ class Stations:
         self.anchor = joint(_anchor, _anchor_backward)
 
 
-def stations_of(platform: Any) -> Stations:
+def functions_of(platform: Any) -> ReplicaFunctions:
     """Those of ``platform``."""
-    return _STATIONS[platform]
+    return _FUNCTIONS[platform]
 
 
-_STATIONS: Table = Table(Stations, 1 << 4, "functions of replicate")
+_FUNCTIONS: Table = Table(ReplicaFunctions, 1 << 4, "functions of replicate")
 
 
 def _give(ctx: Any, static: tuple[Call, Sequence[int], Any], *parameters: Any) -> Sequence[Any]:
