@@ -132,7 +132,7 @@ def fully_shard(
 
 def buffers_of(module: Any) -> list[FlatBuffer]:
     """The flat buffers of a unit, one a dtype; none before its first call."""
-    return unit_of(module).buffers if is_unit(module) else []
+    return unit_of(module).parameters.buffers if is_unit(module) else []
 
 
 def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[..., Any]:

@@ -80,13 +80,13 @@ class Model:
     def gather_ahead(self, units: Sequence[Unit]) -> None:
         """Begin to gather the parameters of units that are needed next."""
         for unit in units:
-            if unit.start():
+            if unit.parameters.start():
                 self._ahead.append(unit)
 
     def drop_ahead(self) -> None:
         """Forget what was gathered for units that were not needed."""
         for unit in self._ahead:
-            unit.drop()
+            unit.parameters.drop()
         self._ahead = []
 
     # ---------------------------------------------------------------------- backward

@@ -20,7 +20,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Return when the parameters are whole; modules find them from then on."""
         if self._unit is not None:
-            self._unit.unshard()
+            self._unit.parameters.unshard()
             self._unit = None
 
 
@@ -50,7 +50,7 @@ class FSDPModule:
             None without ``async_op``.
         """
         unit = unit_of(self)
-        unit.start()
+        unit.parameters.start()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -60,7 +60,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Give the whole parameters of this unit back: after `unshard`, and before the optimizer's step where
         `set_reshard_after_backward` has left them whole."""
-        unit_of(self).reshard()
+        unit_of(self).parameters.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """As the keyword of `fully_shard`, from the next forward on.

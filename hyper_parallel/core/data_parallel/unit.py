@@ -1,25 +1,24 @@
 """One unit of `fully_shard`: its parameters are whole while its module runs, in forward and in backward.
 
-A call gathers the parameters (`FlatBuffer`), and lets the modules find whole ones where they look for theirs
-(`Places`). Whole parameters are results of one differentiable function of the shards, whose backward reduces the
-gradients (`Gradients`). What the module returns goes through an identity: when the first cotangent comes back to it,
-the parameters are made whole again.
+A call gathers the parameters, and lets the modules find whole ones where they look for theirs (`UnitParameters`).
+Whole parameters are results of one differentiable function of the shards, whose backward reduces the gradients
+(`Gradients`). What the module returns goes through an identity: when the first cotangent comes back to it, the
+parameters are made whole again. Where the platform tells when the cotangent of the input is there, they are given back
+then, before their gradients are reduced.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import is_distributed, lies_across, whole_for_all
-from hyper_parallel.core.data_parallel.call import Call, versions_of
-from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
-from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["Unit"]
@@ -34,6 +33,8 @@ class Unit:
         reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
         reshard_after_backward: whether parameters are sharded again after backward.
         gradients: how they are reduced.
+        parameters: sharded or whole.
+        model: what it shares with the other units below the outermost one; None before the first forward.
         forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
     """
 
@@ -46,98 +47,16 @@ class Unit:
         self.forward_prefetch: Sequence[Unit] = ()
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
-        self.buffers: list[FlatBuffer] = []
-        self._places = Places(self.platform, module, plan.slots, self.what)
-        self._module = weakref.ref(module)
-        self._dtypes: list[Any] | None = None
-        #: Of each buffer, the indices of its parameters.
-        self._members: list[list[int]] = []
-        #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
-        self._values: list[Any] | None = None
-        self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
-        self._shown = False  # whether modules find whole parameters since `unshard`
-        self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
+        self.parameters = UnitParameters(plan, module, self.what)
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
-        self._leaves_of: list[list[int]] = []  # of each buffer, those that gradients are asked for
+        #: The buffers of these, and of each buffer those that gradients are asked for.
+        self._leaves_of: tuple[Any, list[list[int]]] = (None, [])
         self._trained_leaves: set[int] = set()
         self._waiting: list[Any] = []
         self._awaited = -1  # how much is missing until the backward of this unit is known to be over; negative: unknown
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
         self._returned = self.platform.joint_function(self._returned_forward, self._returned_backward)
-
-    # ---------------------------------------------------------------------- parameters
-    def _parameters(self) -> list[Any]:
-        """The shards; makes buffers for them when there are none for their dtypes."""
-        parameters = self._places.parameters()
-        dtypes = [p.dtype for p in parameters]
-        if self._dtypes != dtypes:
-            self.drop()
-            self.buffers, self._members = self.plan.buffers(parameters)
-            self._dtypes, self._leaves = dtypes, []
-        return parameters
-
-    def start(self) -> bool:
-        """Begin to gather; returns False where nothing is to be done."""
-        if self._values is not None or not self.plan.slots or self._is_under_way():
-            return False
-        with self.platform.no_grad(), self.platform.no_dispatch():
-            parameters = self._parameters()
-            for buffer, members in zip(self.buffers, self._members, strict=True):
-                buffer.start([parameters[i] for i in members])
-        return True
-
-    def _is_under_way(self) -> bool:
-        return bool(self.buffers) and all(buffer.is_under_way for buffer in self.buffers)
-
-    def drop(self) -> None:
-        """Forget what was begun and not needed."""
-        for buffer in self.buffers:
-            buffer.drop()
-
-    def unshard(self) -> None:
-        """Make the parameters whole, and let modules find them, until `reshard`."""
-        if not self.plan.slots or self._kept is not None:
-            return
-        platform = self.platform
-        with platform.no_dispatch():
-            parameters = self._parameters()
-            values = self._gather(platform.frees_storage)
-            self._values, self._kept = values, versions_of(parameters)
-            wholes: list[Any] = [None] * len(parameters)
-            for buffer, members, flat in zip(self.buffers, self._members, values, strict=True):
-                for i, x in zip(members, buffer.views(flat), strict=True):
-                    wholes[i] = x if self.plan.inner[i] is None else platform.wrap(x, self.plan.inner[i])
-        self._put.append(self._places.put(wholes))
-        self._shown = True
-
-    def reshard(self) -> None:
-        """Undo `unshard`, and what `reshard_after_backward` has left whole."""
-        self.drop()
-        if self._shown:
-            self._places.take_back(self._put.pop())
-            self._shown = False
-        self._kept = None
-        self._free()
-
-    def _gather(self, keep: bool) -> list[Any]:
-        """The flat storage of each buffer, whole. With ``keep`` it is what `_free` frees."""
-        if self._values is not None and (self._opened or self._kept is not None):
-            return self._values
-        values, self._values = self._values, None
-        self.start()
-        with self.platform.no_grad():
-            found = [b.take(keep) for b in self.buffers]
-        self._values = found if keep else values
-        return found
-
-    def _free(self) -> None:
-        """Give the whole parameters back."""
-        if self._values is not None and not self._opened and self._kept is None:
-            self._values = None
-            for buffer in self.buffers:
-                if self.platform.frees_storage and buffer.whole is not None:
-                    self.platform.free_storage(buffer.whole)
 
     # ---------------------------------------------------------------------- forward
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -203,17 +122,17 @@ class Unit:
         platform, model = self.platform, self.model
         assert model is not None
         with platform.no_dispatch():
-            parameters = self._parameters()
-            trained = [[i for i in members if parameters[i].requires_grad] for members in self._members]
+            parameters = self.parameters.shards()
+            trained = [[i for i in members if parameters[i].requires_grad] for members in self.parameters.members]
             # One answers for all: they differ in what `trained` says, and that is the same for those in it.
             asked = any(platform.requires_grad(parameters[i]) for of_buffer in trained for i in of_buffer[:1])
             recorded = asked or any(map(platform.requires_grad, inputs))
             call = Call(parameters, trained, recorded, running)
-            self._check_kept(parameters)
-            values = self._gather(recorded and platform.frees_storage)
+            self.parameters.check_kept(parameters)
+            values = self.parameters.gather(recorded and platform.frees_storage)
             wholes = self._wholes(call, values, asked)
         try:
-            self._put.append(self._places.put(wholes, parameters))
+            self.parameters.show(wholes, parameters)
             del wholes
             if asked and not again and platform.frees_storage:
                 args, kwargs = self._watched(args, kwargs, inputs)
@@ -222,11 +141,11 @@ class Unit:
                     model.entered(self)
                 output = forward(module, *args, **kwargs)
             finally:
-                self._places.take_back(self._put.pop())
+                self.parameters.hide()
             return self._with_opening(output, call) if recorded and self.plan.slots else output
         finally:
             if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
-                self._free()
+                self.parameters.free()
 
     def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
         """The arguments, such that backward tells when the cotangent of the input is there. Of several inputs, or a
@@ -243,16 +162,10 @@ class Unit:
         )
         return changed
 
-    def _check_kept(self, parameters: Sequence[Any]) -> None:
-        if self._kept is not None and self._kept != versions_of(parameters):
-            raise RuntimeError(
-                f"{self.what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
-            )
-
     def _wholes(self, call: Call, values: Sequence[Any], asked: bool) -> list[Any]:
         """The whole parameters in the order of their indices, differentiable where that is ``asked``."""
         found: list[Any] = [None] * len(call.parameters)
-        for b, (buffer, members) in enumerate(zip(self.buffers, self._members, strict=True)):
+        for b, (buffer, members) in enumerate(zip(self.parameters.buffers, self.parameters.members, strict=True)):
             views = buffer.views(values[b])
             trained = call.trained[b] if asked else []
             if trained:
@@ -321,7 +234,7 @@ class Unit:
                     "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
                 )
             with platform.no_dispatch():
-                if any(buffer.holds(x) for buffer in self.buffers):
+                if any(buffer.holds(x) for buffer in self.parameters.buffers):
                     layout = getattr(x, "_layout", None)
                     x = platform.clone(x)
                     x = x if layout is None else platform.wrap(x, layout)
@@ -366,24 +279,24 @@ class Unit:
         if self._opened:
             self._opened += 1
             return
-        if self._values is None:
-            self._gather(True)
+        self.parameters.open()
         self._opened = 1
         self._awaited = 1 + sum(map(bool, call.trained))
-        if not self._leaves or self._leaves_of != call.trained:
-            self._leaves, self._leaves_of = self._make_leaves(call), call.trained
+        known = self.parameters.buffers, call.trained
+        if self._leaves_of[0] is not known[0] or self._leaves_of[1] != known[1]:
+            self._leaves, self._leaves_of = self._make_leaves(call), known
         assert self.model is not None
         leaves = self._leaves
         if self.model.one_loss:
             with self.platform.no_dispatch():
                 leaves = [self._as_read(i, x, self._waiting) for i, x in enumerate(leaves)]
-        self._put.append(self._places.put(leaves))
+        self.parameters.show(leaves)
 
     def _make_leaves(self, call: Call) -> list[Any]:
         """Whole parameters as tensors that nothing was computed from yet."""
         found: list[Any] = [None] * len(call.parameters)
         self._trained_leaves.clear()
-        for buffer, members in zip(self.buffers, self._members, strict=True):
+        for buffer, members in zip(self.parameters.buffers, self.parameters.members, strict=True):
             for i, x in zip(members, buffer.views(buffer.whole), strict=True):
                 found[i] = x if self.plan.inner[i] is None else self._as_read(i, x, self._waiting)
                 if call.parameters[i].requires_grad:
@@ -398,9 +311,10 @@ class Unit:
         self._opened -= 1
         if self._opened:
             return
+        self.parameters.is_open = False
         self._awaited = -1
-        self._places.take_back(self._put.pop())
-        for b, members in enumerate(self._members):
+        self.parameters.hide()
+        for b, members in enumerate(self.parameters.members):
             # Of what was computed again and differentiated on its own, as reentrant checkpointing does.
             if not self.platform.accumulates_gradients:
                 break
@@ -413,33 +327,33 @@ class Unit:
                     self._leaves[i].grad = None
                 self._reduce(b, trained, cotangents, True)
         if self.reshard_after_backward:
-            self._free()
+            self.parameters.free()
         else:
-            self._kept = versions_of(self._places.parameters())
+            self.parameters.keep()
 
     def abandon(self) -> None:
         """Backward has failed."""
         if self._opened:
-            self._opened = 0
-            self._places.take_back(self._put.pop())
+            self._opened, self.parameters.is_open = 0, False
+            self.parameters.hide()
             self._waiting.clear()
             for i in self._trained_leaves if self.platform.accumulates_gradients else ():
                 self._leaves[i].grad = None
-            self._free()
+            self.parameters.free()
 
     # ---------------------------------------------------------------------- gradients
     def _reduce(self, b: int, indices: Sequence[int], cotangents: Sequence[Any], delay: bool) -> list[Any]:
         assert self.model is not None
-        parameters = self._places.parameters()
+        parameters = self.parameters.places.parameters()
         return self.gradients.reduce(
-            self.model, self.buffers[b], self._members[b], parameters, indices, cotangents, delay
+            self.model, self.parameters.buffers[b], self.parameters.members[b], parameters, indices, cotangents, delay
         )
 
     def reduce_kept(self) -> None:
         """A backward pass is over that did not come to this unit: reduce what was kept from those before."""
         if self.gradients.has_kept and self.gradients.reduce_gradients and self.platform.accumulates_gradients:
-            for b in range(len(self.buffers)):
-                kept = self.gradients.kept(self.buffers[b])
+            for b in range(len(self.parameters.buffers)):
+                kept = self.gradients.kept(self.parameters.buffers[b])
                 if kept:
                     self._reduce(b, kept, [None] * len(kept), True)
 

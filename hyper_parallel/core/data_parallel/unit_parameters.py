@@ -1,0 +1,143 @@
+"""The parameters of one unit of `fully_shard`: sharded, gathered, and where modules find them.
+
+While the unit runs, in forward and in backward, its parameters are whole: views of the storage of `FlatBuffer`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.data_parallel.call import versions_of
+from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.places import Places
+from hyper_parallel.core.data_parallel.plan import Plan
+
+__all__ = ["UnitParameters"]
+
+
+class UnitParameters:
+    """What a unit has of its parameters.
+
+    Args:
+        plan: that of the unit.
+        module: that of the unit. It is not kept alive.
+        what: the unit, for messages.
+
+    Attributes:
+        buffers: one for each dtype.
+        members: of each buffer, the indices of its parameters.
+        places: where modules look for them.
+        is_open: whether a backward needs the whole parameters.
+    """
+
+    def __init__(self, plan: Plan, module: Any, what: str) -> None:
+        self._plan, self._platform, self._what = plan, plan.mesh.platform, what
+        self.places = Places(self._platform, module, plan.slots, what)
+        self.buffers: list[FlatBuffer] = []
+        self.members: list[list[int]] = []
+        self.is_open = False
+        self._dtypes: list[Any] | None = None
+        #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
+        self._values: list[Any] | None = None
+        self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
+        self._shown = False  # whether modules find whole parameters since `unshard`
+        self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
+
+    def shards(self) -> list[Any]:
+        """The parameters; makes buffers for them when there are none for their dtypes."""
+        parameters = self.places.parameters()
+        dtypes = [p.dtype for p in parameters]
+        if self._dtypes != dtypes:
+            self.drop()
+            self.buffers, self.members = self._plan.buffers(parameters)
+            self._dtypes = dtypes
+        return parameters
+
+    def show(self, wholes: Sequence[Any], shards: list[Any] | None = None) -> None:
+        """Let modules find these tensors, until `hide`."""
+        self._put.append(self.places.put(wholes, shards))
+
+    def hide(self) -> None:
+        """Let modules find what they found before `show`."""
+        self.places.take_back(self._put.pop())
+
+    def keep(self) -> None:
+        """Stay whole until `reshard`."""
+        self._kept = versions_of(self.places.parameters())
+
+    def check_kept(self, shards: Sequence[Any]) -> None:
+        """Raise RuntimeError where what is whole since another step is not what the shards are."""
+        if self._kept is not None and self._kept != versions_of(shards):
+            raise RuntimeError(
+                f"{self._what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
+            )
+
+    # ---------------------------------------------------------------------- whole and sharded
+    def start(self) -> bool:
+        """Begin to gather; returns False where nothing is to be done."""
+        if self._values is not None or not self._plan.slots or self._is_under_way():
+            return False
+        with self._platform.no_grad(), self._platform.no_dispatch():
+            parameters = self.shards()
+            for buffer, members in zip(self.buffers, self.members, strict=True):
+                buffer.start([parameters[i] for i in members])
+        return True
+
+    def _is_under_way(self) -> bool:
+        return bool(self.buffers) and all(buffer.is_under_way for buffer in self.buffers)
+
+    def drop(self) -> None:
+        """Forget what was begun and not needed."""
+        for buffer in self.buffers:
+            buffer.drop()
+
+    def unshard(self) -> None:
+        """Make the parameters whole, and let modules find them, until `reshard`."""
+        if not self._plan.slots or self._kept is not None:
+            return
+        platform = self._platform
+        with platform.no_dispatch():
+            parameters = self.shards()
+            values = self.gather(platform.frees_storage)
+            self._values, self._kept = values, versions_of(parameters)
+            wholes: list[Any] = [None] * len(parameters)
+            for buffer, members, flat in zip(self.buffers, self.members, values, strict=True):
+                for i, x in zip(members, buffer.views(flat), strict=True):
+                    wholes[i] = x if self._plan.inner[i] is None else platform.wrap(x, self._plan.inner[i])
+        self.show(wholes)
+        self._shown = True
+
+    def reshard(self) -> None:
+        """Undo `unshard`, and what `reshard_after_backward` has left whole."""
+        self.drop()
+        if self._shown:
+            self.hide()
+            self._shown = False
+        self._kept = None
+        self.free()
+
+    def gather(self, keep: bool) -> list[Any]:
+        """The flat storage of each buffer, whole. With ``keep`` it is what `free` frees."""
+        if self._values is not None and (self.is_open or self._kept is not None):
+            return self._values
+        values, self._values = self._values, None
+        self.start()
+        with self._platform.no_grad():
+            found = [b.take(keep) for b in self.buffers]
+        self._values = found if keep else values
+        return found
+
+    def open(self) -> None:
+        """A backward begins: be whole until `is_open` is False again."""
+        if self._values is None:
+            self.gather(True)
+        self.is_open = True
+
+    def free(self) -> None:
+        """Give the whole parameters back."""
+        if self._values is not None and not self.is_open and self._kept is None:
+            self._values = None
+            for buffer in self.buffers:
+                if self._platform.frees_storage and buffer.whole is not None:
+                    self._platform.free_storage(buffer.whole)
