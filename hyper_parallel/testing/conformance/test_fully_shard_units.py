@@ -43,12 +43,12 @@ def shard_block(block: Any, mesh: Any, **options: Any) -> Any:
 class Trained:
     """A model, its sharded copy, and steps of both that must agree."""
 
-    def __init__(self, mesh: Any, build: Any, shard: Any, shape: tuple[int, ...]) -> None:
+    def __init__(self, mesh: Any, build: Any, shard: Any, shape: tuple[int, ...], rate: float = 0.1) -> None:
         self.mesh, self.shape, self.adapter = mesh, shape, get_adapter()
         self.size, self.rank = mesh.size(), int(np.argwhere(mesh.mesh.reshape(-1) == mesh.get_rank())[0][0])
         self.single, self.sharded = (self.adapter.load(build(), np.random.default_rng(5)) for _ in range(2))
         shard(self.sharded)
-        self.steps = [self.adapter.sgd(module, 0.1) for module in (self.single, self.sharded)]
+        self.steps = [self.adapter.sgd(module, rate) for module in (self.single, self.sharded)]
         self.counts: list[dict[str, dict[str, int]]] = []
 
     def step(self, seed: int, calls: int = 1) -> None:
