@@ -163,3 +163,21 @@ def test_roots(pool: Any) -> None:
 @pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (1, 2, 2)], ids=str)
 def test_flattened_dimensions(pool: Any, shape: tuple[int, ...]) -> None:
     pool.run(4, flattened, shape)
+
+
+def loaded() -> None:
+    """What was saved on a mesh is loaded on the one with the same ranks and names; others are not made up."""
+    platform = get_platform()
+    size = platform.world_size()
+    mesh = init_device_mesh(mesh_shape=(size // 2, 2), mesh_dim_names=("dp", "tp"))
+    rebuild, arguments = mesh["tp"].__reduce__()
+    assert rebuild(*arguments) is mesh["tp"]
+    everyone = rebuild(mesh.device_type, list(range(size)), ("all ranks of a file",))
+    assert everyone.shape == (size,) and everyone.mesh_dim_names == ("all ranks of a file",)
+    for ranks, names in (([0, size + 3], None), ([0, 1], ("no such name",)), ([1, 0], ("tp",))):
+        with pytest.raises(RuntimeError, match="make the mesh first"):
+            rebuild(mesh.device_type, ranks, names)
+
+
+def test_meshes_of_what_was_saved(pool: Any) -> None:
+    pool.run(4, loaded)
