@@ -13,7 +13,7 @@ import pytest
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 
 PLATFORM = SimpleNamespace(is_tensor=lambda x: isinstance(x, np.ndarray))
-Pair = namedtuple("Pair", "first second")  # noqa: PYI024
+Pair = namedtuple("Pair", "first second")
 
 
 @dataclasses.dataclass

@@ -40,31 +40,44 @@ def lies_across(x: Any, mesh: DeviceMesh) -> bool:
 
 
 def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, tensor_parallel: bool, what: str) -> bool | None:
-    """Whether tensors that a unit was called with are a distributed batch; None for no tensors.
+    """Whether tensors that a module was called with are a distributed batch; None where there are none to tell by:
+    DTensors on other dimensions of the mesh, and tensors without dimensions, are neither that nor a rank's own.
 
     Args:
         tensors: all that it was called with.
         mesh: of data parallelism.
-        tensor_parallel: whether parameters of the unit are on another dimension of the mesh too.
-        what: the unit, for messages.
+        tensor_parallel: whether parameters of the module are on another dimension of the mesh too.
+        what: the module and what was applied to it, for messages.
 
     Raises:
-        ValueError: for a DTensor on another mesh, and one that a unit with tensor-parallel parameters cannot take.
+        ValueError: for both kinds at once, for a DTensor on another mesh, and for one that a module with
+            tensor-parallel parameters cannot take.
     """
-    found = None
+    shared: Any = None
+    own: Any = None
     for x in tensors:
-        found = found or False
         if lies_across(x, mesh):
-            layout = x._layout
-            if layout.mesh is not mesh or tensor_parallel:
-                raise ValueError(
-                    f"{what} was called with a DTensor of shape {tuple(layout.shape)} placed {list(x.placements)} on "
-                    f"{layout.mesh}, and its parameters are sharded over {mesh}: give a DTensor on that mesh, and "
-                    "where parameters are tensor parallel too, plain tensors, this rank's part of the batch, as in "
-                    "x.to_local()"
-                )
-            found = True
-    return found
+            shared = x
+        elif x.ndim and not isinstance(x, DTensor):
+            own = x
+    if shared is None:
+        return None if own is None else False
+    layout = shared._layout
+    if own is not None:
+        raise ValueError(
+            f"{what} was called with a DTensor of shape {tuple(layout.shape)} on {layout.mesh} and with a plain tensor "
+            f"of shape {tuple(own.shape)}: one says that the ranks have one batch, the other that each has its own. "
+            "Give DTensors (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for what all ranks share), or "
+            "plain tensors alone"
+        )
+    if layout.mesh is not mesh or tensor_parallel:
+        raise ValueError(
+            f"{what} was called with a DTensor of shape {tuple(layout.shape)} placed {list(shared.placements)} on "
+            f"{layout.mesh}, and its parameters are {'tensor parallel beside' if tensor_parallel else 'on'} {mesh}: "
+            "give a DTensor on that mesh, and where parameters are tensor parallel too, plain tensors, this rank's "
+            "part of the batch, as in x.to_local()"
+        )
+    return True
 
 
 def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.data_parallel.backward import Arrangement, Call, State
-from hyper_parallel.core.data_parallel.one_batch import is_one_batch
+from hyper_parallel.core.data_parallel.batches import is_distributed
 from hyper_parallel.core.data_parallel.replica_functions import functions_of
-from hyper_parallel.core.data_parallel.trees import map_tensors
+from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.communication.redistribute import partial_key
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
@@ -99,7 +99,8 @@ class Replica:
         what = f"{type(module).__name__} under replicate"
         if platform.is_compiling():
             raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
-        one_batch = is_one_batch((args, kwargs), self.mesh, what, self._is_tensor_parallel)
+        inputs = tensors_in((args, kwargs), platform)
+        one_batch = bool(is_distributed(inputs, self.mesh, self._is_tensor_parallel, what))
         with platform.no_dispatch():
             known = self._arrange(what)
             call, token, tensors = self._begin(known, one_batch, what)
