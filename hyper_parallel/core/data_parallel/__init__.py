@@ -1,1 +1,1 @@
-"""Data parallelism: `fully_shard`, a first version for one module that is one unit."""
+"""Data parallelism: `fully_shard` (ZeRO-3) and `replicate`, alone or on top of tensor parallelism."""

@@ -1,4 +1,4 @@
-"""Meshes of a framework's own made of a mesh, and a slice of a mesh found for one of them. They share their groups."""
+"""Meshes of this library made from a framework's own meshes, and the other way round. Both share their groups."""
 
 from __future__ import annotations
 
