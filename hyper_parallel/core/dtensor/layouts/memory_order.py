@@ -2,7 +2,7 @@
 
 It decides whether an operation gives a view or a copy, and which element gets which random number. Where every rank has
 two rows or more of each dimension, local strides tell; elsewhere they are tracked on the tensor (see `aliasing`). What
-redistribution gives is contiguous; what an operation reads after data moved is brought into the order again (`bind_order`).
+redistribution gives is contiguous; what an operation reads after data moved is brought into order again (`bind_order`).
 """
 
 from __future__ import annotations
