@@ -22,16 +22,8 @@ from hyper_parallel.core.dtensor.tensor import DTensor
 __all__ = ["is_distributed", "lies_across", "whole_for_all"]
 
 
-def _lies_across(key: tuple[DeviceMesh, DeviceMesh]) -> bool:
-    mesh, data_parallel = key
-    if mesh.get_root_mesh() is not data_parallel.get_root_mesh():
-        return True
-    mine, others = ({dim for entry in m._along for dim in entry} for m in key)
-    return not mine.isdisjoint(others)
-
-
 #: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root.
-_ACROSS: Table = Table(_lies_across, 1 << 10, "meshes beside data parallelism")
+_ACROSS: Table = Table(lambda key: not key[0].is_beside(key[1]), 1 << 10, "meshes beside data parallelism")
 
 
 def lies_across(x: Any, mesh: DeviceMesh) -> bool:
@@ -39,19 +31,18 @@ def lies_across(x: Any, mesh: DeviceMesh) -> bool:
     return isinstance(x, DTensor) and bool(_ACROSS[x._layout.mesh, mesh])
 
 
-def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, tensor_parallel: bool, what: str) -> bool | None:
+def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str, plain_only: bool = False) -> bool | None:
     """Whether tensors that a module was called with are a distributed batch; None where there are none to tell by:
     DTensors on other dimensions of the mesh, and tensors without dimensions, are neither that nor a rank's own.
 
     Args:
         tensors: all that it was called with.
         mesh: of data parallelism.
-        tensor_parallel: whether parameters of the module are on another dimension of the mesh too.
         what: the module and what was applied to it, for messages.
+        plain_only: whether the module cannot take one: its parameters are tensor parallel, and replicated.
 
     Raises:
-        ValueError: for both kinds at once, for a DTensor on another mesh, and for one that a module with
-            tensor-parallel parameters cannot take.
+        ValueError: for both kinds at once, for a DTensor on another mesh, and for one that it cannot take.
     """
     shared: Any = None
     own: Any = None
@@ -70,12 +61,13 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, tensor_parallel: bo
             "Give DTensors (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for what all ranks share), or "
             "plain tensors alone"
         )
-    if layout.mesh is not mesh or tensor_parallel:
+    if layout.mesh is not mesh or plain_only:
+        given, beside = "a DTensor on that mesh", "on"
+        if plain_only:
+            given, beside = "plain tensors, this rank's part of the batch, as in x.to_local()", "tensor parallel beside"
         raise ValueError(
             f"{what} was called with a DTensor of shape {tuple(layout.shape)} placed {list(shared.placements)} on "
-            f"{layout.mesh}, and its parameters are {'tensor parallel beside' if tensor_parallel else 'on'} {mesh}: "
-            "give a DTensor on that mesh, and where parameters are tensor parallel too, plain tensors, this rank's "
-            "part of the batch, as in x.to_local()"
+            f"{layout.mesh}, and its parameters are {beside} {mesh}: give {given}"
         )
     return True
 

@@ -24,7 +24,6 @@ class Plan:
         inner: of each, its layout on another mesh, as a tensor-parallel style has placed it; None for a plain one.
         shapes: of each, the local shape under that.
         dims: of each, the dimension that is cut, None for what every rank has whole.
-        is_tensor_parallel: whether any has a layout in ``inner``.
         reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them.
     """
 
@@ -41,7 +40,6 @@ class Plan:
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
         self.shapes, self.dims = tuple(shapes), tuple(dims)
-        self.is_tensor_parallel = any(layout is not None for layout in inner)
         self.reshard_after_forward, self.mp_policy, self.offload_policy = (
             reshard_after_forward,
             mp_policy,

@@ -100,7 +100,7 @@ class Replica:
         if platform.is_compiling():
             raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
         inputs = tensors_in((args, kwargs), platform)
-        one_batch = bool(is_distributed(inputs, self.mesh, self._is_tensor_parallel, what))
+        one_batch = bool(is_distributed(inputs, self.mesh, what, self._is_tensor_parallel))
         with platform.no_dispatch():
             known = self._arrange(what)
             call, token, tensors = self._begin(known, one_batch, what)

@@ -90,7 +90,7 @@ class Unit:
     def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
         """Find out, in the outermost unit, whether the batch is distributed, and in others, whether theirs is alike."""
         model: Any = self.model
-        distributed = is_distributed(inputs, self.plan.mesh, self.plan.is_tensor_parallel, self.what)
+        distributed = is_distributed(inputs, self.plan.mesh, self.what)
         if decides:
             model.one_loss = bool(distributed)
         elif self.plan.slots and distributed is not None and distributed is not model.one_loss:

@@ -47,6 +47,13 @@ class Slices:
         """Which dimension of this mesh is dimension ``mesh_dim`` of another one of the same root."""
         return self._along.index(other._along[mesh_dim])
 
+    def is_beside(self, other: Slices) -> bool:
+        """Whether both are slices of one mesh, along different dimensions."""
+        if self.get_root_mesh() is not other.get_root_mesh():
+            return False
+        mine, others = ({dim for entry in mesh._along for dim in entry} for mesh in (self, other))
+        return mine.isdisjoint(others)
+
     def __getitem__(self: _Mesh, names: str | Sequence[str]) -> _Mesh:
         """The mesh of this rank along the named dimensions: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
 

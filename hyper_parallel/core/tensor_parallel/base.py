@@ -20,6 +20,7 @@ from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.dtensor.undistributed import check_first_call
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.convert import Slots, convert_outputs, to_output, to_placement, too_few_inputs
+from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError, run_on_parts
 from hyper_parallel.core.tensor_parallel.planned_parameters import (
     module_label,
     parameter_check,
@@ -244,13 +245,17 @@ class ModuleStyle(ParallelStyle):
             if CHECKS:
                 check_first_call(module)
             check(module)
-            args, kwargs = self.prepare_inputs(module, args, kwargs, mesh)
+            try:
+                args, kwargs = self.prepare_inputs(module, args, kwargs, mesh)
+            except OtherMeshError as error:
+                return run_on_parts(new_forward, module, args, kwargs, mesh, error)
             if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
                 y = local.distributed(module, args[0])
                 if y is not NotImplemented:
                     return y
             return self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
 
+        new_forward = convert
         if local is None:
             return convert
         by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
@@ -286,6 +291,7 @@ class ModuleStyle(ParallelStyle):
                         return y
             return convert(module, *args, **kwargs)
 
+        new_forward = run
         return run
 
 

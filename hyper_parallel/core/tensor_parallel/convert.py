@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.lookalikes import import_hint
+from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, HANDED_OUT, UNEVEN, compare_shapes
 
@@ -53,7 +54,7 @@ def to_placement(
     """
     if isinstance(x, DTensor):
         if x.device_mesh is not mesh:
-            raise ValueError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
+            raise OtherMeshError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
     elif mesh.platform.is_tensor(x):
         shape = None
         if size is not None and isinstance(layout, Shard):

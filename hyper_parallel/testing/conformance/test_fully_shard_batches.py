@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, Replicate, Shard, distribute_tensor, fully_shard
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_tensor,
+    fully_shard,
+    parallelize_module,
+)
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
@@ -180,3 +190,81 @@ def mixed() -> None:
 
 def test_mixed(pool: Any) -> None:
     pool.run(2, mixed)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def tensor_parallel(mesh: Any, rows: int) -> Any:
+    """Styled modules get this rank's part of the batch, and give it back as a part of a DTensor."""
+    adapter = get_adapter()
+
+    def shard(model: Any) -> None:
+        parallelize_module(model, mesh["tp"], TENSOR)
+        shard_block(model, mesh["dp"])
+
+    return compare(
+        mesh["dp"],
+        lambda: block_of((8, 12)),
+        shard,
+        np.random.default_rng(3).standard_normal((rows, 2, 8)).astype(np.float32),
+        lambda y, _: adapter.mean(adapter.square(y)),
+    )
+
+
+TENSOR = {
+    "attention.w[qkv]": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(),
+    "feed_forward.w[13]": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 7, 1], ids=["even", "uneven", "empty"])
+def test_tensor_parallel_block(pool: Any, rows: int) -> None:
+    for seen in pool.run(4, tensor_parallel, rows):
+        if rows > 1:  # operations gather a single sample
+            # Two more all-reduces in forward than without tensor parallelism: those of the row-parallel layers.
+            assert seen["forward"] == {"all_gather": 3, "all_reduce": 2}
+        assert seen["all"]["reduce_scatter"] == 3
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def tensor_parallel_labels(mesh: Any, rows: int) -> None:
+    """A column-parallel head, and the mean over labels that count."""
+    adapter = get_adapter()
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, 7, rows).astype(np.int64)
+    targets = np.where(np.arange(rows) % 3 == 0, -100, ids).astype(adapter.TARGET_DTYPE)
+
+    def shard(model: Any) -> None:
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+
+    compare(mesh["dp"], lambda: adapter.Tied(7, 6), shard, ids, lambda y, wanted: adapter.loss(y, wanted), targets)
+
+
+@pytest.mark.parametrize("rows", [8, 5, 2])
+def test_tensor_parallel_labels(pool: Any, rows: int) -> None:
+    pool.run(4, tensor_parallel_labels, rows)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def not_parts(mesh: Any) -> None:
+    """What cannot be a part of a batch is refused."""
+    adapter = get_adapter()
+    linear = parallelize_module(adapter.linear_module(6, 8), mesh["tp"], ColwiseParallel())
+    x = np.ones((4, 6), np.float32)
+    for placements, where in (([Replicate(), Shard(0)], mesh), ([Partial()], mesh["dp"])):
+        given = distribute_tensor(adapter.tensor(x), where, placements, src_data_rank=None)
+        with fails(ValueError, "the style works on"):
+            adapter.call(linear, given)
+    kept = parallelize_module(adapter.linear_module(6, 8), mesh["tp"], ColwiseParallel(use_local_output=False))
+    with fails(ValueError, "use_local_output=True"):
+        adapter.call(kept, distribute_tensor(adapter.tensor(x), mesh["dp"], [Shard(0)], src_data_rank=None))
+
+
+def test_what_is_no_part_of_a_batch(pool: Any) -> None:
+    pool.run(4, not_parts)
