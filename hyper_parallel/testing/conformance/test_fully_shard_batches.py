@@ -10,6 +10,8 @@ import pytest
 from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
+    DTensor,
+    ModuleStyle,
     Partial,
     Replicate,
     RowwiseParallel,
@@ -268,3 +270,54 @@ def not_parts(mesh: Any) -> None:
 
 def test_what_is_no_part_of_a_batch(pool: Any) -> None:
     pool.run(4, not_parts)
+
+
+class Several(ModuleStyle):
+    """Of a module that is called with a number, a batch and a scale, and returns the batch and the number."""
+
+    input_layouts = (None, Replicate(), Replicate())
+    output_layouts = (Replicate(), None)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def several(mesh: Any, rows: int) -> None:
+    """Other inputs and results: what is replicated has a gradient from each rank's part of the batch."""
+    adapter = get_adapter()
+    platform, rng = mesh.platform, np.random.default_rng(4)
+    x, scale = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal((1, 8)).astype(np.float32)
+
+    def build() -> Any:
+        module = adapter.load(adapter.linear_module(6, 8), np.random.default_rng(5))
+        platform.replace_forward(module, lambda forward: lambda self, n, x, scale: (forward(self, x) * scale, n))
+        return module
+
+    single, styled = build(), parallelize_module(build(), mesh["tp"], Several())
+
+    part = -(-rows // 2)
+    mine = slice(mesh.get_local_rank("dp") * part, (mesh.get_local_rank("dp") + 1) * part)
+
+    def reference(x: Any, scale: Any) -> Any:
+        y, _ = adapter.call(single, 3, x, scale)
+        return adapter.sum(adapter.square(y)), y
+
+    def batch_of(x: Any) -> Any:
+        return DTensor.from_local(x, mesh["dp"], [Shard(0)], shape=(rows, 6))
+
+    def distributed(x: Any, scale: Any) -> Any:
+        y, n = adapter.call(styled, 3, batch_of(x), DTensor.from_local(scale, mesh["dp"], [Replicate()]))
+        assert n == 3 and y.device_mesh is mesh["dp"] and y.placements == (Shard(0),)
+        return adapter.sum(adapter.square(y)).redistribute(placements=[Replicate()]).to_local(), y
+
+    y, wanted = adapter.value_and_grads(reference, [x, scale])
+    got_y, got = adapter.value_and_grads(distributed, [x[mine], scale])
+    same(adapter.numpy(got_y), adapter.numpy(y), "output", 1e-4)
+    same(got[0], wanted[0][mine], "gradient of the batch", 1e-4)
+    same(got[1], wanted[1], "gradient of what is replicated", 1e-4)
+    on_tp = distribute_tensor(adapter.tensor(scale), mesh["tp"], [Replicate()], src_data_rank=None)
+    with fails(ValueError, "an input of", "redistribute it"):
+        adapter.call(styled, 3, batch_of(adapter.tensor(x[mine])), on_tp)
+
+
+@pytest.mark.parametrize("rows", [4, 3, 1])
+def test_several_inputs_and_results(pool: Any, rows: int) -> None:
+    pool.run(4, several, rows)
