@@ -19,6 +19,7 @@ from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["Unit"]
@@ -76,7 +77,7 @@ class Unit:
         outermost = not running and not again and model.outermost() is self
         if outermost:
             model.begin()
-        token = RUNNING.set((*running, self))
+        token, summed = RUNNING.set((*running, self)), SUMMED_OVER.set(self.plan.mesh if model.one_loss else None)
         complete = False
         try:
             output = self._run(module, forward, args, kwargs, inputs, running, again)
@@ -84,6 +85,7 @@ class Unit:
             return output if policy.output_dtype is None else self._cast(output, policy.output_dtype)
         finally:
             RUNNING.reset(token)
+            SUMMED_OVER.reset(summed)
             if outermost:
                 model.end(complete)
 

@@ -4,13 +4,14 @@ On the mesh ("dp", "tp"), a DTensor on ``mesh["dp"]`` arrives at a module whose 
 gives the module its part of the batch as a plain tensor, and what the module returns is this rank's part of a DTensor
 that is placed as the input. So between styled modules, and in the loss, operations see the batch of all ranks.
 
-A cotangent of what is placed `Shard` is the shard of it, on both sides; parameters get this rank's summand, which data
-parallelism adds up.
+A cotangent of what is placed `Shard` is the shard of it, on both sides; parameters get this rank's summand. So this is
+for modules under data parallelism, which adds these up, and says so in `SUMMED_OVER`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -18,7 +19,10 @@ from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shar
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 
-__all__ = ["OtherMeshError", "run_on_parts"]
+__all__ = ["SUMMED_OVER", "OtherMeshError", "run_on_parts"]
+
+#: The mesh over which gradients of the parameters of the modules that run are summed; None where nobody does.
+SUMMED_OVER: ContextVar[DeviceMesh | None] = ContextVar("hyper_parallel_summed_over", default=None)
 
 
 class OtherMeshError(ValueError):
@@ -43,9 +47,12 @@ def run_on_parts(
         What the module returns, with a DTensor that is placed as that input in place of each plain tensor.
 
     Raises:
-        OtherMeshError: ``error``, where no input lies so.
+        OtherMeshError: ``error``, where no input lies so, or nobody adds up gradients.
         ValueError: where another input or a result does not.
     """
+    # What is computed again in backward was looked at in forward.
+    if SUMMED_OVER.get() is None and not mesh.platform.in_backward():
+        raise error
     args = _cut(args, mesh)
     batch, name = _batch_of((*args, *kwargs.values()), mesh), module_label(module)
     if batch is None:
