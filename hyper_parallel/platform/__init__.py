@@ -6,7 +6,7 @@ Example:
     'cpu'
 """
 
-from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract import OptimizerState, Platform
 from hyper_parallel.platform.registry import (
     PlatformError,
     available_platforms,
@@ -16,6 +16,7 @@ from hyper_parallel.platform.registry import (
 )
 
 __all__ = [
+    "OptimizerState",
     "Platform",
     "PlatformError",
     "available_platforms",

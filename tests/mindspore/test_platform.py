@@ -192,7 +192,7 @@ def test_contiguous_is_dense(platform: Any) -> None:
 def test_bytes(platform: Any) -> None:
     for dtype in (ms.bfloat16, ms.float16, ms.int64, ms.bool_):
         for x in (Tensor(np.arange(6.0).reshape(2, 3)).astype(dtype), ops.zeros((0, 3), dtype)):
-            back = platform.from_bytes(platform.bytes_of(x), x)
+            back = platform.from_bytes(platform.bytes_of(x), x.shape, dtype)
             assert (back.dtype, back.shape) == (dtype, x.shape) and platform.bytes_of(back) == platform.bytes_of(x)
             parameter = Parameter(ops.zeros(x.shape, dtype)) if x.size else ops.zeros(x.shape, dtype)
             platform.write(parameter, back)

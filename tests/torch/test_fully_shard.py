@@ -195,7 +195,7 @@ def overlapped(mesh: Any) -> None:
     work.wait()
     close(out, torch.arange(1.0, mesh.size() + 1).repeat_interleave(3))
     half = torch.ones(3, dtype=torch.bfloat16)
-    assert platform.from_bytes(platform.bytes_of(half), half).dtype is torch.bfloat16
+    assert platform.from_bytes(platform.bytes_of(half), half.shape, half.dtype).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

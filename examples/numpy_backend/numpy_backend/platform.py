@@ -24,6 +24,9 @@ from numpy_backend.array import Array, Node, Parameter, in_backward, no_recordin
 __all__ = ["NumpyPlatform"]
 
 
+_DTYPES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+
+
 class _Context:
     """What an autograd function keeps for its backward."""
 
@@ -129,14 +132,16 @@ class NumpyPlatform(Platform):
         return id(x.value), x.writes[0], x.node, recording()
 
     # ------------------------------------------------------------------------------ local arrays
+    dtypes: ClassVar[dict[str, Any]] = {name: np.dtype(name) for name in _DTYPES.split()}
+
     def is_floating_point(self, x: Array) -> bool:
         return np.issubdtype(x.dtype, np.floating)
 
     def bytes_of(self, x: Array) -> bytes:
         return x.value.tobytes()
 
-    def from_bytes(self, values: bytes, like: Array) -> Array:
-        return Array(np.frombuffer(bytearray(values), like.dtype).reshape(like.value.shape))
+    def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Array:
+        return Array(np.frombuffer(bytearray(values), dtype).reshape(tuple(shape)))
 
     def write(self, x: Array, values: Array) -> None:
         x.value[...] = values.value

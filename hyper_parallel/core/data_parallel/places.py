@@ -52,6 +52,11 @@ class Places:
         #: The parameters, while something else stands in their place.
         self._shards: list[Any] | None = None
 
+    @property
+    def holds_others(self) -> bool:
+        """Whether something else stands in the place of the parameters now."""
+        return self._shards is not None
+
     def parameters(self) -> list[Any]:
         """The parameters in the order of their indices: shards, whatever stands in their place now.
 

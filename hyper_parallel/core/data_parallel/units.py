@@ -9,7 +9,7 @@ from hyper_parallel.core.data_parallel.unit import Unit
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
 from hyper_parallel.core.weak_table import WeakTable
 
-__all__ = ["is_unit", "make_unit", "unit_of"]
+__all__ = ["is_unit", "make_unit", "shows_whole_parameters", "unit_of"]
 
 #: module -> its `Unit`. A copy of a module, which has the plan, makes its own.
 _UNITS = WeakTable()
@@ -32,3 +32,9 @@ def unit_of(module: Any) -> Unit:
         unit = Unit(getattr(module, UNIT), module)
         _UNITS.set(module, unit)
     return unit
+
+
+def shows_whole_parameters(module: Any) -> bool:
+    """Whether modules find whole parameters now where a unit has shards: inside of its forward, and after `unshard`."""
+    unit = _UNITS.get(module) if is_unit(module) else None
+    return unit is not None and unit.parameters.places.holds_others

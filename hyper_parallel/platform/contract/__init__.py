@@ -11,7 +11,8 @@ must bring:
 * `tensors` - types and checks, and the few local operations that redistribution and losses need;
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
   table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
-* `devices` - this rank's device, factories, random numbers.
+* `devices` - this rank's device, factories, random numbers;
+* `state` - what of modules and optimizers belongs into a checkpoint.
 
 `core` is the other direction: what core hands to the backend, which imports nothing of it. `fast` is optional: what is
 there for speed alone. `hyper_parallel.platform.torch.base` and `hyper_parallel.platform.mindspore.base` are the two to
@@ -30,6 +31,7 @@ from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCo
 from hyper_parallel.platform.contract.groups import GroupRole, NativeMesh
 from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
+from hyper_parallel.platform.contract.state import OptimizerState, StateRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
 __all__ = [
@@ -41,12 +43,15 @@ __all__ = [
     "ModuleKind",
     "NativeMesh",
     "NativeOp",
+    "OptimizerState",
     "Platform",
     "cached_view",
 ]
 
 
-class Platform(ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole):
+class Platform(
+    ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, StateRole
+):
     """What core asks of a backend: the sum of the roles. There is one instance of each backend in a process, which
     `hyper_parallel.get_platform` gives.
 

@@ -51,3 +51,12 @@ class DeviceRole(ABC):
     @abstractmethod
     def set_rng_state(self, state: Any) -> None:
         """Put a state from `get_rng_state` back."""
+
+    def get_host_rng_state(self) -> Any:
+        """State of a further default generator that the framework has for the host, picklable; None where the
+        generator of this rank's device is the only one."""
+        return None
+
+    def set_host_rng_state(self, state: Any) -> None:
+        """Put a state from `get_host_rng_state` back, which is not None."""
+        raise TypeError(f"{type(self).__name__} has no generator of the host")

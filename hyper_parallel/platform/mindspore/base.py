@@ -19,13 +19,14 @@ from hyper_parallel.platform.mindspore.local_tensors import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
 from hyper_parallel.platform.mindspore.parameter import Classes
+from hyper_parallel.platform.mindspore.state import StateVerbs
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["MindSporePlatform"]
 
 
-class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs, LocalVerbs, Platform):
+class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs, LocalVerbs, StateVerbs, Platform):
     """MindSpore. The groups of verbs are in the modules of this package; interception is here."""
 
     name = "mindspore"

@@ -57,11 +57,11 @@ class ModuleVerbs:
             # Into a view, `copy_` would write nothing on CPU, and say nothing.
             x.assign_value(dense(values))
 
-    def from_bytes(self, values: bytes, like: Any) -> Any:
-        shape = tuple(like._shape)
-        if not values:
-            return mint.empty(shape, dtype=like.dtype)
-        return Tensor(Tensor.convert_bytes_to_tensor(values, shape, like.dtype))
+    def from_bytes(self, values: Any, shape: Any, dtype: Any) -> Any:
+        memory = memoryview(values)
+        if not memory.nbytes:
+            return mint.empty(tuple(shape), dtype=dtype)
+        return Tensor(Tensor.convert_bytes_to_tensor(memory.tobytes(), tuple(shape), dtype))
 
     def free_storage(self, x: Any) -> None:
         x.untyped_storage().resize_(0)

@@ -18,6 +18,7 @@ from hyper_parallel.platform.torch.local_tensors import LocalVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.private import is_traceable_wrapper
+from hyper_parallel.platform.torch.state import StateVerbs
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.versions import warn_of_untested
 
@@ -31,7 +32,7 @@ _local_shape = T.shape.__get__
 _UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
 
 
-class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
+class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, StateVerbs):
     """What all torch devices share; `cpu`, `cuda` and `npu` add what differs."""
 
     Tensor = torch.Tensor
@@ -90,9 +91,13 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
         """See `Platform.bytes_of`."""
         if MAYBE_INSIDE:
             refuse_transforms(x)
+        return self.host_memory(x).tobytes()
+
+    def host_memory(self, x: torch.Tensor) -> memoryview:
+        """See `Platform.host_memory`."""
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         # Without elements it may have a stride of 0, with which torch does not view it as another dtype.
-        return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+        return dense.view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
 
     def write(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """See `Platform.write`."""
@@ -101,10 +106,13 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
 
-    def from_bytes(self, values: bytes, like: torch.Tensor) -> torch.Tensor:
+    def from_bytes(self, values: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `Platform.from_bytes`."""
-        dense = torch.frombuffer(bytearray(values), dtype=like.dtype) if values else like.new_empty(0)
-        return dense.reshape(self.shape_of(like)).to(self.device())
+        memory = memoryview(values)
+        if not memory.nbytes:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device())
+        dense = torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype)
+        return dense.reshape(tuple(shape)).to(self.device())
 
     frees_storage = True
 
@@ -209,3 +217,11 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs):
     def set_rng_state(self, state: Any) -> None:
         """See `Platform.set_rng_state`."""
         self.device_module().set_rng_state(state)
+
+    def get_host_rng_state(self) -> Any:
+        """See `Platform.get_host_rng_state`."""
+        return None if self.device_type == "cpu" else torch.get_rng_state()
+
+    def set_host_rng_state(self, state: Any) -> None:
+        """See `Platform.set_host_rng_state`."""
+        torch.set_rng_state(state)

@@ -200,7 +200,7 @@ def bytes_of_shards(mesh: Any) -> None:
         shard = platform.detach(unit.weight)
         values = platform.bytes_of(shard)
         platform.write(unit.weight, shard * 2)
-        platform.write(unit.weight, platform.from_bytes(values, shard))
+        platform.write(unit.weight, platform.from_bytes(values, platform.shape_of(shard), shard.dtype))
     assert (adapter.numpy(unit.weight) == before).all()
 
 

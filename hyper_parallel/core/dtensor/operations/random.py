@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_v
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
+from hyper_parallel.core.dtensor.mesh_slices import MESHES
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
@@ -59,6 +60,12 @@ def synchronize(mesh: DeviceMesh) -> None:
             check_generators(mesh)
         return
     share_state(mesh)
+
+
+def keep_states() -> None:
+    """The states that generators have now are those that ranks are to go on with, as after a checkpoint was loaded:
+    no mesh that is there is given the state of its first rank."""
+    _SYNCHRONIZED.update(MESHES.values())
 
 
 def share_state(mesh: DeviceMesh) -> None:

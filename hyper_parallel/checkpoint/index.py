@@ -1,0 +1,183 @@
+"""The index of a checkpoint: which rectangle of which tensor lies in which file, and all that is no tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.checkpoint.tensor_files import ITEMSIZES
+
+__all__ = ["INDEX", "Index", "Part", "StoredTensor", "read_index"]
+
+#: Name of the file; a directory without it is no checkpoint.
+INDEX = "index.json"
+_FORMAT, _VERSION = "hyper_parallel.checkpoint", 1
+
+
+class Part(NamedTuple):
+    """A rectangle of a tensor in a file.
+
+    Attributes:
+        offsets: of its first element, per tensor dimension.
+        sizes: per tensor dimension.
+        file: name of the file, in the directory of the checkpoint.
+        entry: name of the tensor in the file that is this rectangle.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    entry: str
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: its usual name, such as ``"bfloat16"``.
+        shape: global shape.
+        placement: how it was placed when it was saved, for people; it means nothing for loading.
+        parts: rectangles that do not meet and together are all of it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    placement: str
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
+
+@dataclass
+class Index:
+    """What stands in the index.
+
+    Attributes:
+        run: identifies the run that saved it.
+        time: nanoseconds since 1970 when it was saved; later than that of all checkpoints of the run before it.
+        files: name -> size in bytes.
+        tensors: by name.
+        aliases: further names of tensors, such as those of tied parameters -> the name in ``tensors``.
+        values: the nest that was saved, as JSON, with something that stands for each tensor, module and optimizer.
+        checksums: file -> entry -> CRC-32; empty where they were not asked for.
+    """
+
+    run: str
+    time: int
+    files: dict[str, int]
+    tensors: dict[str, StoredTensor]
+    aliases: dict[str, str]
+    values: Any
+    checksums: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def find(self, name: str) -> str | None:
+        """The name in ``tensors`` of a tensor that is called ``name``; None for none."""
+        return name if name in self.tensors else self.aliases.get(name)
+
+    def to_json(self) -> str:
+        """As the file has it."""
+        files = {name: at for at, name in enumerate(self.files)}
+        tensors = {
+            name: {
+                "dtype": x.dtype,
+                "shape": x.shape,
+                "placement": x.placement,
+                "parts": [[p.offsets, p.sizes, files[p.file], p.entry] for p in x.parts],
+            }
+            for name, x in self.tensors.items()
+        }
+        content = {"format": _FORMAT, "version": _VERSION, "run": self.run, "time": self.time, "files": self.files}
+        content |= {"tensors": tensors, "aliases": self.aliases, "values": self.values, "checksums": self.checksums}
+        return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def read_index(directory: Path) -> Index:
+    """The index of a checkpoint.
+
+    Raises:
+        CheckpointError: when there is none, or it is damaged, of another format, or of a later version.
+    """
+    path = directory / INDEX
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(_missing(directory)) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is the index of something else: its format is not {_FORMAT!r}")
+    if content.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path} is of version {content.get('version')!r} of the format, and this release of hyper_parallel reads "
+            f"version {_VERSION}: load it with the release that saved it, or a later one"
+        )
+    try:
+        return _parse(path, content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _missing(directory: Path) -> str:
+    if not directory.exists():
+        return f"there is no checkpoint at {directory}, which does not exist"
+    if not directory.is_dir():
+        return f"{directory} is a file: a checkpoint of hyper_parallel is a directory. For weights in safetensors, load_pretrained"
+    if any((directory / name).exists() for name in (".metadata", "model.safetensors.index.json", "model.safetensors")):
+        return (
+            f"{directory} has no {INDEX}: it is a checkpoint of another kind. Read what torch.distributed.checkpoint has "
+            "saved with that, and weights of Hugging Face with hyper_parallel.checkpoint.load_pretrained"
+        )
+    inside = sorted(p.parent.name for p in directory.glob(f"*/{INDEX}"))
+    if inside:
+        return f"{directory} holds {len(inside)} checkpoint(s), such as {inside[-1]}: give one of them, or latest({str(directory)!r})"
+    return f"{directory} has no {INDEX}: it is no checkpoint, or one that was never completed"
+
+
+def _parse(path: Path, content: Mapping[str, Any]) -> Index:
+    files = {str(name): int(size) for name, size in content["files"].items()}
+    if any("/" in name or "\\" in name or name.startswith(".") for name in files):
+        raise ValueError("a file lies outside of the checkpoint")
+    names = [*files]
+    tensors = {}
+    for name, x in content["tensors"].items():
+        shape = _sizes(x["shape"])
+        parts = tuple(Part(_sizes(at), _sizes(n), names[file], str(entry)) for at, n, file, entry in x["parts"])
+        stored = StoredTensor(str(x["dtype"]), shape, str(x["placement"]), parts)
+        if stored.dtype not in ITEMSIZES:
+            raise ValueError(f"tensor {name!r} has the unknown dtype {stored.dtype!r}")
+        _check_parts(name, stored)
+        tensors[name] = stored
+    aliases = {str(name): str(target) for name, target in content["aliases"].items()}
+    if lost := [target for target in aliases.values() if target not in tensors]:
+        raise ValueError(f"tensor {lost[0]!r}, which has another name, is not there")
+    return Index(
+        str(content["run"]), int(content["time"]), files, tensors, aliases, content["values"], content["checksums"]
+    )
+
+
+def _sizes(numbers: Any) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(f"{numbers!r} are no sizes")
+    return tuple(numbers)
+
+
+def _check_parts(name: str, x: StoredTensor) -> None:
+    """Raise ValueError unless the parts make up the tensor."""
+    for part in x.parts:
+        fits = len(part.offsets) == len(part.sizes) == len(x.shape)
+        if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, x.shape, strict=True)):
+            raise ValueError(f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}")
+    if sum(math.prod(part.sizes) for part in x.parts) != math.prod(x.shape):
+        raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} do not make it up")
+    if len({part.offsets for part in x.parts if all(part.sizes)}) < sum(1 for part in x.parts if all(part.sizes)):
+        raise ValueError(f"two parts of tensor {name!r} begin at one place")

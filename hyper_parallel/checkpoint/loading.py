@@ -1,0 +1,193 @@
+"""`load`: fill what there is with what a checkpoint has, each rank with its own parts."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint import directories
+from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.checkpoint.index import Index, Part, StoredTensor, read_index
+from hyper_parallel.checkpoint.nest import layout_of
+from hyper_parallel.checkpoint.progress import Progress
+from hyper_parallel.checkpoint.ranks import all_ranks, together
+from hyper_parallel.checkpoint.saving import wait_for_saves
+from hyper_parallel.checkpoint.targets import Filling, Target
+from hyper_parallel.checkpoint.tensor_files import TensorFile, element_type
+from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
+from hyper_parallel.platform import Platform, get_platform
+
+__all__ = ["Files", "load", "read_into"]
+
+
+def load(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    convert_dtypes: bool = False,
+    verify: bool = False,
+) -> Any:
+    """Fill a training job with what `save` has saved. All ranks of the world call it with the same arguments.
+
+    Modules, optimizers, tensors and DTensors are filled where they are: they stay the same objects, with their dtypes,
+    placements and ties. Mesh, placements, number of ranks and framework need not be those of the save. Each rank reads
+    the bytes of its own shards.
+
+    Args:
+        state: the nest that was saved, or a part of it by the same keys. What is no tensor, module, optimizer or object
+            with ``load_state_dict()`` only says what to return. An optimizer need not have stepped.
+        path: of the checkpoint.
+        strict: whether every tensor of ``state`` must be in the checkpoint, and every one that the checkpoint has
+            below a module or an optimizer in ``state``.
+        convert_dtypes: whether tensors that were saved in another dtype are converted; otherwise they are an error.
+        verify: whether to compare the data with the checksums that ``save(checksums=True)`` has stored. All of it is
+            read, by all ranks together.
+
+    Returns:
+        The nest, with the numbers, strings and other values that were saved; modules, optimizers and tensors are those
+        of ``state``.
+
+    Raises:
+        TypeError: for something in ``state`` that a checkpoint does not take.
+        ValueError: where something is missing, unexpected, or of another shape or dtype: all of it is listed. Nothing
+            has been changed then.
+        CheckpointError: where there is no checkpoint, or it is damaged.
+        All on all ranks.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from hyper_parallel.checkpoint import load, save
+        >>> path = save({"weight": torch.ones(2), "step": 3}, f"{tempfile.mkdtemp()}/step-3")
+        >>> load({"weight": torch.zeros(2), "step": 0}, path)
+        {'weight': tensor([1., 1.]), 'step': 3}
+    """
+    platform = get_platform()
+    wait_for_saves()
+    ranks = all_ranks(platform)
+    path = Path(os.path.abspath(path))
+    plans: list[tuple[Filling, Files, Any]] = []
+
+    def plan() -> None:
+        place = directories.locate(path)
+        index = read_index(place)
+        filling = Filling(index, platform, strict, convert_dtypes, ranks.rank, ranks.size)
+        result = filling.plan(state)
+        files = Files(place, index)
+        for target in filling.targets:
+            for part in index.tensors[target.stored].parts:
+                files.check(part, index.tensors[target.stored])
+        if verify:
+            _verify(place, index, ranks.rank, ranks.size)
+        plans.append((filling, files, result))
+
+    together(ranks, f"loading {path}", plan)
+    filling, files, result = plans[0]
+
+    def fill() -> None:
+        total = sum(filling.index.tensors[target.stored].nbytes for target in filling.targets)
+        with Progress(f"loading {path.name}", total, ranks.rank == 0) as progress:
+            for target in filling.targets:
+                there = filling.index.tensors[target.stored]
+                read_into(target, there, files, platform)
+                progress.advance(there.nbytes)
+        filling.finish()
+
+    together(ranks, f"loading {path}", fill)
+    directories.set_run(path.parent, filling.index.run)
+    return result
+
+
+class Files:
+    """The files of a checkpoint, opened when they are needed.
+
+    Args:
+        directory: of the checkpoint.
+        index: its index.
+    """
+
+    def __init__(self, directory: Path, index: Index) -> None:
+        self._directory, self._sizes = directory, index.files
+        self._open: dict[str, TensorFile] = {}
+
+    def check(self, part: Part, tensor: StoredTensor) -> None:
+        """Raise CheckpointError unless the part is there as the index says."""
+        file = self._file(part)
+        if file.kind(part.entry) != (tensor.dtype, part.sizes):
+            dtype, shape = file.kind(part.entry)
+            raise CheckpointError(
+                f"{file.path} has {part.entry!r} of {dtype} and shape {shape}, the index says {tensor.dtype} and "
+                f"{part.sizes}: the files are of different checkpoints"
+            )
+
+    def array(self, part: Part) -> np.ndarray:
+        """The data of a part."""
+        return self._file(part).array(part.entry)
+
+    def _file(self, part: Part) -> TensorFile:
+        if part.file not in self._open:
+            self._open[part.file] = TensorFile(self._directory / part.file, self._sizes[part.file])
+        return self._open[part.file]
+
+
+def read_into(target: Target, there: StoredTensor, files: Any, platform: Platform) -> None:
+    """Fill a tensor of this rank, or its part of a DTensor.
+
+    Args:
+        target: what to fill.
+        there: the tensor in the checkpoint.
+        files: gives ``array(part)``.
+        platform: of the tensor.
+    """
+    x, layout = target.tensor, layout_of(target.tensor)
+    if layout is None:
+        held: tuple[Rectangle, ...] = (Rectangle((0,) * len(there.shape), there.shape, (0,) * len(there.shape)),)
+    else:
+        coordinate = layout.mesh.get_coordinate()
+        held = () if coordinate is None else held_rectangles(layout, coordinate)
+    if not held or 0 in there.shape:
+        return
+    with platform.no_dispatch(), platform.no_grad():
+        local_shape = platform.shape_of(x)
+        local = np.empty(local_shape, element_type(there.dtype))
+        for part in there.parts:
+            for rectangle in held:
+                _copy_overlap(rectangle, local, part, files)
+        values = platform.from_bytes(local.reshape(-1).view(np.uint8), local_shape, platform.dtypes[there.dtype])
+        platform.write(x, platform.to_dtype(values, x.dtype))
+    platform.clear_cache(x)
+
+
+def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> None:
+    """Copy what a rectangle of this rank and a part of the checkpoint have in common."""
+    source, target = [], []
+    for offset, size, at, part_offset, part_size in zip(
+        r.offsets, r.sizes, r.local_offsets, part.offsets, part.sizes, strict=True
+    ):
+        first, last = max(offset, part_offset), min(offset + size, part_offset + part_size)
+        if first >= last:
+            return
+        source.append(slice(first - part_offset, last - part_offset))
+        target.append(slice(at + first - offset, at + last - offset))
+    local[tuple(target)] = files.array(part)[tuple(source)]
+
+
+def _verify(directory: Path, index: Index, rank: int, size: int) -> None:
+    """Compare the checksums of every file that falls to this rank."""
+    if not index.checksums:
+        raise ValueError(f"{directory} was saved without checksums: load it without verify, or save with checksums=True")
+    sums: Mapping[str, Mapping[str, int]] = index.checksums
+    for number, (name, nbytes) in enumerate(index.files.items()):
+        if number % size != rank:
+            continue
+        file = TensorFile(directory / name, nbytes)
+        for entry in file.names():
+            if zlib.crc32(file.data(entry)) != sums.get(name, {}).get(entry):
+                raise CheckpointError(f"{file.path}: entry {entry!r} is damaged, its checksum is another one")
+
+

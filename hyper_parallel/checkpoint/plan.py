@@ -1,0 +1,107 @@
+"""Which rank writes which rectangle: worked out from layouts alone, so that all ranks know it without asking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
+
+__all__ = ["Wanted", "Writer", "entry_name", "share_out"]
+
+#: Bytes of a rectangle from which on the ranks that hold it write a part each.
+SHARED_FROM = 1 << 20
+
+
+class Wanted(NamedTuple):
+    """A tensor that is to be saved.
+
+    Attributes:
+        name: in the checkpoint.
+        layout: None for a plain tensor, which all ranks hold.
+        shape: global shape.
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    layout: Layout | None
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+class Writer(NamedTuple):
+    """A rectangle, and the rank that writes it."""
+
+    rank: int
+    rectangle: Rectangle
+
+
+def share_out(tensors: Iterable[Wanted], world_size: int) -> dict[str, list[Writer]]:
+    """Who writes what of each tensor: every element is written by one of the ranks that hold it, and ranks that hold
+    the same share it, so that all have about the same number of bytes to write."""
+    load = [0] * world_size
+    known: dict[Layout, list[tuple[tuple[Rectangle, ...], list[int]]]] = {}
+    found: dict[str, list[Writer]] = {}
+    for x in tensors:
+        if x.layout is None:
+            whole = Rectangle((0,) * len(x.shape), x.shape, (0,) * len(x.shape))
+            holders = [((whole,) if math.prod(x.shape) else (), [*range(world_size)])]
+        else:
+            if x.layout not in known:
+                known[x.layout] = _holders(x.layout)
+            holders = known[x.layout]
+        found[x.name] = [
+            writer for held, ranks in holders for writer in _share(held, ranks, x.itemsize, load)
+        ]
+    return found
+
+
+def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
+    """What is held, and by which ranks, in the order of their coordinates."""
+    ranks = layout.mesh.mesh
+    by_part: dict[tuple[Rectangle, ...], list[int]] = {}
+    for coordinate in np.ndindex(*ranks.shape):
+        held = held_rectangles(layout, coordinate)
+        if held:
+            by_part.setdefault(held, []).append(int(ranks[coordinate]))
+    return [*by_part.items()]
+
+
+def _share(held: Sequence[Rectangle], ranks: Sequence[int], itemsize: int, load: list[int]) -> list[Writer]:
+    nbytes = sum(math.prod(r.sizes) for r in held) * itemsize
+    pieces: list[Writer] = []
+    if nbytes >= SHARED_FROM and len(ranks) > 1:
+        pieces = [Writer(rank, piece) for r in held for rank, piece in zip(ranks, _cut(r, len(ranks)), strict=False)]
+    else:
+        least = min(ranks, key=lambda rank: (load[rank], rank))
+        pieces = [Writer(least, r) for r in held]
+    for piece in pieces:
+        load[piece.rank] += math.prod(piece.rectangle.sizes) * itemsize
+    return pieces
+
+
+def _cut(r: Rectangle, count: int) -> list[Rectangle]:
+    """At most ``count`` parts of about one size, along the first dimension that is long enough for that."""
+    dim = next((d for d, n in enumerate(r.sizes) if n >= count), None)
+    if dim is None:
+        return [r]
+    size, parts = r.sizes[dim], []
+    for i in range(count):
+        start, stop = size * i // count, size * (i + 1) // count
+        parts.append(Rectangle(*(
+            (*of[:dim], at, *of[dim + 1 :])
+            for of, at in ((r.offsets, r.offsets[dim] + start), (r.sizes, stop - start), (r.local_offsets, r.local_offsets[dim] + start))
+        )))
+    return parts
+
+
+def entry_name(name: str, shape: Sequence[int], r: Any) -> str:
+    """What a rectangle of a tensor is called in its file: the name of the tensor, and an index where it is a part."""
+    if tuple(r.sizes) == tuple(shape):
+        return name
+    index = (":" if n == size else f"{o}:{o + n}" for o, n, size in zip(r.offsets, r.sizes, shape, strict=True))
+    return f"{name}[{', '.join(index)}]"

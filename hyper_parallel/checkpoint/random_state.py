@@ -1,0 +1,103 @@
+"""`RandomState`: the generators of each rank, as a part of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.operations.random import keep_states
+from hyper_parallel.platform import Platform, get_platform
+
+__all__ = ["RandomState"]
+
+
+class RandomState:
+    """The states of the default generators of each rank: those of the framework, of NumPy and of Python.
+
+    Put one into the state that is saved and loaded. Where as many ranks load as have saved, each goes on with its own
+    numbers. Otherwise ranks that all had one state go on with that. Where ranks had different ones, those that were
+    there keep theirs, and each further rank gets a seed of its own, with a warning.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from hyper_parallel.checkpoint import RandomState, load, save
+        >>> path = save({"random": RandomState()}, f"{tempfile.mkdtemp()}/step-1")
+        >>> first = torch.rand(2)
+        >>> _ = load({"random": RandomState()}, path)
+        >>> torch.equal(torch.rand(2), first)
+        True
+    """
+
+    #: Each rank has its own: see `save`.
+    per_rank = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states now, as values that a checkpoint takes."""
+        platform = get_platform()
+        return {
+            "platform": platform.name,
+            "device": _without_tensors(platform.get_rng_state(), platform),
+            "host": _without_tensors(platform.get_host_rng_state(), platform),
+            "numpy": np.random.get_state(),
+            "python": random.getstate(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put states back. Those of another framework's generators are left out, with a warning."""
+        platform = get_platform()
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        if state["platform"] != platform.name:
+            warnings.warn(
+                f"the checkpoint has the state of a generator of {state['platform']}, which {platform.name} cannot go "
+                "on with: its random numbers go on from where they are",
+                stacklevel=2,
+            )
+            return
+        for name, put in (("device", platform.set_rng_state), ("host", platform.set_host_rng_state)):
+            if state[name] is not None:
+                put(_with_tensors(state[name], platform))
+
+    def load_state_of_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
+        """Put the state of this rank back, of those of all ranks that saved.
+
+        Args:
+            states: of the ranks that saved.
+            rank: this one.
+            world_size: how many load.
+        """
+        self.load_state_dict(states[min(rank, len(states) - 1)])
+        if len(states) == world_size:
+            keep_states()
+            return
+        digests = {hashlib.sha256(pickle.dumps(state)).digest() for state in states}
+        if len(digests) > 1 and rank >= len(states):
+            seed = int.from_bytes(hashlib.sha256(pickle.dumps((states[0], rank))).digest()[:4], "little")
+            get_platform().manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+        if len(digests) > 1 and rank == 0:
+            warnings.warn(
+                f"{len(states)} ranks with generators in different states have saved, and {world_size} load: the first "
+                "ones go on with theirs, others with new seeds",
+                stacklevel=2,
+            )
+
+
+def _without_tensors(state: Any, platform: Platform) -> Any:
+    if platform.is_tensor(state):
+        return {"bytes": platform.bytes_of(state)}
+    return state
+
+
+def _with_tensors(state: Any, platform: Platform) -> Any:
+    if isinstance(state, dict) and [*state] == ["bytes"]:
+        values = bytearray(state["bytes"])
+        return platform.to_host(platform.from_bytes(values, (len(values),), platform.dtypes["uint8"]), False)
+    return state

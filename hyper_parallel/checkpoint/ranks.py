@@ -1,0 +1,149 @@
+"""How the ranks of a save or a load tell each other how far they are, and what went wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hyper_parallel.checkpoint import disk
+from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.platform import Platform
+from hyper_parallel.platform.timeout import timeout_seconds
+
+__all__ = ["Alone", "Collective", "ThroughFiles", "Ranks", "all_ranks", "together"]
+
+T = TypeVar("T")
+#: Seconds to wait for other ranks where nobody has said how long: as torch does.
+_PATIENCE = 1800.0
+
+
+class Ranks(Protocol):
+    """The ranks that take part.
+
+    Attributes:
+        rank: this one.
+        size: how many they are.
+    """
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of each rank (what JSON can hold), in the order of the ranks. All must call it."""
+        ...
+
+
+class Alone:
+    """One process without a process group."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Collective:
+    """All ranks of the world, by collectives."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.rank, self.size = platform.rank(), platform.world_size()
+        self._platform = platform
+        self._group = platform.new_group([range(self.size)])
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._platform.all_gather_object(value, self._group, self.size)
+
+
+class ThroughFiles:
+    """The same ranks, in a thread beside the training, whose collectives must not be met: by small files in a directory
+    that all see.
+
+    Args:
+        directory: exists, and is empty.
+        rank: this one.
+        size: how many they are.
+    """
+
+    def __init__(self, directory: Path, rank: int, size: int) -> None:
+        self.rank, self.size, self._directory = rank, size, directory
+        self._step = 0
+        self._limit = timeout_seconds(None) or _PATIENCE
+
+    def gather(self, value: Any) -> list[Any]:
+        self._step += 1
+        mine = self._directory / f"{self._step}.{self.rank}"
+        hidden = mine.with_name(f".{mine.name}")
+        hidden.write_text(json.dumps(value))
+        hidden.rename(mine)
+        return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in range(self.size)]
+
+    def _read(self, path: Path, rank: int) -> Any:
+        began, pause = time.monotonic(), 0.001
+        while True:
+            try:
+                return json.loads(path.read_text())
+            except FileNotFoundError:
+                if time.monotonic() - began > self._limit:
+                    raise CheckpointError(
+                        f"rank {rank} has not come to the next step of an asynchronous save within {self._limit:g} "
+                        "seconds: it was lost, or does not see the directory of the checkpoint"
+                    ) from None
+                time.sleep(pause)
+                pause = min(2 * pause, 0.2)
+
+    def leave(self) -> None:
+        """Nothing is gathered any more: rank 0 removes the directory when all have left."""
+        self._step += 1
+        (self._directory / f"{self._step}.{self.rank}").write_text("0")
+        if self.rank == 0:
+            for rank in range(self.size):
+                self._read(self._directory / f"{self._step}.{rank}", rank)
+            disk.remove_tree(self._directory)
+
+
+def all_ranks(platform: Platform) -> Ranks:
+    """Those of the process group, or this process alone where there is none."""
+    if platform.world() is None or platform.world_size() == 1:
+        return Alone()
+    return Collective(platform)
+
+
+def together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
+    """Do something on each rank; returns what each gave, in the order of the ranks.
+
+    Args:
+        ranks: that all call this.
+        what: it is, for the message: "writing ...".
+        action: gives what JSON can hold.
+
+    Raises:
+        ValueError, TypeError: on all ranks, where all ranks that failed raised it.
+        CheckpointError: on all ranks, where one failed otherwise.
+    """
+    failure: Exception | None = None
+    mine: tuple[Any, list[str] | None]
+    try:
+        mine = (action(), None)
+    except Exception as error:
+        failure = error
+        mine = (None, [type(error).__name__, str(error)])
+    results: Sequence[Any] = ranks.gather(mine)
+    errors = {rank: error for rank, (_, error) in enumerate(results) if error is not None}
+    if not errors:
+        return [value for value, _ in results]
+    raise _joined(errors, what, ranks.size) from failure
+
+
+def _joined(errors: dict[int, Sequence[str]], what: str, size: int) -> Exception:
+    first, (kind, text) = next(iter(errors.items()))
+    if kind in ("ValueError", "TypeError") and len(errors) == size and len({tuple(e) for e in errors.values()}) == 1:
+        return {"ValueError": ValueError, "TypeError": TypeError}[kind](text)
+    same = all(error[1] == text for error in errors.values())
+    who = "" if same and len(errors) == size else f" on rank {first}" if len(errors) == 1 else f" on ranks {[*errors]}"
+    message = text if kind in ("CheckpointError", "ValueError", "TypeError") else f"{kind}: {text}"
+    if {e[0] for e in errors.values()} in ({"ValueError"}, {"TypeError"}):
+        return {"ValueError": ValueError, "TypeError": TypeError}[kind](f"{message}{f' ({what}{who})' if who else ''}")
+    return CheckpointError(f"{what} failed{who}: {message}")

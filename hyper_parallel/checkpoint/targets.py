@@ -1,0 +1,361 @@
+"""Which tensors a load fills, and with what of the checkpoint; and what does not fit."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hyper_parallel.checkpoint.index import Index
+from hyper_parallel.checkpoint.nest import Kinds, joined, layout_of
+from hyper_parallel.checkpoint.values import KIND, decode
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.platform import OptimizerState, Platform
+
+__all__ = ["Filling", "Target"]
+
+#: Problems of each kind that a message lists.
+_LISTED = 20
+
+
+class Target(NamedTuple):
+    """A tensor that is filled.
+
+    Attributes:
+        tensor: plain or a DTensor.
+        stored: name in the checkpoint.
+    """
+
+    tensor: Any
+    stored: str
+
+
+class _Missing(Exception):
+    """The checkpoint has nothing at a path."""
+
+
+class Filling:
+    """What one load fills.
+
+    Args:
+        index: of the checkpoint.
+        platform: of the tensors.
+        strict: whether all must fit.
+        convert_dtypes: whether tensors of another dtype are converted.
+        rank: this one.
+        world_size: how many ranks load.
+
+    Attributes:
+        targets: in the order in which they were found.
+        own_kept: whether every rank got back exactly what it alone had.
+    """
+
+    def __init__(
+        self, index: Index, platform: Platform, strict: bool, convert_dtypes: bool, rank: int, world_size: int
+    ) -> None:
+        self.index, self.platform, self._strict = index, platform, strict
+        self._convert, self._rank, self._world_size = convert_dtypes, rank, world_size
+        self.targets: list[Target] = []
+        self._kinds = Kinds(platform)
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._wrong: list[str] = []
+        self._names: dict[int, list[str]] = {}  # id of a tensor -> all its names
+        self._found: set[int] = set()
+        self._finish: list[Any] = []
+        self._asked: set[str] = set()  # names of the checkpoint that something in the nest stands for
+        self._owned: list[str] = []  # prefixes below which nothing else may be
+
+    # ---------------------------------------------------------------------- the nest
+    def plan(self, state: Any) -> Any:
+        """Find out what is to be filled with what. Returns what `load` returns, complete once `finish` was called.
+
+        Raises:
+            ValueError: where something does not fit; all of it is listed.
+        """
+        names = self._kinds.parameter_names(state)
+        self._parameter_names = names
+        for path, module in self._kinds.modules(state):
+            for name, x in self.platform.saved_tensors(module):
+                self._names.setdefault(id(x), []).append(joined(path, name))
+        result = self._visit(state, self.index.values, "")
+        self._look_for_unexpected()
+        self._raise_problems()
+        return result
+
+    def finish(self) -> None:
+        """Called when the tensors have their values: gives objects and optimizers their state."""
+        for action in self._finish:
+            action()
+
+    def _visit(self, x: Any, saved: Any, path: str) -> Any:
+        kind = self._kinds.of(x, path)
+        if kind == "module":
+            self._owned.append(path)
+            for name, tensor in self.platform.saved_tensors(x):
+                self._want(tensor, joined(path, name))
+            return x
+        if kind == "tensor":
+            self._want(x, path)
+            return x
+        if kind == "optimizer":
+            if self._is(saved, "optimizer", path):
+                self._owned.append(path)
+                _fill_optimizer(self, x, saved, path)
+            return x
+        if kind == "object":
+            self._object(x, saved, path)
+            return x
+        if kind == "dict" and isinstance(saved, dict):
+            inside = _items(saved)
+            if inside is not None:
+                return {key: self._below(value, inside, key, joined(path, str(key))) for key, value in x.items()}
+        if kind in ("list", "tuple"):
+            items = saved if isinstance(saved, list) else saved.get("items") if isinstance(saved, dict) else None
+            if isinstance(items, list) and len(items) == len(x):
+                parts = [self._visit(v, s, joined(path, str(i))) for i, (v, s) in enumerate(zip(x, items, strict=True))]
+                return parts if kind == "list" else tuple(parts)
+        return self._value(saved, path)
+
+    def _below(self, value: Any, inside: dict[Any, Any], key: Any, path: str) -> Any:
+        if key not in inside:
+            if self._kinds.of(value, path) in ("module", "tensor"):
+                return self._visit(value, None, path)  # in a checkpoint of plain tensors names are all there is
+            self._missing.append(path)
+            return value
+        return self._visit(value, inside[key], path)
+
+    def _value(self, saved: Any, path: str) -> Any:
+        """What was saved, with new tensors where it had tensors."""
+
+        def special(x: dict[str, Any]) -> Any:
+            if x[KIND] == "tensor":
+                return self.new_tensor(x["name"], None)
+            if x[KIND] == "object":
+                return decode(x["state"], special)
+            if x[KIND] == "ranks":
+                return self._own(x)
+            raise ValueError(f"a {x[KIND]} was saved here, and the state has a value in its place")
+
+        try:
+            return decode(saved, special)
+        except ValueError as error:
+            self._wrong.append(f"{path}: {error}")
+            return None
+
+    def _is(self, saved: Any, kind: str, path: str) -> bool:
+        if isinstance(saved, dict) and saved.get(KIND) == kind:
+            return True
+        self._wrong.append(f"{path}: the state has a {kind} there, the checkpoint something else")
+        return False
+
+    def _object(self, x: Any, saved: Any, path: str) -> None:
+        if getattr(x, "per_rank", False):
+            if self._is(saved, "ranks", path):
+                states = [decode(saved["values"][i]) for i in saved["of"]]
+                if hasattr(x, "load_state_of_ranks"):
+                    self._finish.append(lambda: x.load_state_of_ranks(states, self._rank, self._world_size))
+                elif len(states) == self._world_size:
+                    self._finish.append(lambda: x.load_state_dict(states[self._rank]))
+                else:
+                    self._wrong.append(
+                        f"{path}: each of {len(states)} ranks has saved its own, and {self._world_size} load: give "
+                        f"{type(x).__name__} a method load_state_of_ranks(states, rank, world_size)"
+                    )
+        elif self._is(saved, "object", path):
+            state = self._visit_object(x.state_dict(), saved["state"], path)
+            self._finish.append(lambda: x.load_state_dict(state))
+
+    def _visit_object(self, now: Any, saved: Any, path: str) -> Any:
+        """As it was saved; tensors that the object has now are filled."""
+        if isinstance(saved, dict) and saved.get(KIND) == "tensor" and self.platform.is_tensor(now):
+            self._want(now, path)
+            return now
+        if isinstance(saved, dict) and KIND not in saved:
+            inside = now if isinstance(now, dict) else {}
+            return {k: self._visit_object(inside.get(k), v, joined(path, k)) for k, v in saved.items()}
+        return self._value(saved, path)
+
+    def _own(self, saved: dict[str, Any]) -> Any:
+        of = saved["of"]
+        return decode(saved["values"][of[self._rank]]) if self._rank < len(of) else None
+
+    # ---------------------------------------------------------------------- tensors
+    def _want(self, x: Any, name: str) -> None:
+        """``x`` is to be filled with the tensor of that name, or of another name that it has."""
+        self._kinds.check_tensor(x, name)
+        names = self._names.get(id(x), [name])
+        stored = [*dict.fromkeys(found for n in names if (found := self.index.find(n)) is not None)]
+        self._asked.update(names, stored)
+        if id(x) in self._found:
+            return
+        self._found.add(id(x))
+        if not stored:
+            self._missing.append(name)
+        elif len(stored) > 1 and self._strict:
+            self._wrong.append(
+                f"{' and '.join(map(repr, names))} are one tensor here, and {len(stored)} in the checkpoint: untie "
+                "them, or load with strict=False, which takes the first"
+            )
+        elif self.platform.is_meta(x):
+            self._wrong.append(f"{name} has no values to be replaced: it is on the meta device. Call to_empty() first")
+        else:
+            self.fill(x, stored[0], name)
+
+    def fill(self, x: Any, stored: str, name: str) -> None:
+        """Fill ``x`` with a tensor of the checkpoint, if shape and dtype fit."""
+        self._asked.add(stored)
+        there, shape = self.index.tensors[stored], tuple(x.shape)
+        layout = layout_of(x)
+        if layout is not None and any(p.is_partial() for p in layout.placements):
+            self._wrong.append(f"{name} is placed {list(layout.placements)}: a sum of what ranks hold cannot be filled")
+        elif there.shape != shape:
+            self._wrong.append(f"{name} has shape {shape} here, {there.shape} in the checkpoint")
+        elif there.dtype not in self.platform.dtypes:
+            self._wrong.append(f"{name} is of {there.dtype}, which {self.platform.name} does not have")
+        elif self.platform.dtypes[there.dtype] != x.dtype and not self._convert:
+            self._wrong.append(
+                f"{name} is of {x.dtype} here, {there.dtype} in the checkpoint: load with convert_dtypes=True"
+            )
+        else:
+            self.targets.append(Target(x, stored))
+
+    def new_tensor(self, stored: str, layout: Any) -> Any:
+        """A new tensor to be filled, plain or of ``layout``."""
+        there, platform = self.index.tensors[stored], self.platform
+        if there.dtype not in platform.dtypes:
+            raise ValueError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
+        dtype, shape = platform.dtypes[there.dtype], there.shape if layout is None else layout.local_shape
+        x = platform.factory("empty", shape, None, dtype)
+        if layout is not None:
+            x = platform.wrap(x, layout)
+        self._asked.add(stored)
+        self.targets.append(Target(x, stored))
+        return x
+
+    def names_below(self, prefix: str) -> Iterator[str]:
+        """Names of the checkpoint's tensors below a path."""
+        for name in (*self.index.tensors, *self.index.aliases):
+            if not prefix or name.startswith(f"{prefix}."):
+                yield name
+
+    # ---------------------------------------------------------------------- problems
+    def wrong(self, problem: str) -> None:
+        """Something does not fit."""
+        self._wrong.append(problem)
+
+    def lacks(self, name: str) -> None:
+        """The checkpoint lacks something."""
+        self._missing.append(name)
+
+    def asked(self, name: str) -> None:
+        """Something of that name in the checkpoint is known to the state."""
+        self._asked.add(name)
+
+    def _look_for_unexpected(self) -> None:
+        for prefix in self._owned:
+            for name in self.names_below(prefix):
+                found = self.index.find(name)
+                if name not in self._asked and found not in self._asked:
+                    self._unexpected.append(name)
+
+    def _raise_problems(self) -> None:
+        wrong = list(self._wrong)
+        missing = [
+            f"missing: {name}{_near(name, self._unexpected or [*self.index.tensors])}"
+            for name in dict.fromkeys(self._missing)
+        ]
+        unexpected = [f"unexpected: {name}" for name in dict.fromkeys(self._unexpected)]
+        problems = [*wrong] if not self._strict else [*wrong, *missing, *unexpected]
+        if not problems:
+            return
+        listed = [line for kind in ((wrong, missing, unexpected) if self._strict else (wrong,)) for line in _some(kind)]
+        raise ValueError(
+            "the checkpoint does not fit the state"
+            + ("" if not self._strict else " (strict=False leaves out what is missing or unexpected)")
+            + "".join(f"\n  {line}" for line in listed)
+        )
+
+
+def _some(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _LISTED
+    return [*lines[:_LISTED], *([f"... and {more} more"] if more > 0 else [])]
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1, 0.8)
+    return f" (the checkpoint has {near[0]!r})" if near else ""
+
+
+def _items(saved: dict[str, Any]) -> dict[Any, Any] | None:
+    if KIND not in saved:
+        return saved
+    return {decode(key): value for key, value in saved["items"]} if saved[KIND] == "dict" else None
+
+
+def _fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], path: str) -> None:
+    """Plan to fill the state of an optimizer, which may not have stepped yet."""
+    platform = filling.platform
+    now: OptimizerState = platform.optimizer_state(optimizer)
+    groups = saved["groups"]
+    if [len(group) for group in now.parameters] != [len(group["parameters"]) for group in groups]:
+        filling.wrong(
+            f"{path} has groups of {[len(group) for group in now.parameters]} parameters, the checkpoint of "
+            f"{[len(group['parameters']) for group in groups]}"
+        )
+        return
+    moments: dict[str, list[str]] = {}
+    by_parameter = sorted({p for group in groups for p in group["parameters"]}, key=len, reverse=True)
+    known = set(by_parameter)
+    for name in filling.names_below(path):
+        parameter, _, moment = name[len(path) + 1 if path else 0 :].rpartition(".")
+        if parameter in known:
+            moments.setdefault(parameter, []).append(moment)
+    names, rows, count = filling._parameter_names, iter(now.state), 0
+    state: list[dict[str, Any]] = []
+    for group, stored_group in zip(now.parameters, groups, strict=True):
+        for p, by_place in zip(group, stored_group["parameters"], strict=True):
+            name = names.get(id(p), str(count))
+            count += 1
+            row, new = next(rows), {}
+            source = name if name in known else by_place
+            if name not in known and id(p) in names:
+                filling.lacks(joined(path, name))
+                state.append(row)
+                continue
+            numbers = {n: decode(value) for n, value in saved["numbers"].get(source, {}).items()}
+            for moment in moments.get(source, ()):
+                stored = filling.index.find(joined(path, f"{source}.{moment}"))
+                here = joined(path, f"{name}.{moment}")
+                if platform.is_tensor(row.get(moment)):
+                    filling.fill(row[moment], stored or here, here)
+                    new[moment] = row[moment]
+                elif not row:
+                    new[moment] = _first_moment(filling, p, stored or here, here)
+                else:
+                    filling.wrong(f"{here} is in the checkpoint, and {type(optimizer).__name__} has no such state")
+            for moment, value in row.items():
+                if moment not in new and platform.is_tensor(value):
+                    filling.lacks(joined(path, f"{name}.{moment}"))
+                    new[moment] = value
+                elif moment not in new:
+                    new[moment] = numbers.get(moment, value)
+            state.append({**numbers, **new})
+    options = [decode(group["options"]) for group in groups]
+    filling._finish.append(
+        lambda: platform.set_optimizer_state(optimizer, OptimizerState(now.parameters, options, state))
+    )
+
+
+def _first_moment(filling: Filling, p: Any, stored: str, name: str) -> Any:
+    """State of an optimizer that has not stepped yet: it lies as its parameter does."""
+    shape = filling.index.tensors[stored].shape
+    if isinstance(p, DTensor) and shape == tuple(p.shape):
+        return filling.new_tensor(stored, layout_of(p))
+    if isinstance(p, DTensor) and len(shape):
+        filling.wrong(
+            f"{name} has shape {shape}, its parameter {tuple(p.shape)}, so that its placement is not known before the "
+            "first step: let the optimizer step once before loading"
+        )
+        return None
+    return filling.new_tensor(stored, None)

@@ -1,0 +1,197 @@
+"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, the header in JSON, data.
+
+The library of that name reads and writes whole tensors. A checkpoint needs more: slices of any dtype without a framework
+(NumPy has no bfloat16), and data that is written from where it is, buffer by buffer. Source of the format: the
+documentation of safetensors, https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hyper_parallel.checkpoint import disk
+from hyper_parallel.checkpoint.errors import CheckpointError
+
+__all__ = ["ITEMSIZES", "Entry", "TensorFile", "element_type", "write_tensors"]
+
+#: dtype -> its name in the files.
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+#: dtype -> bytes of an element.
+ITEMSIZES = {dtype: 1 if code in ("BOOL", "U8", "I8") else int(code.split("_")[0].lstrip("BFIUC")) // 8 for dtype, code in _CODES.items()}
+#: More than any header needs: what says more is no such file.
+_LONGEST_HEADER = 1 << 30
+
+
+def element_type(dtype: str) -> np.dtype:
+    """NumPy's type of the bytes of an element, which may stand for a dtype that NumPy does not have."""
+    return np.dtype(f"u{ITEMSIZES[dtype]}")
+
+
+class Entry(NamedTuple):
+    """A tensor to be written.
+
+    Attributes:
+        name: in the file.
+        dtype: as in `ITEMSIZES`.
+        shape: of the tensor.
+        read: gives its bytes in row-major order, when it is written.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the data."""
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
+
+def write_tensors(
+    path: Path, entries: Sequence[Entry], checksums: bool, advance: Callable[[int], None]
+) -> tuple[int, dict[str, int]]:
+    """Write a file, which is on the disk when this returns.
+
+    Args:
+        path: of a new file.
+        entries: in the order in which they lie in it.
+        checksums: whether to compute them.
+        advance: called with numbers of bytes that have been written.
+
+    Returns:
+        The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.nbytes
+        header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": [*entry.shape], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
+    sums: dict[str, int] = {}
+    file = disk.create(path)
+    try:
+        disk.write(file, [memoryview(struct.pack("<Q", len(text)) + text)])
+        for entry in entries:
+            data = entry.read()
+            if checksums:
+                sums[entry.name] = zlib.crc32(data)
+            disk.write(file, [data])
+            advance(data.nbytes)
+    finally:
+        disk.finish(file)
+    return 8 + len(text) + end, sums
+
+
+class TensorFile:
+    """A file of tensors, mapped into memory: only what is looked at is read.
+
+    Args:
+        path: of the file.
+        size: its size in bytes, where that is known.
+
+    Raises:
+        CheckpointError: when it is not there, cut off, longer than it says, or no such file.
+    """
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                found = file.seek(0, 2)
+                if size is not None and found != size:
+                    raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut off, or is another file")
+                file.seek(0)
+                self._entries, self._start = _read_header(path, file, found)
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def names(self) -> Iterable[str]:
+        """Of the tensors in it."""
+        return self._entries.keys()
+
+    def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """dtype and shape of a tensor.
+
+        Raises:
+            CheckpointError: when it is not in the file.
+        """
+        if name not in self._entries:
+            raise CheckpointError(f"{self.path} has no entry {name!r}")
+        dtype, shape, _ = self._entries[name]
+        return dtype, shape
+
+    def array(self, name: str) -> np.ndarray:
+        """The data of a tensor, of its shape and of `element_type`, read when it is looked at; not writable."""
+        dtype, shape = self.kind(name)
+        start = self._start + self._entries[name][2]
+        return np.frombuffer(self._memory, element_type(dtype), math.prod(shape), start).reshape(shape)
+
+    def data(self, name: str) -> memoryview:
+        """The bytes of a tensor."""
+        return memoryview(self.array(name).reshape(-1)).cast("B")
+
+
+def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:
+    """Name -> (dtype, shape, where its data begins after the header); and where that is."""
+
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{path} is damaged, or no file of safetensors: {what}")
+
+    if size < 8:
+        raise wrong(f"it has {size} bytes")
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise wrong(f"it has {size} bytes, and its header should have {length}")
+    try:
+        header = json.loads(file.read(length))
+    except ValueError as error:
+        raise wrong(f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise wrong("its header is not a table")
+    header.pop("__metadata__", None)
+    start, entries, end = 8 + length, {}, 0
+    for name, entry in header.items():
+        try:
+            dtype, shape, (first, last) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            fits = all(isinstance(n, int) and n >= 0 for n in (*shape, first, last))
+        except (KeyError, TypeError, ValueError) as error:
+            raise wrong(f"entry {name!r} is {str(entry)[:100]}") from error
+        if not fits or last - first != math.prod(shape) * ITEMSIZES[dtype]:
+            raise wrong(f"entry {name!r} of shape {shape} and dtype {dtype} has bytes {first} to {last}")
+        if start + last > size:
+            raise wrong(f"entry {name!r} ends at byte {start + last}, the file at {size}")
+        entries[name] = (dtype, shape, first)
+        end = max(end, last)
+    if start + end != size:
+        raise wrong(f"its data ends at byte {start + end}, the file at {size}")
+    return entries, start

@@ -1,0 +1,88 @@
+"""Numbers, strings and what is made of them, as JSON and back. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint.errors import CheckpointError
+
+__all__ = ["KIND", "decode", "encode", "is_plain"]
+
+#: The key of a JSON object that stands for something that JSON does not have.
+KIND = "$"
+
+
+def is_plain(x: Any) -> bool:
+    """Whether ``x`` is a value by itself: no container, no tensor."""
+    return x is None or isinstance(x, (bool, int, float, str, bytes, bytearray, np.ndarray, np.generic))
+
+
+def encode(x: Any) -> Any:
+    """A plain value as JSON."""
+    if isinstance(x, np.generic):
+        return {KIND: "scalar", "dtype": x.dtype.str, "data": _text(x.tobytes())}
+    if isinstance(x, np.ndarray):
+        if x.dtype.hasobject:
+            raise TypeError("an array of Python objects is no value that a checkpoint takes")
+        return {KIND: "array", "dtype": x.dtype.str, "shape": [*x.shape], "data": _text(x.tobytes())}
+    if isinstance(x, (bytes, bytearray)):
+        return {KIND: "bytes", "data": _text(x)}
+    if isinstance(x, float) and not math.isfinite(x):
+        return {KIND: "float", "value": repr(float(x))}
+    if isinstance(x, bool) or x is None:
+        return x
+    return next(kind(x) for kind in (int, float, str) if isinstance(x, kind))
+
+
+def decode(x: Any, special: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """What `encode` was given, also inside of containers.
+
+    Args:
+        x: JSON.
+        special: gives what stands for an object of a kind that this module does not know.
+
+    Raises:
+        CheckpointError: for what is nothing that a checkpoint has.
+    """
+    if isinstance(x, list):
+        return [decode(value, special) for value in x]
+    if not isinstance(x, dict):
+        return x
+    if KIND not in x:
+        return {name: decode(value, special) for name, value in x.items()}
+    try:
+        return _decode(x, special)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"a value of the checkpoint is damaged: {str(x)[:100]} ({error})") from error
+
+
+def _decode(x: dict[str, Any], special: Callable[[dict[str, Any]], Any] | None) -> Any:
+    kind = x[KIND]
+    if kind == "tuple":
+        return tuple(decode(value, special) for value in x["items"])
+    if kind == "dict":
+        return {decode(key, special): decode(value, special) for key, value in x["items"]}
+    if kind == "float":
+        return float(x["value"])
+    if kind == "bytes":
+        return _bytes(x["data"])
+    if kind == "scalar":
+        return np.frombuffer(_bytes(x["data"]), np.dtype(x["dtype"]))[0]
+    if kind == "array":
+        return np.frombuffer(bytearray(_bytes(x["data"])), np.dtype(x["dtype"])).reshape(x["shape"])
+    if special is None:
+        raise ValueError(f"{kind!r} is unknown")
+    return special(x)
+
+
+def _text(x: Any) -> str:
+    return base64.b64encode(bytes(x)).decode()
+
+
+def _bytes(x: str) -> bytes:
+    return base64.b64decode(x, validate=True)

@@ -1,0 +1,55 @@
+"""What a training job saves: the tensors of modules, and the state of optimizers. Names are those that all backends share,
+which are torch's, so that what one framework has saved another can load."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["OptimizerState", "StateRole"]
+
+Tensor = Any
+Module = Any
+
+
+@dataclass
+class OptimizerState:
+    """The state of an optimizer.
+
+    Attributes:
+        parameters: of each group, in order.
+        options: of each group: learning rate, betas, ..., as numbers, strings, None, and tuples of these.
+        state: of each parameter, over all groups, by name: tensors of one element or more (distributed ones where the
+            parameter is), the optimizer's own; and plain numbers, floats for what the framework may keep as a tensor
+            without dimensions. Empty before the first step, where a framework makes the state then.
+    """
+
+    parameters: list[list[Tensor]]
+    options: list[dict[str, Any]]
+    state: list[dict[str, Any]]
+
+
+class StateRole(ABC):
+    """Modules and optimizers, as something to be saved."""
+
+    def saved_tensors(self: Any, module: Module) -> Iterator[tuple[str, Tensor]]:
+        """(path, tensor) of the parameters and buffers of a module and of all below it that belong into a checkpoint.
+        What is tied comes under each of its paths."""
+        for path, submodule in self.named_modules(module):
+            for name, x in [*self.named_parameters(submodule), *self.named_buffers(submodule)]:
+                yield f"{path}.{name}" if path else name, x
+
+    def is_optimizer(self, x: Any) -> bool:
+        """Whether ``x`` is an optimizer of the framework."""
+        return False
+
+    def optimizer_state(self, optimizer: Any) -> OptimizerState:
+        """What the optimizer holds now. Called where `is_optimizer` says yes."""
+        raise TypeError(f"{type(self).__name__} knows no optimizers")
+
+    def set_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:
+        """Let the optimizer go on with ``state``: options that it has, numbers, and tensors. Tensors that are its own
+        have been filled; others, which only an optimizer without state gets, it keeps."""
+        raise TypeError(f"{type(self).__name__} knows no optimizers")

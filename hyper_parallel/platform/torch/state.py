@@ -1,0 +1,81 @@
+"""What of torch's modules and optimizers belongs into a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.platform.contract import OptimizerState, Platform
+
+__all__ = ["StateVerbs"]
+
+#: What wraps a module under a name of its own, which is no part of the names in a checkpoint: torch.compile and
+#: checkpoint_wrapper.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
+_FLOAT8 = "float8_e4m3fn float8_e5m2"
+
+
+class StateVerbs(Platform):
+    """The verbs of `Platform` about checkpoints."""
+
+    dtypes = {name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)}
+
+    def saved_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """See `Platform.saved_tensors`."""
+        for path, submodule in module.named_modules(remove_duplicate=False):
+            prefix = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            temporary = submodule._non_persistent_buffers_set
+            held = [(n, b) for n, b in submodule._buffers.items() if n not in temporary]
+            for name, x in [*submodule._parameters.items(), *held]:
+                if x is not None:
+                    yield f"{prefix}.{name}" if prefix else name, x
+
+    def is_optimizer(self, x: Any) -> bool:
+        """See `Platform.is_optimizer`."""
+        return isinstance(x, torch.optim.Optimizer)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """See `Platform.optimizer_state`."""
+        groups = optimizer.param_groups
+        parameters = [list(group["params"]) for group in groups]
+        options = [{name: _option(x) for name, x in group.items() if name != "params"} for group in groups]
+        state = [
+            {name: _number(x) for name, x in optimizer.state.get(p, {}).items()} for group in parameters for p in group
+        ]
+        return OptimizerState(parameters, options, state)
+
+    def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+        """See `Platform.set_optimizer_state`."""
+        rows = iter(state.state)
+        for group, options in zip(optimizer.param_groups, state.options, strict=True):
+            for name, value in options.items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].fill_(value)
+                elif name in group and name != "params":
+                    group[name] = value
+            # Where the optimizer keeps numbers of its state; see `torch.optim.Optimizer.load_state_dict`.
+            on_device = group.get("capturable") or group.get("fused")
+            for p in group["params"]:
+                held = optimizer.state[p]
+                for name, value in next(rows).items():
+                    if isinstance(held.get(name), Tensor) and not isinstance(value, Tensor):
+                        held[name].fill_(value)
+                    elif isinstance(value, float):
+                        held[name] = torch.tensor(value, dtype=torch.float32, device=p.device if on_device else "cpu")
+                    else:
+                        held[name] = value
+                if not held:
+                    del optimizer.state[p]
+
+
+def _number(x: Any) -> Any:
+    """A tensor without dimensions as a float."""
+    return float(x) if isinstance(x, Tensor) and not x.ndim else x
+
+
+def _option(x: Any) -> Any:
+    return x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
