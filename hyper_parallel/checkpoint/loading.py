@@ -19,6 +19,7 @@ from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.saving import wait_for_saves
 from hyper_parallel.checkpoint.targets import Filling, Target
 from hyper_parallel.checkpoint.tensor_files import TensorFile, element_type
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
 from hyper_parallel.platform import Platform, get_platform
 
@@ -32,8 +33,10 @@ def load(
     strict: bool = True,
     convert_dtypes: bool = False,
     verify: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Any:
-    """Fill a training job with what `save` has saved. All ranks of the world call it with the same arguments.
+    """Fill a training job with what `save` has saved. All ranks of the world call it with the same arguments, or
+    all of ``mesh``.
 
     Modules, optimizers, tensors and DTensors are filled where they are: they stay the same objects, with their dtypes,
     placements and ties. Mesh, placements, number of ranks and framework need not be those of the save. Each rank reads
@@ -48,6 +51,7 @@ def load(
         convert_dtypes: whether tensors that were saved in another dtype are converted; otherwise they are an error.
         verify: whether to compare the data with the checksums that ``save(checksums=True)`` has stored. All of it is
             read, by all ranks together.
+        mesh: whose ranks load; None is all of the world.
 
     Returns:
         The nest, with the numbers, strings and other values that were saved; modules, optimizers and tensors are those
@@ -69,21 +73,22 @@ def load(
     """
     platform = get_platform()
     wait_for_saves()
-    ranks = all_ranks(platform)
+    ranks = all_ranks(platform, mesh)
     path = Path(os.path.abspath(path))
     plans: list[tuple[Filling, Files, Any]] = []
 
     def plan() -> None:
         place = directories.locate(path)
         index = read_index(place)
-        filling = Filling(index, platform, strict, convert_dtypes, ranks.rank, ranks.size)
+        place_of_rank, count = ranks.members.index(ranks.rank), len(ranks.members)
+        filling = Filling(index, platform, strict, convert_dtypes, place_of_rank, count)
         result = filling.plan(state)
         files = Files(place, index)
         for target in filling.targets:
             for part in index.tensors[target.stored].parts:
                 files.check(part, index.tensors[target.stored])
         if verify:
-            _verify(place, index, ranks.rank, ranks.size)
+            _verify(place, index, place_of_rank, count)
         plans.append((filling, files, result))
 
     together(ranks, f"loading {path}", plan)
@@ -91,7 +96,7 @@ def load(
 
     def fill() -> None:
         total = sum(filling.index.tensors[target.stored].nbytes for target in filling.targets)
-        with Progress(f"loading {path.name}", total, ranks.rank == 0) as progress:
+        with Progress(f"loading {path.name}", total, ranks.rank == ranks.members[0]) as progress:
             for target in filling.targets:
                 there = filling.index.tensors[target.stored]
                 read_into(target, there, files, platform)

@@ -40,20 +40,33 @@ class Writer(NamedTuple):
     rectangle: Rectangle
 
 
-def share_out(tensors: Iterable[Wanted], world_size: int) -> dict[str, list[Writer]]:
+def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, list[Writer]]:
     """Who writes what of each tensor: every element is written by one of the ranks that hold it, and ranks that hold
-    the same share it, so that all have about the same number of bytes to write."""
-    load = [0] * world_size
+    the same share it, so that all have about the same number of bytes to write.
+
+    Args:
+        tensors: all of the checkpoint.
+        members: global ranks that write.
+
+    Raises:
+        ValueError: when none of them holds some part of a tensor.
+    """
+    load = dict.fromkeys(members, 0)
     known: dict[Layout, list[tuple[tuple[Rectangle, ...], list[int]]]] = {}
     found: dict[str, list[Writer]] = {}
     for x in tensors:
         if x.layout is None:
             whole = Rectangle((0,) * len(x.shape), x.shape, (0,) * len(x.shape))
-            holders = [((whole,) if math.prod(x.shape) else (), [*range(world_size)])]
+            holders = [((whole,) if math.prod(x.shape) else (), [*members])]
         else:
             if x.layout not in known:
-                known[x.layout] = _holders(x.layout)
+                known[x.layout] = [(held, [r for r in ranks if r in load]) for held, ranks in _holders(x.layout)]
             holders = known[x.layout]
+            if not all(ranks for _, ranks in holders):
+                raise ValueError(
+                    f"{x.name!r} lies on {x.layout.mesh}, and of the ranks that save, {list(members)}, none has some "
+                    "part of it: let all ranks of its mesh save"
+                )
         found[x.name] = [
             writer for held, ranks in holders for writer in _share(held, ranks, x.itemsize, load)
         ]
@@ -71,7 +84,7 @@ def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
     return [*by_part.items()]
 
 
-def _share(held: Sequence[Rectangle], ranks: Sequence[int], itemsize: int, load: list[int]) -> list[Writer]:
+def _share(held: Sequence[Rectangle], ranks: Sequence[int], itemsize: int, load: dict[int, int]) -> list[Writer]:
     nbytes = sum(math.prod(r.sizes) for r in held) * itemsize
     pieces: list[Writer] = []
     if nbytes >= SHARED_FROM and len(ranks) > 1:

@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 
@@ -24,37 +26,40 @@ class Ranks(Protocol):
     """The ranks that take part.
 
     Attributes:
-        rank: this one.
-        size: how many they are.
+        rank: this one, a global rank.
+        members: all of them, global ranks; the first does what is to be done once.
     """
 
     rank: int
-    size: int
+    members: tuple[int, ...]
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of each rank (what JSON can hold), in the order of the ranks. All must call it."""
+        """A value of each rank (what JSON can hold), in the order of ``members``. All must call it."""
         ...
 
 
 class Alone:
     """One process without a process group."""
 
-    rank, size = 0, 1
+    rank, members = 0, (0,)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
 
 class Collective:
-    """All ranks of the world, by collectives."""
+    """All ranks of a mesh, by collectives."""
 
-    def __init__(self, platform: Platform) -> None:
-        self.rank, self.size = platform.rank(), platform.world_size()
-        self._platform = platform
-        self._group = platform.new_group([range(self.size)])
+    def __init__(self, mesh: DeviceMesh) -> None:
+        mesh.require_member("saving or loading a checkpoint")
+        self.rank, self.members = mesh.get_rank(), tuple(int(rank) for rank in mesh.mesh.reshape(-1))
+        self._mesh = mesh
 
     def gather(self, value: Any) -> list[Any]:
-        return self._platform.all_gather_object(value, self._group, self.size)
+        values = [value]
+        for mesh_dim in reversed(range(self._mesh.ndim)):
+            values = [x for part in all_gather_object(values, self._mesh, mesh_dim) for x in part]
+        return values
 
 
 class ThroughFiles:
@@ -63,12 +68,11 @@ class ThroughFiles:
 
     Args:
         directory: exists, and is empty.
-        rank: this one.
-        size: how many they are.
+        ranks: this one, and all.
     """
 
-    def __init__(self, directory: Path, rank: int, size: int) -> None:
-        self.rank, self.size, self._directory = rank, size, directory
+    def __init__(self, directory: Path, ranks: Ranks) -> None:
+        self.rank, self.members, self._directory = ranks.rank, ranks.members, directory
         self._step = 0
         self._limit = timeout_seconds(None) or _PATIENCE
 
@@ -78,7 +82,7 @@ class ThroughFiles:
         hidden = mine.with_name(f".{mine.name}")
         hidden.write_text(json.dumps(value))
         hidden.rename(mine)
-        return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in range(self.size)]
+        return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in self.members]
 
     def _read(self, path: Path, rank: int) -> Any:
         began, pause = time.monotonic(), 0.001
@@ -95,20 +99,22 @@ class ThroughFiles:
                 pause = min(2 * pause, 0.2)
 
     def leave(self) -> None:
-        """Nothing is gathered any more: rank 0 removes the directory when all have left."""
+        """Nothing is gathered any more: the first rank removes the directory when all have left."""
         self._step += 1
         (self._directory / f"{self._step}.{self.rank}").write_text("0")
-        if self.rank == 0:
-            for rank in range(self.size):
+        if self.rank == self.members[0]:
+            for rank in self.members:
                 self._read(self._directory / f"{self._step}.{rank}", rank)
             disk.remove_tree(self._directory)
 
 
-def all_ranks(platform: Platform) -> Ranks:
-    """Those of the process group, or this process alone where there is none."""
+def all_ranks(platform: Platform, mesh: DeviceMesh | None) -> Ranks:
+    """Those of the mesh; of the world where that is None; this process alone where there is no process group."""
+    if mesh is not None:
+        return Collective(mesh)
     if platform.world() is None or platform.world_size() == 1:
         return Alone()
-    return Collective(platform)
+    return Collective(DeviceMesh(None, range(platform.world_size())))
 
 
 def together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
@@ -131,10 +137,10 @@ def together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
         failure = error
         mine = (None, [type(error).__name__, str(error)])
     results: Sequence[Any] = ranks.gather(mine)
-    errors = {rank: error for rank, (_, error) in enumerate(results) if error is not None}
+    errors = {rank: error for rank, (_, error) in zip(ranks.members, results, strict=True) if error is not None}
     if not errors:
         return [value for value, _ in results]
-    raise _joined(errors, what, ranks.size) from failure
+    raise _joined(errors, what, len(ranks.members)) from failure
 
 
 def _joined(errors: dict[int, Sequence[str]], what: str, size: int) -> Exception:

@@ -32,7 +32,7 @@ from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import Ranks, ThroughFiles, all_ranks, together
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, Entry, element_type, write_tensors
 from hyper_parallel.checkpoint.values import KIND
-from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["AsyncSave", "async_save", "save", "wait_for_saves"]
@@ -48,8 +48,10 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
     checksums: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Path:
-    """Save a training job, or a part of it, into a directory. All ranks of the world call it with the same arguments.
+    """Save a training job, or a part of it, into a directory. All ranks of the world call it with the same arguments,
+    or all of ``mesh``.
 
     Every rank writes the shards that it alone holds, and ranks that hold the same share the work. The checkpoint
     appears under its name when all of it is on the disk; until then, and after a crash, what was there before is there.
@@ -65,6 +67,7 @@ def save(
         keep: how many checkpoints of this run to keep in the directory above; older ones are removed. None keeps all.
         overwrite: whether a checkpoint at ``path`` is replaced.
         checksums: whether to store the CRC-32 of what is written, for ``load(verify=True)``.
+        mesh: whose ranks save; None is all of the world.
 
     Returns:
         ``path``.
@@ -85,7 +88,7 @@ def save(
     """
     platform = get_platform()
     wait_for_saves()
-    ranks = all_ranks(platform)
+    ranks = all_ranks(platform, mesh)
     job = _prepare(state, Path(path), ranks, platform, keep, overwrite, checksums, exchange=False)
     _write(job, ranks)
     return job.draft.path
@@ -139,6 +142,7 @@ def async_save(
     keep: int | None = None,
     overwrite: bool = False,
     checksums: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> AsyncSave:
     """As `save`, but it returns when all is copied into the memory of the host, and the rest happens beside the
     training, without collectives. It first waits for the save before it.
@@ -149,6 +153,7 @@ def async_save(
         keep: see there.
         overwrite: see there.
         checksums: see there.
+        mesh: see there.
 
     Raises:
         TypeError, ValueError, CheckpointError: as `save`, for what is known before writing; also what the save before
@@ -164,10 +169,10 @@ def async_save(
     """
     platform = get_platform()
     wait_for_saves()
-    ranks = all_ranks(platform)
+    ranks = all_ranks(platform, mesh)
     job = _prepare(state, Path(path), ranks, platform, keep, overwrite, checksums, exchange=True)
     job.entries = [_copied(entry) for entry in job.entries]
-    beside = ThroughFiles(job.draft.exchange, ranks.rank, ranks.size)
+    beside = ThroughFiles(job.draft.exchange, ranks)
 
     def run() -> None:
         _write(job, beside)
@@ -239,7 +244,7 @@ def _prepare(
         facts = _facts(flat, platform)
         found.append((flat, facts))
         token = ""
-        if ranks.rank == 0:
+        if ranks.rank == ranks.members[0]:
             run = directories.run_of(path.parent)
             directories.remove_drafts(path.parent, run)
             if path.exists() and not overwrite:
@@ -253,17 +258,15 @@ def _prepare(
     draft = Draft(path, said[0]["token"])
     try:
         if len({x["digest"] for x in said}) > 1 or len({x["path"] for x in said}) > 1:
-            raise _difference(ranks.gather({**facts, "the path": str(path)}))
+            raise _difference(ranks.gather({**facts, "the path": str(path)}), ranks)
         together(ranks, f"saving {path}", draft.check)
+        wanted = [Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()]
+        writers = share_out(wanted, ranks.members)
     except BaseException:
-        if ranks.rank == 0:
+        if ranks.rank == ranks.members[0]:
             draft.discard()
             disk.remove_tree(draft.exchange)
         raise
-    wanted = [
-        Wanted(name, layout_of(x), tuple(x.shape), ITEMSIZES[_dtype(x, platform)]) for name, x in flat.tensors.items()
-    ]
-    writers = share_out(wanted, ranks.size)
     index = _index(flat, writers, directories.run_of(path.parent), platform)
     entries = [
         _entry(name, flat.tensors[name], writer, platform)
@@ -283,7 +286,7 @@ def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
             raise ValueError(f"{name!r} has no values: it is on the meta device. Make them first, with to_empty()")
         dtype = _dtype(x, platform)
         facts[name] = f"{dtype} of shape {tuple(x.shape)}, {'plain' if layout is None else layout}"
-        if layout is None and 0 < math.prod(x.shape) * ITEMSIZES[dtype] <= COMPARED_UP_TO:
+        if layout is None and 0 < math.prod(x.shape) * _itemsize(x, platform) <= COMPARED_UP_TO:
             facts[name] += f", values {hashlib.sha256(platform.bytes_of(x)).hexdigest()[:16]}"
     facts["the names of tied tensors"] = str(sorted(flat.aliases.items()))
     for path, value in _leaves(flat.values, ""):
@@ -301,16 +304,16 @@ def _digest(facts: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _difference(all_facts: list[dict[str, str]]) -> ValueError:
-    """The first thing in which a rank differs from rank 0."""
+def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
+    """The first thing in which a rank differs from the first one."""
     first = all_facts[0]
-    for rank, facts in enumerate(all_facts):
+    for rank, facts in zip(ranks.members, all_facts, strict=True):
         for name in {**first, **facts}:
             mine, other = first.get(name), facts.get(name)
             if mine != other:
                 return ValueError(
-                    f"ranks 0 and {rank} do not save the same: {name} is {_short(mine)} on rank 0, {_short(other)} on "
-                    f"rank {rank}. Save what all ranks have alike, DTensors, and objects with `per_rank`, such as "
+                    f"ranks {ranks.members[0]} and {rank} do not save the same: {name} is {_short(mine)} on the one, "
+                    f"{_short(other)} on the other. Save what all ranks have alike, DTensors, and objects with `per_rank`, such as "
                     "RandomState()"
                 )
     raise RuntimeError("digests differ, and what they are of does not")
@@ -330,6 +333,10 @@ def _dtype(x: Any, platform: Platform) -> str:
             "its data, such as real and imaginary part"
         )
     return name
+
+
+def _itemsize(x: Any, platform: Platform) -> int:
+    return ITEMSIZES[_dtype(x, platform)]
 
 
 def _index(flat: Flat, writers: dict[str, list[Writer]], run: str, platform: Platform) -> Index:
@@ -372,7 +379,7 @@ def _copied(entry: Entry) -> Entry:
 def _write(job: _Job, ranks: Ranks) -> None:
     """Write this rank's file; the first rank also the index. The checkpoint has its name when this returns."""
     draft = job.draft
-    progress = Progress(f"saving {draft.path.name}", job.nbytes, ranks.rank == 0)
+    progress = Progress(f"saving {draft.path.name}", job.nbytes, ranks.rank == ranks.members[0])
 
     def write_tensors_of_rank() -> Any:
         if not job.entries:
@@ -381,7 +388,7 @@ def _write(job: _Job, ranks: Ranks) -> None:
             return write_tensors(draft.directory / _file(ranks.rank), job.entries, job.checksums, progress.advance)
 
     def publish() -> None:
-        if ranks.rank == 0:
+        if ranks.rank == ranks.members[0]:
             job.index.time = _time(draft.path.parent, job.index.run)
             job.index.values = _with_own(job.index.values, job.own)
             index = disk.create(draft.directory / INDEX)
@@ -394,14 +401,15 @@ def _write(job: _Job, ranks: Ranks) -> None:
                 directories.remove_old(draft.path.parent, job.index.run, job.keep)
 
     try:
-        for rank, written in enumerate(together(ranks, f"writing {draft.path}", write_tensors_of_rank)):
+        results = together(ranks, f"writing {draft.path}", write_tensors_of_rank)
+        for rank, written in zip(ranks.members, results, strict=True):
             if written is not None:
                 job.index.files[_file(rank)] = written[0]
                 if job.checksums:
                     job.index.checksums[_file(rank)] = written[1]
         together(ranks, f"completing {draft.path}", publish)
     except CheckpointError:
-        if ranks.rank == 0:
+        if ranks.rank == ranks.members[0]:
             draft.discard()
         raise
 

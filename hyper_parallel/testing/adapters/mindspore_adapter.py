@@ -105,6 +105,16 @@ def sgd(module: nn.Cell, rate: float) -> Callable[[dict[str, Any]], None]:
     return lambda grads: optimizer(tuple(grads[name] for name in named))
 
 
+def optimizer(module: nn.Cell, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
+    """See `Adapter.optimizer`."""
+    named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
+    if name == "adamw":
+        made = experimental.optim.AdamW(list(named.values()), rate, (0.9, 0.95))
+    else:
+        made = experimental.optim.SGD(list(named.values()), rate, 0.9)
+    return made, lambda grads: made(tuple(grads[name] for name in named))
+
+
 def load(module: nn.Cell, rng: np.random.Generator) -> nn.Cell:
     """Give every parameter numbers from ``rng``, in the order of names."""
     for _, p in sorted(dict(module.parameters_and_names()).items()):

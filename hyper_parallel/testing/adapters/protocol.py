@@ -78,6 +78,11 @@ class Adapter(Protocol):
     def sgd(self, module: Module, rate: float) -> Callable[[dict[str, Any]], None]:
         """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
 
+    def optimizer(self, module: Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
+        """One of the framework's optimizers for what ``module`` trains, and a function that takes a step as that of
+        `sgd`: ``"adamw"``, with betas 0.9 and 0.95, or ``"momentum"``, SGD with momentum 0.9. Asked for where the
+        platform knows optimizers (`Platform.is_optimizer`)."""
+
     def load(self, module: Module, rng: np.random.Generator) -> Module:
         """Give every parameter 0.3 times standard normal numbers, drawn in the order of names; returns the module, on
         this rank's device."""

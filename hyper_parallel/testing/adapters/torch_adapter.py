@@ -78,6 +78,16 @@ def sgd(module: nn.Module, rate: float) -> Callable[[dict[str, Any]], None]:
     return lambda grads: optimizer.step()  # the gradients are on the parameters
 
 
+def optimizer(module: nn.Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
+    """See `Adapter.optimizer`."""
+    make = {
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, rate, (0.9, 0.95)),
+        "momentum": lambda parameters: torch.optim.SGD(parameters, rate, 0.9),
+    }
+    made = make[name](p for p in module.parameters() if p.requires_grad)
+    return made, lambda grads: made.step()
+
+
 def load(module: nn.Module, rng: np.random.Generator) -> nn.Module:
     """Give every parameter numbers from ``rng``, in the order of names."""
     with torch.no_grad():
