@@ -8,6 +8,7 @@
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
 # make lint                               ruff and mypy
 # make clean                              remove environments and build output
+# make help                               this list
 #
 # Each target makes the virtual environment it needs under .venv/, and makes it again when its requirements change.
 # PYTHON chooses the interpreter, PIP_ARGS goes to every `pip install`, TORCH chooses the release of torch (and torch_npu).
@@ -49,7 +50,11 @@ endif
 BACKEND_OF_ENVIRONMENT := $(ENVIRONMENT)
 ENVIRONMENT := $(ENVIRONMENT)$(addprefix -,$(TORCH))
 
-.PHONY: test test-npu readme-table demo bench fuzz mutants lint clean
+.PHONY: help test test-npu readme-table demo bench fuzz mutants lint clean
+
+# The first target, so that `make` alone says what there is.
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 ifeq ($(PLATFORM),)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.

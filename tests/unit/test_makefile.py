@@ -12,12 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """What make would do, if nothing had been made yet (-B)."""
+def run_make(*words: str) -> subprocess.CompletedProcess[str]:
     # A make above the tests hands its own variables down.
     handed_down = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "PLATFORM", "TORCH")
     own = {name: value for name, value in os.environ.items() if name not in handed_down}
-    return subprocess.run(["make", "-nB", *words], cwd=ROOT, env=own, capture_output=True, text=True, check=False)
+    return subprocess.run(["make", *words], cwd=ROOT, env=own, capture_output=True, text=True, check=False)
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """What make would do, if nothing had been made yet (-B)."""
+    return run_make("-nB", *words)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,15 @@ def test_what_is_refused(words: tuple[str, ...], sentence: str) -> None:
     done = make(*words)
     assert done.returncode != 0
     assert sentence in done.stderr
+
+
+def test_make_alone_lists_the_targets() -> None:
+    """Each target that is no file, in the order in which the Makefile has them."""
+    listed, helped = run_make().stdout, run_make("help").stdout
+    assert listed == helped
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert targets is not None
+    assert set(re.findall(r"^make ([\w-]+)", listed, re.MULTILINE)) == set(targets[1].split())
 
 
 def test_pins_are_replaced() -> None:
