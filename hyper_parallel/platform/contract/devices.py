@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 __all__ = ["DeviceRole"]
 
 Tensor = Any
@@ -34,6 +36,11 @@ class DeviceRole(ABC):
         if self.device_type != "cpu":
             raise TypeError(f"{type(self).__name__} keeps no parameters in the memory of the host")
         return x
+
+    def host_tensor(self, values: np.ndarray) -> Tensor:
+        """A new plain tensor in the memory of the host with the values of an array of int32: ``mesh.mesh``, for users
+        to look at. The array itself where a framework has no tensors there."""
+        return values
 
     @abstractmethod
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:

@@ -80,6 +80,9 @@ class LocalVerbs:
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         return ops.tensor_scatter_elements(x, index, source, dim, "add")
 
+    def host_tensor(self, values: np.ndarray) -> Tensor:
+        return Tensor(values)
+
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         shape = tuple(shape)
         if name == "full":

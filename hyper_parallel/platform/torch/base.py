@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
@@ -201,6 +202,10 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
             return x
         x = x.cpu()
         return x.pin_memory() if pin_memory else x
+
+    def host_tensor(self, values: np.ndarray) -> torch.Tensor:
+        """See `Platform.host_tensor`."""
+        return torch.tensor(values, device="cpu")
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
         """See `Platform.factory`."""
