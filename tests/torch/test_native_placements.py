@@ -10,6 +10,7 @@ import torch.distributed.tensor as theirs
 from torch import nn
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
+import hyper_parallel
 from hyper_parallel import (
     ColwiseParallel,
     DTensor,
@@ -81,11 +82,14 @@ def at_every_entry(mesh: Any) -> None:
             y = x.redistribute(placements=placements)
             assert type(y.placements[0]) in (Shard, Replicate)
             close(y.full_tensor(), whole)
-    local = torch.ones(2, 3, device=device(), requires_grad=True)
-    for _ in range(2):
-        z = DTensor.from_local(local, mesh, [theirs.Replicate()], grad_placements=[theirs.Partial()])
-    z.to_local(grad_placements=[theirs.Replicate()]).sum().backward()
-    close(local.grad, torch.full((2, 3), 1.0 / mesh.size()) if False else local.grad)
+    gradients = []
+    for lib in (theirs, hyper_parallel, theirs):
+        local = torch.ones(2, 3, device=device(), requires_grad=True)
+        z = DTensor.from_local(local, mesh, [lib.Replicate()], grad_placements=[lib.Partial()])
+        (z.to_local(grad_placements=[lib.Partial()]) * (mesh.get_local_rank() + 1)).sum().backward()
+        gradients.append(local.grad)
+    close(gradients[0], gradients[1])
+    close(gradients[2], gradients[1])
     assert zeros(4, 2, device_mesh=mesh, placements=[theirs.Shard(1)]).placements == (Shard(1),)
     linear = nn.Linear(3, 4, device=device())
     distribute_parameter(linear, "weight", mesh, [theirs.Shard(0)])
@@ -94,6 +98,7 @@ def at_every_entry(mesh: Any) -> None:
     style = PrepareModuleInput(input_kwarg_layouts={"x": theirs.Shard(0)}, desired_input_kwarg_layouts={"x": Shard(0)})
     assert style.input_kwarg_layouts["x"] is Shard(0)
 
+    torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3)).to(device())
     expected = model(whole)
     parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=theirs.Replicate()), "1": _ByRows()})
@@ -103,14 +108,13 @@ def at_every_entry(mesh: Any) -> None:
     unit = nn.Linear(4, 4).to(device())
     fully_shard(unit, mesh=mesh, shard_placement_fn=lambda p: theirs.Shard(0))
     assert unit.weight.placements[0] is Shard(0)
-    foreign = type(theirs.Shard(0)).__module__.partition(".")[0]
-    assert not any(_holds(key, foreign) for cache in caches.all_caches() for key in list(cache))
+    assert not any(_holds_theirs(key) for _, cache in caches._NAMED for key in list(cache))
 
 
-def _holds(key: Any, package: str) -> bool:
+def _holds_theirs(key: Any) -> bool:
     if isinstance(key, tuple):
-        return any(_holds(item, package) for item in key)
-    return type(key).__module__.startswith(f"{package}.distributed.tensor")
+        return any(map(_holds_theirs, key))
+    return isinstance(key, theirs.Placement)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

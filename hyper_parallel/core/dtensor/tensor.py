@@ -13,7 +13,14 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.operations.views import CurrentLayout
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import (
+    PackedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    own_placements,
+)
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
 
@@ -124,7 +131,7 @@ class DTensor:
             if misfit is not None:
                 raise ValueError(misfit)
             if key is not None:
-                _EVEN_LAYOUTS[key] = layout
+                _EVEN_LAYOUTS[mesh, own_placements(placements), local_shape] = layout
         if CHECKS:
             check_replicated(local_tensor, mesh, layout.placements, _GIVEN)
         if mesh._coordinate is None:
@@ -194,7 +201,7 @@ class DTensor:
         target = _TARGETS.get(key) if type(key[1]) is tuple else None
         if target is None:
             target = _target_layout(layout, placements)
-            _TARGETS[layout, target.placements if key[1] is None else tuple(key[1])] = target
+            _TARGETS[layout, target.placements if key[1] is None else own_placements(key[1])] = target
         if target is layout:
             return self
         platform = layout.mesh.platform
