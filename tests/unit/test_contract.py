@@ -16,7 +16,7 @@ from hyper_parallel.platform.contract.collectives import CollectiveRole
 
 CONTRACT = Path(contract.__file__).parent
 #: What `Platform.factory` makes, which a string chooses.
-FACTORIES = ("full", "empty", "rand", "randn")
+FACTORIES = ("full", "empty", "rand", "randn", "linspace", "logspace")
 
 
 def required() -> set[str]:

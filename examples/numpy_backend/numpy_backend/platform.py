@@ -281,6 +281,10 @@ class NumpyPlatform(Platform):
             return Array(np.full(shape, fill_value, kind))
         if name == "empty":
             return Array(np.empty(shape, dtype or np.float32))
+        if name in ("linspace", "logspace"):
+            start, end, *base = fill_value
+            numbers = np.linspace(start, end, *shape)
+            return Array((base[0] ** numbers if base else numbers).astype(dtype or np.float32))
         draw = random.GENERATOR.random if name == "rand" else random.GENERATOR.standard_normal
         return Array(draw(shape).astype(dtype or np.float32))
 

@@ -45,7 +45,8 @@ class DeviceRole(ABC):
     @abstractmethod
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """A new plain local tensor on this rank's device: ``name`` is ``"full"`` (with ``fill_value``), ``"empty"``,
-        ``"rand"`` or ``"randn"``. ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
+        ``"rand"``, ``"randn"``, ``"linspace"`` (``fill_value`` is (start, end)) or ``"logspace"`` ((start, end,
+        base)). ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:

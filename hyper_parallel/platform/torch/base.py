@@ -40,6 +40,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     Size = torch.Size
+    dense_layout = torch.strided
     watches_draws = True
 
     def __init__(self) -> None:
@@ -209,6 +210,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
         """See `Platform.factory`."""
+        if name in ("linspace", "logspace"):
+            start, end, *base = fill_value
+            return getattr(torch, name)(start, end, shape[0], *base, dtype=dtype, device=self.device())
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 
