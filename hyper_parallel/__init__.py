@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.dtensor.dtensor import distribute_tensor as distribute_tensor
     from hyper_parallel.core.dtensor.factories import empty as empty
     from hyper_parallel.core.dtensor.factories import full as full
+    from hyper_parallel.core.dtensor.factories import linspace as linspace
+    from hyper_parallel.core.dtensor.factories import logspace as logspace
     from hyper_parallel.core.dtensor.factories import ones as ones
     from hyper_parallel.core.dtensor.factories import rand as rand
     from hyper_parallel.core.dtensor.factories import randn as randn
@@ -44,6 +46,9 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.dtensor.placement_types import Replicate as Replicate
     from hyper_parallel.core.dtensor.placement_types import Shard as Shard
     from hyper_parallel.core.dtensor.placement_types import StridedShard as StridedShard
+    from hyper_parallel.core.dtensor.redistribution import (
+        compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+    )
     from hyper_parallel.core.tensor_parallel.api import parallelize_module as parallelize_module
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel as loss_parallel
     from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -101,6 +106,7 @@ _HOME_OF = {
     "available_platforms": "hyper_parallel.platform",
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
     "coalesce_gradients": "hyper_parallel.core.dtensor.communication.coalesce",
+    "compute_local_shape_and_global_offset": "hyper_parallel.core.dtensor.redistribution",
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
     "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",
@@ -110,6 +116,8 @@ _HOME_OF = {
     "get_platform": "hyper_parallel.platform",
     "implicit_replication": "hyper_parallel.core.dtensor.operations.modes",
     "init_device_mesh": "hyper_parallel.core.dtensor.device_mesh",
+    "linspace": "hyper_parallel.core.dtensor.factories",
+    "logspace": "hyper_parallel.core.dtensor.factories",
     "loss_parallel": "hyper_parallel.core.tensor_parallel.loss",
     "manual_seed": "hyper_parallel.core.dtensor.operations.random",
     "ones": "hyper_parallel.core.dtensor.factories",

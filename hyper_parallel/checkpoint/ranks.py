@@ -52,7 +52,7 @@ class Collective:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         mesh.require_member("saving or loading a checkpoint")
-        self.rank, self.members = mesh.get_rank(), tuple(int(rank) for rank in mesh.mesh.reshape(-1))
+        self.rank, self.members = mesh.get_rank(), tuple(int(rank) for rank in mesh.ranks.reshape(-1))
         self._mesh = mesh
 
     def gather(self, value: Any) -> list[Any]:

@@ -6,6 +6,23 @@ from typing import Any
 
 import hyper_parallel
 
+#: Names of the classes of placements that other libraries have too.
+_PLACEMENTS = frozenset({"Partial", "Replicate", "Shard", "_StridedShard"})
+
+
+def described_placement(value: Any) -> tuple[Any, ...] | None:
+    """The name of this library's class and its arguments, such as ``("Shard", 0)``, for a placement of the framework's
+    own DTensors. None for everything else.
+
+    Example:
+        >>> described_placement(3) is None
+        True
+    """
+    if type(value).__name__ not in _PLACEMENTS:
+        return None
+    found: tuple[Any, ...] | None = hyper_parallel.get_platform().describe_native_placement(value)
+    return found
+
 
 def import_hint(value: Any) -> str:
     """The end of a message about a value that was refused: whose class it is of, and which import gives this library's.

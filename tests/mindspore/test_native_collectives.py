@@ -73,7 +73,7 @@ def from_first(mesh: Any) -> None:
     x = distribute_tensor(
         Tensor(np.full((3, 2), mesh.get_rank(), np.float32)), mesh["tp"], [Shard(0)], src_data_rank=None
     )
-    dist.broadcast(x, int(dp.mesh[0]), dp.get_group())
+    dist.broadcast(x, int(dp.ranks[0]), dp.get_group())
     assert (x.to_local().asnumpy() == mesh.get_local_rank("tp")).all()
     y = distribute_tensor(Tensor(np.arange(6, dtype=np.float32).reshape(2, 3)), mesh["tp"], [Shard(1)]).T
     dist.all_reduce(y, group=dp.get_group())  # not contiguous

@@ -100,7 +100,7 @@ def steps(row: dict[str, Any]) -> None:
         hp.parallelize_module(sharded, tp, styles)
     shard(sharded, dp, row)
     size, tolerance = dp.size(), 6e-2 if row["autocast"] else 1e-6
-    rank = int((dp.mesh.reshape(-1) == dp.get_rank()).argmax())
+    rank = int((dp.ranks.reshape(-1) == dp.get_rank()).argmax())
     sharded_loss = tp is not None and row["loss_parallel"]
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-3) for m in (single, sharded)]
     for step in range(2):

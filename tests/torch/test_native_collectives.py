@@ -175,7 +175,7 @@ def test_data_parallel_loop(pool: Any, way: Callable) -> None:
 @on_2_by_2
 def start_alike(mesh: Any) -> None:
     dp = mesh["dp"]
-    group, first = dp.get_group(), int(dp.mesh[0])
+    group, first = dp.get_group(), int(dp.ranks[0])
     ours = own_gradients(mesh, seed=mesh.get_local_rank("dp"))
     ours(own_batch(mesh).chunk(2, dim=1)[mesh.get_local_rank("tp")]).sum().backward()  # views are kept on parameters
     for p in ours.parameters():
@@ -217,7 +217,7 @@ def test_other_reductions(pool: Any) -> None:
 def every_function(mesh: Any) -> None:
     dp, tp = mesh["dp"], mesh["tp"]
     group, mine, other = dp.get_group(), dp.get_local_rank(), 1 - dp.get_local_rank()
-    peer = int(dp.mesh[other])
+    peer = int(dp.ranks[other])
 
     def value(i: float) -> Any:
         """Different on data-parallel ranks, a shard on tensor-parallel ones."""
@@ -256,10 +256,10 @@ def every_function(mesh: Any) -> None:
     assert torch.equal(swapped.full_tensor(), torch.stack([value(i).full_tensor()[mine] for i in range(2)]))
 
     collected = [value(7), value(7)] if mine == 0 else None
-    gather(value(mine), collected, dst=int(dp.mesh[0]), group=group)
+    gather(value(mine), collected, dst=int(dp.ranks[0]), group=group)
     assert collected is None or (holds(collected[0], 0) and holds(collected[1], 1))
     part = value(7)
-    scatter(part, [value(4), value(5)] if mine == 0 else None, src=int(dp.mesh[0]), group=group)
+    scatter(part, [value(4), value(5)] if mine == 0 else None, src=int(dp.ranks[0]), group=group)
     assert holds(part, 4 + mine)
 
     part = value(7)
@@ -302,7 +302,7 @@ def caches_are_cleared(mesh: Any) -> None:
 def objects(mesh: Any) -> None:
     """Object collectives carry DTensors between ranks that hold the same part."""
     dp = mesh["dp"]
-    group, first = dp.get_group(), int(dp.mesh[0])
+    group, first = dp.get_group(), int(dp.ranks[0])
     x = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
     collected: list[Any] = [None, None]
     dist.all_gather_object(collected, {"x": x}, group=group)
@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         r"is not the same of the global ones. Give it to_local\(\)",
     ),
     "to a rank with another shard": (
-        lambda m: send(placed(m, Shard(0)), int(m["tp"].mesh[1 - m.get_local_rank("tp")])),
+        lambda m: send(placed(m, Shard(0)), int(m["tp"].ranks[1 - m.get_local_rank("tp")])),
         ValueError,
         "different shards",
     ),

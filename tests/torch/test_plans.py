@@ -11,7 +11,7 @@ import torch.distributed.tensor.parallel as their_styles
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, distribute_tensor, parallelize_module, strict
+from hyper_parallel import ColwiseParallel, DTensor, Placement, RowwiseParallel, parallelize_module, strict
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.test_errors import fails
 from tests.torch.support import device, randn
@@ -25,17 +25,14 @@ def torchs_own_classes(mesh: Any) -> None:
     with fails(TypeError, "SequenceParallel of torch.distributed.tensor", "import SequenceParallel`"):
         parallelize_module(model, mesh, {"0": their_styles.SequenceParallel()})
     for placement in (theirs.Shard(1), theirs.Replicate(), theirs.Partial()):
-        words = (f"{type(placement).__name__} of torch.distributed.tensor", "hyper_parallel import")
-        with fails(TypeError, "ColwiseParallel(output_layouts=...)", *words):
-            ColwiseParallel(output_layouts=placement)
-        with fails(TypeError, "RowwiseParallel", "by position", *words):
+        with fails(TypeError, "RowwiseParallel", "by position", f"{type(placement).__name__} of torch.distributed"):
             RowwiseParallel(placement)
-        with fails(TypeError, *words):
-            distribute_tensor(x, mesh, [placement])
-        with fails(TypeError, *words):
-            DTensor.from_local(x, mesh, [placement])
-        with fails(TypeError, *words):
+        with fails(TypeError, "one placement per mesh dimension", "write ["):
             DTensor.from_local(x, mesh).redistribute(placements=placement)
+        assert all(isinstance(p, Placement) for p in ColwiseParallel(output_layouts=placement).output_layouts)
+        assert DTensor.from_local(x, mesh, [placement]).placements == (placement,)
+    with fails(ValueError, "bxor"):
+        DTensor.from_local(x, mesh, [theirs.Partial("bxor")])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -16,7 +16,7 @@ from hyper_parallel.platform.contract.collectives import CollectiveRole
 
 CONTRACT = Path(contract.__file__).parent
 #: What `Platform.factory` makes, which a string chooses.
-FACTORIES = ("full", "empty", "rand", "randn")
+FACTORIES = ("full", "empty", "rand", "randn", "linspace", "logspace")
 
 
 def required() -> set[str]:
@@ -115,7 +115,7 @@ def test_what_verbs_answer_of_themselves() -> None:
     assert platform.is_tensor(x) and not platform.is_tensor(3.0)
     assert not platform.is_meta(x)
     assert platform.native_group("tp") == "tp"
-    assert platform.to_device(x) is x
+    assert platform.to_device(x) is x and platform.host_tensor(x) is x
     assert list(platform.named_parameters(x)) == [("weight", x)]
     module = SimpleNamespace(register_forward_pre_hook=dict, register_forward_hook=lambda hook, **how: (hook, how))
     assert platform.register_forward_pre_hook(module, {}, prepend=True) == {"prepend": True, "with_kwargs": False}

@@ -42,6 +42,7 @@ from hyper_parallel import (
     available_platforms,
     check_ranks,
     coalesce_gradients,
+    compute_local_shape_and_global_offset,
     distribute_module,
     distribute_parameter,
     distribute_tensor,
@@ -51,6 +52,8 @@ from hyper_parallel import (
     get_platform,
     implicit_replication,
     init_device_mesh,
+    linspace,
+    logspace,
     loss_parallel,
     manual_seed,
     ones,
@@ -80,8 +83,15 @@ STYLES: tuple[ParallelStyle, ...] = (
     RowwiseParallel(),
     SequenceParallel(),
 )
-FACTORIES = (empty, full, ones, rand, randn, zeros)
-OTHERS = (distribute_parameter, register_sharding, register_style, register_platform, vocab_parallel_cross_entropy)
+FACTORIES = (empty, full, linspace, logspace, ones, rand, randn, zeros)
+OTHERS = (
+    compute_local_shape_and_global_offset,
+    distribute_parameter,
+    register_sharding,
+    register_style,
+    register_platform,
+    vocab_parallel_cross_entropy,
+)
 
 
 OFFLOAD: OffloadPolicy = CPUOffloadPolicy()

@@ -143,6 +143,9 @@ class NumpyPlatform(Platform):
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Array:
         return Array(np.frombuffer(bytearray(values), dtype).reshape(tuple(shape)))
 
+    def host_tensor(self, values: np.ndarray) -> Array:
+        return Array(values)
+
     def write(self, x: Array, values: Array) -> None:
         x.value[...] = values.value
         x.writes[0] += 1
@@ -278,6 +281,10 @@ class NumpyPlatform(Platform):
             return Array(np.full(shape, fill_value, kind))
         if name == "empty":
             return Array(np.empty(shape, dtype or np.float32))
+        if name in ("linspace", "logspace"):
+            start, end, *base = fill_value
+            numbers = np.linspace(start, end, *shape)
+            return Array((base[0] ** numbers if base else numbers).astype(dtype or np.float32))
         draw = random.GENERATOR.random if name == "rand" else random.GENERATOR.standard_normal
         return Array(draw(shape).astype(dtype or np.float32))
 

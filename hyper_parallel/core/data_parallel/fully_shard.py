@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.weak_table import WeakTable
 
@@ -202,7 +202,7 @@ def _placement(
     if inner is not None:
         _check_inner(inner, mesh, what)
     shape = tuple(p.shape)
-    wanted = None if shard_placement_fn is None else shard_placement_fn(p)
+    wanted = None if shard_placement_fn is None else own_placement(shard_placement_fn(p))
     if wanted is None:
         wanted = Shard(0) if shape else Replicate()
     elif not isinstance(wanted, Shard) or isinstance(wanted, PackedShard):

@@ -66,7 +66,7 @@ def distribute_tensor(
             )
         return tensor
     check_src_data_rank(src_data_rank, mesh)
-    x = platform.wrap(_shard_of(tensor, layout, src_data_rank), layout)
+    x = platform.wrap(shard_of(tensor, layout, src_data_rank), layout)
     if platform.requires_grad(tensor):
         x.requires_grad_(True)
     return x
@@ -115,7 +115,7 @@ def distribute_parameter(
             )
         return
     check_src_data_rank(src_data_rank, device_mesh)
-    platform.set_distributed_parameter(module, name, _shard_of(parameter, layout, src_data_rank), layout)
+    platform.set_distributed_parameter(module, name, shard_of(parameter, layout, src_data_rank), layout)
 
 
 def distribute_module(
@@ -193,7 +193,7 @@ def check_src_data_rank(src_data_rank: int | None, mesh: DeviceMesh) -> None:
         )
 
 
-def _shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
+def shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
     """This rank's part of a whole plain tensor: a new plain tensor."""
     mesh, platform = layout.mesh, layout.mesh.platform
     with platform.no_dispatch(), platform.no_grad():

@@ -18,7 +18,7 @@ import numpy as np
 
 from hyper_parallel.core.caches import clear_caches
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
-from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, rows_along
+from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, ranks_of, rows_along
 from hyper_parallel.core.dtensor.mesh_slices import MESHES, new_mesh
 from hyper_parallel.core.dtensor.native_meshes import NativeMeshes, made_of, remember_made, slice_like
 from hyper_parallel.core.lookalikes import import_hint
@@ -44,7 +44,7 @@ class DeviceMesh(NativeMeshes):
     Attributes:
         device_type: device type of the platform.
         platform: the `Platform` whose collectives the mesh uses.
-        mesh: int array of global ranks.
+        ranks: int array of global ranks, of NumPy.
         mesh_dim_names: tuple of names, or None.
         shape: sizes of the dimensions.
         ndim: number of dimensions.
@@ -63,7 +63,7 @@ class DeviceMesh(NativeMeshes):
 
     def __new__(cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         platform = _platform_for(device_type)
-        ranks = np.asarray(mesh, dtype=np.int64)
+        ranks = ranks_of(mesh)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         if platform.world() is None:
             platform.init_process_group()
@@ -87,6 +87,12 @@ class DeviceMesh(NativeMeshes):
                 mesh._native = weakref.ref(native)
         remember_made(native, platform.world(), mesh)
         return mesh
+
+    @property
+    def mesh(self) -> Any:
+        """The global ranks as an int32 tensor of the framework, in the memory of the host: a new one each time. `ranks`
+        is the same for NumPy."""
+        return self.platform.host_tensor(self.ranks.astype(np.int32))
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """This rank's index in each dimension; None on a rank that is not in the mesh."""
@@ -130,7 +136,7 @@ class DeviceMesh(NativeMeshes):
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks in a dimension, or in the whole mesh."""
-        return int(self.mesh.size) if mesh_dim is None else self.shape[self._dim(mesh_dim, "size")]
+        return int(self.ranks.size) if mesh_dim is None else self.shape[self._dim(mesh_dim, "size")]
 
     def ranks_along(self, mesh_dim: int) -> tuple[int, ...]:
         """Global ranks of this rank's row along a dimension."""
@@ -138,7 +144,7 @@ class DeviceMesh(NativeMeshes):
             return ()
         index: list[Any] = list(self._coordinate)
         index[mesh_dim] = slice(None)
-        return tuple(int(r) for r in self.mesh[tuple(index)])
+        return tuple(int(r) for r in self.ranks[tuple(index)])
 
     def dim_label(self, mesh_dim: int) -> str:
         """Index and name of a dimension, for messages."""
@@ -153,9 +159,9 @@ class DeviceMesh(NativeMeshes):
         _active_stack().pop()
 
     def __reduce__(self) -> tuple:
-        arguments = (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
+        arguments = (self.device_type, self.ranks.tolist(), self.mesh_dim_names)
         root = self._root
-        return (_rebuild, arguments if root is None else (*arguments, root.mesh.tolist(), root.mesh_dim_names))
+        return (_rebuild, arguments if root is None else (*arguments, root.ranks.tolist(), root.mesh_dim_names))
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -165,7 +171,7 @@ class DeviceMesh(NativeMeshes):
 
     def __repr__(self) -> str:
         names = "" if self.mesh_dim_names is None else f", mesh_dim_names={self.mesh_dim_names}"
-        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
+        return f"DeviceMesh({self.device_type!r}, {self.ranks.tolist()}{names})"
 
     def _dim(self, mesh_dim: int | str | None, caller: str) -> int:
         if mesh_dim is None:
@@ -312,11 +318,11 @@ def _rebuild(
             return DeviceMesh(device_type, wanted, mesh_dim_names=names)
         for mesh in [m for m in list(MESHES.values()) if m.platform is platform and _WORLDS[platform]() is world]:
             root = mesh.get_root_mesh()
-            if exactly and (root.mesh.tolist(), root.mesh_dim_names) != (root_ranks or ranks, root_names or names):
+            if exactly and (root.ranks.tolist(), root.mesh_dim_names) != (root_ranks or ranks, root_names or names):
                 continue
             with contextlib.suppress(KeyError):  # it has other names
                 mesh = mesh if names is None else mesh[names]
-            if mesh.mesh_dim_names == names and mesh.mesh.tolist() == ranks:
+            if mesh.mesh_dim_names == names and mesh.ranks.tolist() == ranks:
                 return mesh
     size = 1 if world is None else platform.world_size()
     raise RuntimeError(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.api import shard_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import requested_layout
 from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
+
+#: What frameworks call types of devices besides.
+_DEVICE_NAMES = {"ascend": "npu", "gpu": "cuda"}
 
 
 def zeros(*size: Any, **options: Any) -> Any:
@@ -18,6 +22,8 @@ def zeros(*size: Any, **options: Any) -> Any:
     Args:
         size: global shape, as one sequence or as ints.
         dtype: dtype of the framework; None is the framework's default.
+        layout: the framework's usual layout of tensors in memory (``torch.strided``), which None means too.
+        device: None or the mesh's device, of which the type alone is read.
         requires_grad: whether gradients with respect to the result are recorded.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
         placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere.
@@ -26,7 +32,7 @@ def zeros(*size: Any, **options: Any) -> Any:
         A DTensor of the shape ``size`` on the mesh's device.
 
     Raises:
-        ValueError: for wrong placements (`Partial` included) or a negative size.
+        ValueError: for wrong placements (`Partial` included), a negative size, another layout or another device.
         TypeError: for an option that does not exist.
 
     Example:
@@ -55,7 +61,8 @@ def full(size: Sequence[int], fill_value: Any, **options: Any) -> Any:
     Args:
         size: global shape, as a sequence.
         fill_value: a Python number, from which the dtype follows unless ``dtype`` is given.
-        options: ``dtype``, ``requires_grad``, ``device_mesh`` and ``placements``, as in `zeros`.
+        options: ``dtype``, ``layout``, ``device``, ``requires_grad``, ``device_mesh`` and ``placements``, as in
+            `zeros`.
 
     Example:
         >>> from hyper_parallel import full, init_device_mesh
@@ -89,12 +96,49 @@ def randn(*size: Any, **options: Any) -> Any:
     return _make("randn", size, None, **options)
 
 
+def linspace(start: float, end: float, steps: int, **options: Any) -> Any:
+    """A 1-D DTensor of ``steps`` numbers from ``start`` to ``end``, at equal distances: those of a single device.
+
+    Args:
+        start, end: the first number and the last one.
+        steps: how many.
+        options: as in `full`.
+
+    Raises:
+        ValueError, TypeError: as in `zeros`.
+
+    Example:
+        >>> from hyper_parallel import Shard, init_device_mesh, linspace
+        >>> linspace(0, 1, 3, device_mesh=init_device_mesh("cpu", (1,)), placements=[Shard(0)]).full_tensor()
+        tensor([0.0000, 0.5000, 1.0000])
+
+    Source: ``torch.distributed.tensor.linspace``.
+    """
+    return _make("linspace", (steps,), (start, end), **options)
+
+
+def logspace(start: float, end: float, steps: int, base: float = 10.0, **options: Any) -> Any:
+    """A 1-D DTensor of the powers of ``base`` with the exponents of `linspace`. Arguments and errors are those of
+    `linspace`.
+
+    Example:
+        >>> from hyper_parallel import init_device_mesh, logspace
+        >>> logspace(0, 2, 3, base=2.0, device_mesh=init_device_mesh("cpu", (1,))).full_tensor()
+        tensor([1., 2., 4.])
+
+    Source: ``torch.distributed.tensor.logspace``.
+    """
+    return _make("logspace", (steps,), (start, end, base), **options)
+
+
 def _make(
     name: str,
     size: tuple,
     fill_value: Any,
     *,
     dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
@@ -104,18 +148,28 @@ def _make(
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     if any(n < 0 for n in shape):
         raise ValueError(f"{name}: sizes must not be negative, got {shape}")
-    layout = requested_layout(mesh, placements, shape, f"a tensor of shape {shape}")
-    if any(p.is_partial() for p in layout.placements):
-        raise ValueError(f"{name} makes sharded or replicated tensors, got placements {list(layout.placements)}")
+    if layout is not None and layout is not platform.dense_layout:
+        raise ValueError(f"{name} makes tensors of the usual layout, got layout={layout!r}: leave it out")
+    kind = str(mesh.device_type if device is None else device).lower().partition(":")[0]
+    if _DEVICE_NAMES.get(kind, kind) != mesh.device_type:
+        raise ValueError(
+            f"{name}: tensors on {mesh} are on {mesh.device_type!r}, got device={device!r}: leave it out, or make a "
+            "mesh of that device type"
+        )
+    whole = requested_layout(mesh, placements, shape, f"a tensor of shape {shape}")
+    if any(p.is_partial() for p in whole.placements):
+        raise ValueError(f"{name} makes sharded or replicated tensors, got placements {list(whole.placements)}")
     with platform.no_dispatch():
         if name in ("rand", "randn") and mesh.get_coordinate() is not None:
             # Every rank draws the whole tensor and keeps its part: the numbers are those of a single device.
             synchronize(mesh)
-            local = take_part(platform.factory(name, shape, fill_value, dtype), layout)
+            local = take_part(platform.factory(name, shape, fill_value, dtype), whole)
+        elif name in ("linspace", "logspace"):
+            local = shard_of(platform.factory(name, shape, fill_value, dtype), whole, None)
         else:
             kind = "full" if fill_value is not None else name
-            local = platform.factory(kind, layout.local_shape, fill_value, dtype)
-    x = platform.wrap(local, layout)
+            local = platform.factory(kind, whole.local_shape, fill_value, dtype)
+    x = platform.wrap(local, whole)
     if requires_grad:
         x.requires_grad_(True)
     return x

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+
+
+def ranks_of(mesh: Any) -> np.ndarray:
+    """The array of ranks that somebody gives as (nested) sequence, array or tensor on any device.
+
+    Example:
+        >>> ranks_of([[0, 1], [2, 3]]).shape
+        (2, 2)
+    """
+    return np.asarray(mesh.tolist() if hasattr(mesh, "tolist") else mesh, dtype=np.int64)
 
 
 def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_size: int) -> None:

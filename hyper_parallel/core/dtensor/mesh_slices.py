@@ -24,7 +24,7 @@ class Slices:
 
     device_type: str
     platform: Platform
-    mesh: np.ndarray
+    ranks: np.ndarray
     mesh_dim_names: tuple[str, ...] | None
     shape: tuple[int, ...]
     ndim: int
@@ -103,9 +103,9 @@ class Slices:
         if name in root.mesh_dim_names or root._flat_names.get(name, dims) != dims:
             raise ValueError(f"{root} has another dimension named {name!r}: give the flattened one another name")
         if CHECKS:
-            CHECKS[-1].agree("DeviceMesh._flatten", {"the mesh": str(self.mesh.shape), "mesh_dim_name": name})
+            CHECKS[-1].agree("DeviceMesh._flatten", {"the mesh": str(self.ranks.shape), "mesh_dim_name": name})
         if dims not in root._flat_groups:
-            root._flat_groups[dims] = self.platform.new_group(rows_along(root.mesh, dims))
+            root._flat_groups[dims] = self.platform.new_group(rows_along(root.ranks, dims))
         root._flat_names[name] = dims
         return _sliced(root, (dims,), (name,))
 
@@ -160,7 +160,7 @@ def _sliced(root: _Mesh, along: tuple[tuple[int, ...], ...], names: tuple[str, .
     key = (root.platform, root, along, names)
     found = MESHES.get(key)
     if found is None:
-        ranks = sub_array(root.mesh, along, root._coordinate or (0,) * root.ndim)
+        ranks = sub_array(root.ranks, along, root._coordinate or (0,) * root.ndim)
         groups = tuple(root._groups[dims[0]] if len(dims) == 1 else root._flat_groups[dims] for dims in along)
         found = MESHES[key] = new_mesh(type(root), root.platform, ranks, names, groups)
         found._root, found._along = root, along
@@ -175,7 +175,7 @@ def new_mesh(
     mesh: Any = object.__new__(cls)
     mesh.platform = platform
     mesh.device_type = platform.device_type
-    mesh.mesh = ranks
+    mesh.ranks = ranks
     mesh.mesh_dim_names = names
     mesh.shape = tuple(int(n) for n in ranks.shape)
     mesh.ndim = ranks.ndim

@@ -43,11 +43,11 @@ class NativeMeshes(Slices, MeshMethods):
             )
         native = None if root._native is None else root._native()
         if native is None:
-            native = platform.native_mesh(root.mesh, root.mesh_dim_names, root._groups)
+            native = platform.native_mesh(root.ranks, root.mesh_dim_names, root._groups)
             root._native = weakref.ref(native)
         if root is self:
             return native
-        return platform.native_mesh(self.mesh, self.mesh_dim_names, self._groups, native)
+        return platform.native_mesh(self.ranks, self.mesh_dim_names, self._groups, native)
 
 
 def made_of(native: Any, world: Any) -> Any:
@@ -93,6 +93,6 @@ def _dims_of_row(root: Any, row: list[int], coordinate: tuple[int, ...]) -> tupl
     """The dimensions of ``root`` that, as one, have the ranks ``row`` at ``coordinate``."""
     for count in range(2, root.ndim + 1):
         for dims in itertools.combinations(range(root.ndim), count):
-            if sub_array(root.mesh, (dims,), coordinate).tolist() == row:
+            if sub_array(root.ranks, (dims,), coordinate).tolist() == row:
                 return dims
     return None

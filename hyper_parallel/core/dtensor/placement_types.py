@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from hyper_parallel.core.lookalikes import described_placement
+
 #: What a `Partial` may be reduced with.
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -15,7 +17,9 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 class Placement:
     """How a tensor lies on one dimension of a mesh: base class of `Shard`, `PackedShard`, `Replicate` and `Partial`.
 
-    Placements cannot be changed, and equal ones are one object. A DTensor has one for each mesh dimension.
+    Placements cannot be changed, and equal ones are one object. A DTensor has one for each mesh dimension. Those of the
+    framework's own DTensors, of torch's, are taken in their place everywhere, and equal them (but are other keys of a
+    dict).
 
     Example:
         >>> from hyper_parallel import Placement, Shard
@@ -59,6 +63,17 @@ class Placement:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if isinstance(other, Placement):
+            return False
+        described = described_placement(other)
+        return described is not None and described == (type(self).__name__, *self._arguments().values())
+
+    #: That of the object, in C: placements are in the key of every cache.
+    __hash__ = object.__hash__
 
     def __copy__(self) -> Placement:
         return self
@@ -118,6 +133,28 @@ class Shard(Placement):
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
+
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """How much of a dimension a rank of a mesh dimension gets, and where that begins.
+
+        Args:
+            curr_local_size: size of the tensor dimension before this mesh dimension cuts it.
+            num_chunks: size of the mesh dimension.
+            rank: index of the rank in it.
+
+        Returns:
+            Size and offset in elements; what is empty begins at the end.
+
+        Example:
+            >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
+            [(2, 0), (2, 2), (1, 4), (0, 5)]
+
+        Source: ``torch.distributed.tensor.Shard.local_shard_size_and_offset``.
+        """
+        whole = -(-curr_local_size // num_chunks)
+        start = min(whole * rank, curr_local_size)
+        return min(whole, curr_local_size - start), start
 
     def with_dim(self, dim: int) -> Shard:
         """The same split of tensor dimension ``dim``."""
@@ -244,6 +281,9 @@ class Partial(Placement):
 
     __slots__ = ("reduce_op",)
     reduce_op: str
+    #: The reductions that there are, and those of them that commute with sums.
+    ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg", "min", "max", "product")
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
     def __new__(cls, reduce_op: str = "sum") -> Partial:
         if reduce_op not in REDUCE_OPS:
@@ -255,3 +295,28 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"
+
+
+_CLASSES: dict[str, type[Placement]] = {cls.__name__: cls for cls in (Replicate, Shard, StridedShard, Partial)}
+
+
+def described(name: str, *arguments: Any) -> Placement:
+    """The placement of a class, by its name, and arguments: the inverse of `described_placement`."""
+    return _CLASSES[name](*arguments)
+
+
+def own_placement(value: Any) -> Any:
+    """This library's placement for one of the framework's own DTensors; anything else as it is.
+
+    Raises:
+        ValueError: for a reduction that this library does not have.
+    """
+    if isinstance(value, Placement):
+        return value
+    found = described_placement(value)
+    return value if found is None else described(*found)
+
+
+def own_placements(values: Any) -> Any:
+    """`own_placement` of each in a sequence; what is none, as it is. To be called before a cache is asked or told."""
+    return tuple(map(own_placement, values)) if isinstance(values, (tuple, list)) else values

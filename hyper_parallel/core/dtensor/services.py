@@ -13,10 +13,8 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, repli
 from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard
+from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard, described
 from hyper_parallel.platform.registry import get_platform_for_device
-
-_PLACEMENTS = {cls.__name__: cls for cls in (Replicate, Shard, StridedShard, Partial)}
 
 
 class Services:
@@ -60,7 +58,7 @@ class Services:
     ) -> Layout:
         """See `platform.contract.Core`."""
         mesh = device_mesh.DeviceMesh._of_native(get_platform_for_device(device_type), native)
-        return get_layout(mesh, tuple(_PLACEMENTS[name](*arguments) for name, *arguments in placements), shape)
+        return get_layout(mesh, tuple(described(*each) for each in placements), shape)
 
     def strides_of_whole(self, x: Any) -> tuple[int, ...]:
         """See `platform.contract.Core`."""

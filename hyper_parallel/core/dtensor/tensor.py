@@ -13,7 +13,15 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.dtensor.operations.views import CurrentLayout
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import (
+    PackedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    own_placements,
+)
+from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistribute_over
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
 
@@ -124,7 +132,7 @@ class DTensor:
             if misfit is not None:
                 raise ValueError(misfit)
             if key is not None:
-                _EVEN_LAYOUTS[key] = layout
+                _EVEN_LAYOUTS[mesh, own_placements(placements), local_shape] = layout
         if CHECKS:
             check_replicated(local_tensor, mesh, layout.placements, _GIVEN)
         if mesh._coordinate is None:
@@ -173,28 +181,42 @@ class DTensor:
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: Any = None,
+        backward_dtype: Any = None,
     ) -> Any:
         """The same tensor with other placements, by the cheapest sequence of collectives. It is differentiable.
 
         Args:
-            device_mesh: None or the tensor's own mesh.
+            device_mesh: None, the tensor's own mesh, or another one of the same ranks.
             placements: one for each mesh dimension; None is `Replicate` everywhere.
-            async_op: taken because torch has it, and not read: the result is always ready to use.
+            async_op: return while the last collective is under way; the result waits for it by itself when it is first
+                used. Where parts differ in size, or the backend starts no collectives, it is ready.
+            forward_dtype: dtype to communicate in, and that of the result; None is the tensor's.
+            backward_dtype: dtype to communicate the gradient in, which arrives in the tensor's; None is that.
 
         Returns:
             A DTensor with memory of its own, or this one where nothing changes.
 
         Raises:
-            ValueError: for another mesh, wrong placements, or a `Partial` that the tensor does not have already.
+            ValueError: for a mesh of other ranks, wrong placements, or a `Partial` that the tensor does not have
+                already; for ``async_op`` or dtypes on another mesh.
         """
         layout: Layout = self._layout
         if device_mesh is not None and device_mesh is not layout.mesh:
-            raise ValueError(f"cannot redistribute from {layout.mesh} to another mesh, {device_mesh}")
+            mesh = resolve_mesh(device_mesh, "redistribute")
+            if async_op or forward_dtype is not None or backward_dtype is not None:
+                raise ValueError(
+                    f"redistribute to another mesh, {mesh}, takes no async_op, forward_dtype and backward_dtype: "
+                    "redistribute on the tensor's own mesh with them, before or after"
+                )
+            return redistribute_over(self, mesh, placements)
         key: Any = (layout, tuple(placements) if type(placements) is list else placements)
         target = _TARGETS.get(key) if type(key[1]) is tuple else None
         if target is None:
             target = _target_layout(layout, placements)
-            _TARGETS[layout, target.placements if key[1] is None else tuple(key[1])] = target
+            _TARGETS[layout, target.placements if key[1] is None else own_placements(key[1])] = target
+        if async_op or forward_dtype is not None or backward_dtype is not None:
+            return redistribute_as(self, target, async_op, forward_dtype, backward_dtype)
         if target is layout:
             return self
         platform = layout.mesh.platform
@@ -226,6 +248,14 @@ class DTensor:
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
         return self._layout.mesh
+
+    @property
+    def _local_tensor(self) -> Any:
+        """This rank's part as a plain tensor that shares its memory, without gradients; for code that reads torch's
+        attribute of this name. `to_local` is differentiable."""
+        platform = self._layout.mesh.platform
+        with platform.no_dispatch():
+            return platform.detach(self)
 
     def __repr__(self) -> str:
         layout: Layout = self._layout

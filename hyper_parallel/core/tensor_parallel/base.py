@@ -15,7 +15,7 @@ from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard, own_placements
 from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
 from hyper_parallel.core.dtensor.undistributed import check_first_call
 from hyper_parallel.core.lookalikes import import_hint
@@ -207,6 +207,10 @@ class ModuleStyle(ParallelStyle):
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         super().check(module, device_mesh, where)
+        for keyword in ("input_layouts", "desired_input_layouts", "output_layouts"):  # of classes that users write
+            given = getattr(self, keyword)
+            if given is not None and any(p is not None and not isinstance(p, Placement) for p in given):
+                setattr(self, keyword, own_placements(given))
         own = dict(device_mesh.platform.named_parameters(module))
         for name, placement in self.parameter_placements(module, device_mesh).items():
             if name not in own:

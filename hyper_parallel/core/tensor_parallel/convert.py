@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError
@@ -161,11 +161,11 @@ def as_slots(value: Any, keyword: str, style: str) -> Slots:
     Raises:
         TypeError: for anything but placements and None.
     """
-    slots = value if isinstance(value, (tuple, list)) else (value,)
+    slots = tuple(map(own_placement, value if isinstance(value, (tuple, list)) else (value,)))
     for slot in slots:
         if slot is not None:
             check_placement(slot, keyword, style)
-    return tuple(slots)
+    return slots
 
 
 def as_single(value: Any, keyword: str, style: str) -> Placement | None:
@@ -190,8 +190,7 @@ def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None
         return {}
     if not isinstance(value, dict):
         raise TypeError(f"{style}({keyword}=...) takes a dict from names of inputs to placements, got {value!r}")
-    as_slots(tuple(value.values()), keyword, style)
-    return dict(value)
+    return dict(zip(value, as_slots(tuple(value.values()), keyword, style), strict=True))
 
 
 def check_placement(value: Any, keyword: str, style: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, own_placement
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.convert import Slots, as_slots, check_placement
 
@@ -43,7 +43,7 @@ class ParameterParallel(ModuleStyle):
         use_local_output: bool = True,
     ) -> None:
         name = type(self).__name__
-        self.placements = dict(placements)
+        self.placements = {key: own_placement(placement) for key, placement in placements.items()}
         if not self.placements:
             raise ValueError(f"{name} needs the placement of at least one parameter")
         for key, placement in self.placements.items():

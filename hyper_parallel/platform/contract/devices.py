@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 __all__ = ["DeviceRole"]
 
 Tensor = Any
@@ -35,10 +37,16 @@ class DeviceRole(ABC):
             raise TypeError(f"{type(self).__name__} keeps no parameters in the memory of the host")
         return x
 
+    def host_tensor(self, values: np.ndarray) -> Tensor:
+        """A new plain tensor in the memory of the host with the values of an array of int32: ``mesh.mesh``, for users
+        to look at. The array itself where a framework has no tensors there."""
+        return values
+
     @abstractmethod
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """A new plain local tensor on this rank's device: ``name`` is ``"full"`` (with ``fill_value``), ``"empty"``,
-        ``"rand"`` or ``"randn"``. ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
+        ``"rand"``, ``"randn"``, ``"linspace"`` (``fill_value`` is (start, end)) or ``"logspace"`` ((start, end,
+        base)). ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:

@@ -85,6 +85,11 @@ class GroupRole(ABC):
         """The other way round. Makes no groups. Raises TypeError for what is no mesh of the framework's."""
         raise TypeError(f"{type(self).__name__} has no meshes of its own")
 
+    def describe_native_placement(self, native: Any) -> tuple[Any, ...] | None:
+        """The name of core's class and its arguments, such as ``("Shard", 0)``, for a placement of the framework's own
+        DTensors that core has a counterpart of. None for everything else, and where a framework has none."""
+        return None
+
     def is_communication_failure(self, error: Exception) -> bool:
         """Whether a collective raised ``error`` because a rank did not do its part: it died, hangs or does something
         else. Such an error reaches the user as a `CollectiveError`. A backend that cannot tell answers False, and its

@@ -19,6 +19,8 @@ class TensorRole(ABC):
     Tensor: Any
     Parameter: Any
     Size: Any
+    #: What the framework calls its usual layout of tensors in memory, where it has a name for it.
+    dense_layout: Any = None
     #: Whether the largest and the smallest of numbers with a NaN among them are NaN, wherever the NaN stands.
     extremes_keep_nan: bool = True
     #: Whether element-wise operations give results that lie in memory in the order of their first operand, and draw

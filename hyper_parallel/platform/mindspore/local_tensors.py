@@ -80,6 +80,9 @@ class LocalVerbs:
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         return ops.tensor_scatter_elements(x, index, source, dim, "add")
 
+    def host_tensor(self, values: np.ndarray) -> Tensor:
+        return Tensor(values)
+
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         shape = tuple(shape)
         if name == "full":
@@ -87,6 +90,11 @@ class LocalVerbs:
                 dtype = {bool: ms.bool_, int: ms.int64}.get(type(fill_value), ms.float32)
             return _filled(shape, fill_value, dtype)
         dtype = ms.float32 if dtype is None else dtype
+        if name == "linspace":
+            return ops.linspace(*map(float, fill_value), shape[0]).astype(dtype)
+        if name == "logspace":  # MindSpore's takes whole numbers as base
+            start, end, base = fill_value
+            return Tensor(np.logspace(start, end, shape[0], base=base)).astype(dtype)
         if name in ("rand", "randn"):
             draw = ops.rand if name == "rand" else ops.randn
             return ops.zeros(shape, dtype) if 0 in shape else draw(*shape, dtype=dtype)

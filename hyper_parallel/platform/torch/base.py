@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
@@ -39,6 +40,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     Size = torch.Size
+    dense_layout = torch.strided
     watches_draws = True
 
     def __init__(self) -> None:
@@ -202,8 +204,15 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
         x = x.cpu()
         return x.pin_memory() if pin_memory else x
 
+    def host_tensor(self, values: np.ndarray) -> torch.Tensor:
+        """See `Platform.host_tensor`."""
+        return torch.tensor(values, device="cpu")
+
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
         """See `Platform.factory`."""
+        if name in ("linspace", "logspace"):
+            start, end, *base = fill_value
+            return getattr(torch, name)(start, end, shape[0], *base, dtype=dtype, device=self.device())
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeMesh, Platform
 from hyper_parallel.platform.timeout import timeout_seconds
-from hyper_parallel.platform.torch import launch, lost_ranks, native_meshes
+from hyper_parallel.platform.torch import launch, lost_ranks, native_dtensors, native_meshes
 from hyper_parallel.platform.torch.private import dispatch_modes
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
@@ -128,6 +128,9 @@ class CommunicationVerbs(Platform):
     def describe_native_mesh(self, native: Any) -> NativeMesh:
         """See `Platform.describe_native_mesh`."""
         return native_meshes.describe_mesh(native, self.device_type, _Group)
+
+    #: See `Platform.describe_native_placement`.
+    describe_native_placement: Any = staticmethod(native_dtensors.describe_placement)
 
     # ------------------------------------------------------------------------------------------------ collectives
     def supports(self, collective: str, op: str, local: Tensor) -> bool:

@@ -84,9 +84,9 @@ def _check(p: Any, path: str, mesh_info: Any, post_forward: Any) -> None:
         "fully_shard(block, mesh=mesh['dp'].to_torch())"
     )
     theirs, ours = root_of_mesh(data), model.get_root_mesh()
-    if theirs.mesh.tolist() != ours.mesh.tolist():
+    if theirs.mesh.tolist() != ours.ranks.tolist():
         raise ValueError(f"{what} is on a dimension of {ours}, and {data} is one of another mesh, {theirs}: {wanted}")
-    shared = set(data.mesh.flatten().tolist()) & set(model.mesh.ravel().tolist())
+    shared = set(data.mesh.flatten().tolist()) & set(model.ranks.ravel().tolist())
     if len(shared) != 1:
         raise ValueError(
             f"{what} is on {model}, which has ranks {sorted(shared)} in common with {data}. Where hyper_parallel's "

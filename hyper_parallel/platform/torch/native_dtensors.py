@@ -19,7 +19,7 @@ from torch import Tensor
 from hyper_parallel.platform.torch.private import strided_shard
 from hyper_parallel.platform.torch.tensor import State, is_dtensor
 
-__all__ = ["as_native", "from_native", "is_native", "native_placements", "to_native"]
+__all__ = ["as_native", "describe_placement", "from_native", "is_native", "native_placements", "to_native"]
 
 
 _API = "torch.distributed.tensor"
@@ -139,21 +139,29 @@ def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
 
 
 def _described(p: Any) -> tuple[Any, ...]:
-    """A placement of torch's by the name of ours and its arguments.
+    """`describe_placement`.
 
     Raises:
         ValueError: for one that this library has no counterpart of.
     """
-    api = _api()
+    found = describe_placement(p)
+    if found is None:
+        raise ValueError(
+            f"hyper_parallel has no counterpart of torch's {p!r}: redistribute the tensor to Replicate() before"
+        )
+    return found
+
+
+def describe_placement(p: Any) -> tuple[Any, ...] | None:
+    """See `Platform.describe_native_placement`."""
+    api: Any = sys.modules.get(_API)
     kind = type(p)
+    if api is None:
+        return None
     if kind is api.Replicate:
         return ("Replicate",)
     if kind is api.Partial:
         return ("Partial", p.reduce_op)
     if kind is api.Shard:
         return ("Shard", p.dim)
-    if kind is strided_shard():
-        return ("StridedShard", p.dim, p.split_factor)
-    raise ValueError(
-        f"hyper_parallel has no counterpart of torch's {p!r}: redistribute the tensor to Replicate() before"
-    )
+    return ("StridedShard", p.dim, p.split_factor) if kind is strided_shard() else None

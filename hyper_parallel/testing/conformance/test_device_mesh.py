@@ -22,6 +22,9 @@ def structure() -> None:
     assert (mesh.shape, mesh.ndim, mesh.size(), mesh.size("tp"), mesh.size(0)) == ((2, 2), 2, 4, 2, 2)
     assert mesh.get_coordinate() == (rank // 2, rank % 2)
     assert (mesh.get_local_rank("dp"), mesh.get_local_rank(1)) == (rank // 2, rank % 2)
+    assert isinstance(mesh.mesh, get_platform().Tensor) and str(mesh.mesh.dtype).lower().endswith("int32")
+    assert mesh.ranks.tolist() == mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("dp", "tp")) is mesh
     tp, dp = mesh["tp"], mesh["dp"]
     assert (tp.shape, tp.mesh_dim_names, tp.get_local_rank()) == ((2,), ("tp",), rank % 2)
     assert tp.mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -127,7 +130,7 @@ def flattened(shape: tuple[int, ...]) -> None:
     both = mesh["replicate", "shard"]
     dp = both._flatten("dp")
     assert (dp.shape, dp.mesh_dim_names, dp.get_root_mesh()) == ((shape[0] * shape[1],), ("dp",), mesh)
-    assert dp.mesh.tolist() == both.mesh.ravel().tolist()
+    assert dp.mesh.tolist() == both.ranks.ravel().tolist()
     assert mesh["dp"] is dp and both["dp"] is dp and both._flatten("dp") is dp and pickle.loads(pickle.dumps(dp)) is dp
     assert both._flatten().mesh_dim_names == ("replicate_shard",)
     assert mesh["dp", "tp"].shape == (dp.size(), shape[2])

@@ -79,7 +79,7 @@ def whole_tensors(mesh_shape: tuple[int, ...], rows: int) -> None:
             if sharded == 0:
                 assert comm.get_comm_counts() == ({"broadcast": many} if many else {})
             assert x.placements == placements
-            rank = int(mesh.mesh[(source,) * mesh.ndim])
+            rank = int(mesh.ranks[(source,) * mesh.ndim])
             wanted = floats(rows, 3) + rank
             same(adapter.numpy(x), wanted, f"{placements} from {source}")
         with CommDebugMode() as comm:

@@ -57,7 +57,7 @@ def train(mesh: Any, dp: Any, tp: Any, build: Any, plan: Any, shard: Any, make: 
         assert again._layout is p._layout, name
     taken = [adapter.sgd(module, 0.1) for module in (single, sharded)]
     size = dp.size()
-    rank = int(np.argwhere(dp.mesh.reshape(-1) == mesh.get_rank())[0][0])
+    rank = int(np.argwhere(dp.ranks.reshape(-1) == mesh.get_rank())[0][0])
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
     counts = []
 

@@ -45,7 +45,7 @@ class Trained:
 
     def __init__(self, mesh: Any, build: Any, shard: Any, shape: tuple[int, ...], rate: float = 0.1) -> None:
         self.mesh, self.shape, self.adapter = mesh, shape, get_adapter()
-        self.size, self.rank = mesh.size(), int(np.argwhere(mesh.mesh.reshape(-1) == mesh.get_rank())[0][0])
+        self.size, self.rank = mesh.size(), int(np.argwhere(mesh.ranks.reshape(-1) == mesh.get_rank())[0][0])
         self.single, self.sharded = (self.adapter.load(build(), np.random.default_rng(5)) for _ in range(2))
         shard(self.sharded)
         self.steps = [self.adapter.sgd(module, rate) for module in (self.single, self.sharded)]

@@ -101,6 +101,15 @@ def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
             assert tuple(made.to_local().shape) == tuple(layout.local_shape)
             if numbers is not None:
                 same(adapter.numpy(made), numbers, f"factory on {placements}", 0.0)
+        if all(p is not S1 for p in placements):
+            numbers = hyper_parallel.linspace(0.5, 2, rows, **options)
+            same(adapter.numpy(numbers), np.linspace(0.5, 2, rows), "linspace", 1e-6)
+            assert tuple(numbers.to_local().shape) == tuple(get_layout(mesh, placements, (rows,)).local_shape)
+            powers = hyper_parallel.logspace(-1, 1, rows, base=3.0, **options)
+            same(adapter.numpy(powers), np.logspace(-1, 1, rows, base=3.0), "logspace", 1e-5)
+        device = mesh.device_type
+        given = hyper_parallel.zeros(shape, layout=mesh.platform.dense_layout, device=device, **options)
+        assert given.placements == placements
         assert tuple(hyper_parallel.zeros(0, 6, **options).full_tensor().shape) == (0, 6)
     with mesh:
         whole = hyper_parallel.ones(3)
@@ -108,6 +117,10 @@ def run_factories(mesh_shape: tuple[int, ...], rows: int) -> None:
     assert whole.placements == (R,) * mesh.ndim
     with pytest.raises(ValueError, match="rand makes sharded or replicated tensors"):
         hyper_parallel.rand(2, 2, device_mesh=mesh, placements=[P] * mesh.ndim)
+    with pytest.raises(ValueError, match="zeros makes tensors of the usual layout"):
+        hyper_parallel.zeros(2, 2, device_mesh=mesh, layout="sparse")
+    with pytest.raises(ValueError, match=r"ones: tensors on .* got device='xpu:1'"):
+        hyper_parallel.ones(2, 2, device_mesh=mesh, device="xpu:1")
     with pytest.raises(ValueError, match="zeros: sizes must not be negative"):
         hyper_parallel.zeros(-1, device_mesh=mesh)
     with pytest.raises(ValueError, match="out of range: a tensor of shape"):

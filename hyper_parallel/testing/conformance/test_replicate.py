@@ -278,7 +278,7 @@ def refusals(mesh: Any) -> None:
     with fails(ValueError, "under fully_shard already"):
         replicate(fully_shard(adapter.Mlp(6, 7), mesh=dp), dp)
     # A mesh of the same ranks that is a dimension of nothing.
-    alone = [DeviceMesh(None, ranks, mesh_dim_names=("dp",)) for ranks in mesh.mesh.T][tp.get_local_rank(0)]
+    alone = [DeviceMesh(None, ranks, mesh_dim_names=("dp",)) for ranks in mesh.ranks.T][tp.get_local_rank(0)]
     model = parallelize_module(adapter.Mlp(6, 7), tp, {"up": ColwiseParallel()})
     with fails(ValueError, "'up.weight'", "not slices of one mesh"):
         replicate(model, alone)

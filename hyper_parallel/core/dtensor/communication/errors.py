@@ -120,7 +120,7 @@ def tell_of_failure(error: Exception, what: str, mesh: DeviceMesh) -> None:
         return
     groups = [mesh.platform_group(d) for d in range(mesh.ndim) if mesh.shape[d] > 1]
     message = (str(error).strip() or repr(error)).splitlines()[0]
-    ranks = tuple(int(rank) for rank in mesh.mesh.ravel())
+    ranks = tuple(int(rank) for rank in mesh.ranks.ravel())
     mesh.platform.tell_of_failure(groups, ranks, f"{what}: {type(error).__name__}: {message}")
 
 

@@ -34,7 +34,7 @@ def dims_within(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:
     key = (mesh, tuple(ranks))
     dims = _DIMS.get(key)
     if dims is None:
-        places = np.argwhere(np.isin(mesh.mesh, ranks))
+        places = np.argwhere(np.isin(mesh.ranks, ranks))
         dims = _DIMS[key] = tuple(d for d in range(mesh.ndim) if len(set(places[:, d].tolist())) > 1)
     return dims
 

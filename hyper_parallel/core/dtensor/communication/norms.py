@@ -142,6 +142,6 @@ def largest_over_ranks(value: Any, layouts: Iterable[Layout | None]) -> Any:
     joined = joined_meshes(known)
     along = {(mesh, d) for layout in known for mesh in (joined[layout.mesh],) for d in _sharding(layout, mesh)}
     # In an order that all ranks share.
-    for mesh, mesh_dim in sorted(along, key=lambda pair: (pair[0].mesh.ravel().tolist(), pair[1])):
+    for mesh, mesh_dim in sorted(along, key=lambda pair: (pair[0].ranks.ravel().tolist(), pair[1])):
         value = collectives.all_reduce(value, mesh, mesh_dim, "max")
     return value

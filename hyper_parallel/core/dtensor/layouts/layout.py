@@ -16,6 +16,7 @@ from hyper_parallel.core.dtensor.placement_types import (
     Replicate,
     Shard,
     StridedShard,
+    own_placement,
 )
 from hyper_parallel.core.lookalikes import import_hint
 
@@ -212,7 +213,7 @@ def normalize_placements(
     """
     if placements is None:
         return (Replicate(),) * mesh.ndim
-    if isinstance(placements, Placement):
+    if isinstance(own_placement(placements), Placement):
         raise TypeError(
             f"placements must be a sequence with one placement per mesh dimension, got {placements!r}: "
             f"write [{placements!r}]"
@@ -227,7 +228,8 @@ def normalize_placements(
             f"{what} on a mesh with {mesh.ndim} dimension(s) of shape {mesh.shape} needs {mesh.ndim} placement(s), "
             f"got {len(placements)}: {list(placements)}"
         )
-    normal = tuple(_normalize(p, mesh_dim, mesh, ndim, what) for mesh_dim, p in enumerate(placements))
+    own = map(own_placement, placements)
+    normal = tuple(_normalize(p, mesh_dim, mesh, ndim, what) for mesh_dim, p in enumerate(own))
     kinds = {"sum" if p.is_partial("avg") else p.reduce_op for p in normal if isinstance(p, Partial)}
     if len(kinds) > 1:
         raise ValueError(

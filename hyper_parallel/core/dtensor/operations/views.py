@@ -73,9 +73,14 @@ class _Source:
 
 class CurrentLayout:
     """``_layout`` of the DTensor class: what an instance answers that has no layout of its own, because its view is out
-    of date or it is just being made. As it has no ``__set__``, the layout of an instance goes before it."""
+    of date, its values are under way, or it is just being made. As it has no ``__set__``, the layout of an instance
+    goes before it."""
 
     def __get__(self, x: Any, owner: type | None = None) -> Any:
+        if x is not None and (pending := x.__dict__.pop("_pending", None)) is not None:
+            pending.wait()
+            x._layout = pending.layout
+            return pending.layout
         if x is not None and (what := x.__dict__.get("_out_of_date")) is not None:
             raise ValueError(
                 f"this DTensor is a view made by {what}, which had to move data between ranks, and the tensor that it "

@@ -1,0 +1,137 @@
+"""What `DTensor.redistribute` does besides: in another dtype, without waiting, to another mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
+from hyper_parallel.core.dtensor.communication.started import can_start, start_redistribution
+from hyper_parallel.core.dtensor.communication.transitions import Move, ReduceExtreme, ReduceProduct, Step
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.layouts.layout import Layout, requested_layout
+from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
+from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.platform import Platform
+
+
+def redistribute_as(x: Any, target: Layout, async_op: bool, forward_dtype: Any, backward_dtype: Any) -> Any:
+    """The DTensor ``x`` with the layout ``target`` of its mesh. See `DTensor.redistribute` for the rest."""
+    platform = target.mesh.platform
+    if forward_dtype is None and backward_dtype is None:
+        if not can_start(x._layout, target):
+            return x.redistribute(placements=target.placements)
+        with platform.no_dispatch():
+            return start_redistribution(x, target)
+    with platform.no_dispatch():
+        steps = () if target is x._layout else plan_redistribution(x._layout, target)
+        forward_dtype = x.dtype if forward_dtype is None else forward_dtype
+        if any(isinstance(step, (ReduceExtreme, ReduceProduct)) for step in steps):
+            # Their backward depends on the values, and communicates nothing.
+            y = _InDtypes(platform, (), forward_dtype, None)(x)
+            for step in steps:
+                y = step(y)
+        else:
+            y = _InDtypes(platform, steps, forward_dtype, backward_dtype)(x)
+        return platform.wrap(y, target)
+
+
+class _InDtypes(Step):
+    """Steps in one dtype forward and in another one backward, whose result has the former."""
+
+    def __init__(self, platform: Platform, steps: Sequence[Move], forward_dtype: Any, backward_dtype: Any) -> None:
+        super().__init__(platform)
+        self._steps, self._forward_dtype, self._backward_dtype = steps, forward_dtype, backward_dtype
+
+    def forward(self, ctx: Any, x: Any) -> Any:
+        ctx.dtype = x.dtype
+        y = self.platform.to_dtype(x, self._forward_dtype)
+        for step in self._steps:
+            y = step(y)
+        return self.platform.clone(y) if self.platform.same_memory(x, y) else y
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        to_dtype = self.platform.to_dtype
+        g = to_dtype(g, ctx.dtype if self._backward_dtype is None else self._backward_dtype)
+        for step in reversed(self._steps):
+            g = step.backward(None, g)
+        return to_dtype(g, ctx.dtype)
+
+
+def redistribute_over(x: Any, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Any:
+    """The DTensor ``x`` on another mesh of the same ranks. Where each rank holds the same part on both nothing is
+    communicated; otherwise it is gathered first. Differentiable.
+
+    Raises:
+        ValueError: when the meshes have different ranks, and for a `Partial`.
+    """
+    layout: Layout = x._layout
+    if mesh.platform is not layout.mesh.platform or sorted(mesh.ranks.ravel()) != sorted(layout.mesh.ranks.ravel()):
+        raise ValueError(
+            f"cannot redistribute from {layout.mesh} to {mesh}, which has other ranks: gather the tensor "
+            "(full_tensor()) and let distribute_tensor() send it from a rank that is in both"
+        )
+    target = requested_layout(mesh, placements, layout.shape, f"a tensor of shape {tuple(layout.shape)}")
+    if any(p.is_partial() for p in target.placements):
+        raise ValueError(
+            f"cannot redistribute to {list(target.placements)} on another mesh, {mesh}: partial sums come from "
+            "operations, or from DTensor.from_local"
+        )
+    reduced = x.redistribute(placements=layout.cotangent.placements)
+    cls: Any = type(x).from_local
+    if _AGREE[layout.cotangent, target]:
+        y = cls(reduced.to_local(), mesh, target.placements, shape=layout.shape)
+        return y
+    whole = cls(reduced.full_tensor(), mesh, None, shape=layout.shape)
+    return whole.redistribute(placements=target.placements)
+
+
+def _agree(key: tuple[Layout, Layout]) -> bool:
+    """Whether every rank holds the same of both."""
+    places = [{int(rank): place for place, rank in np.ndenumerate(layout.mesh.ranks)} for layout in key]
+    return all(
+        held_rectangles(key[0], place) == held_rectangles(key[1], places[1][rank]) for rank, place in places[0].items()
+    )
+
+
+_AGREE: Table = Table(_agree, 1 << 12, "layouts on two meshes")
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a tensor, and where it begins in the whole.
+
+    Args:
+        global_shape: of the whole.
+        mesh: the mesh.
+        placements: one for each mesh dimension.
+        skip_offset: leave the offset out.
+
+    Returns:
+        Shape and offset of the local tensor. A part without elements begins at the end of the dimension that leaves it
+        none. The offset is ``()`` on a rank outside the mesh, and with ``skip_offset``.
+
+    Raises:
+        ValueError: for wrong placements, and for a `PackedShard`, whose part begins at several places.
+
+    Example:
+        >>> from hyper_parallel import Shard, compute_local_shape_and_global_offset, init_device_mesh
+        >>> compute_local_shape_and_global_offset((5, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+        ((5, 3), (0, 0))
+
+    Source: the function of this name in ``torch.distributed.tensor``'s utilities.
+    """
+    layout = requested_layout(mesh, placements, global_shape, f"a tensor of shape {tuple(global_shape)}")
+    if mesh.get_coordinate() is None or skip_offset:
+        return tuple(layout.local_shape), ()
+    if layout.packed_mesh_dim is not None:
+        raise ValueError(
+            f"a tensor placed {list(layout.placements)} begins at several places on each rank: use "
+            "DTensor.from_local and to_local, which know them"
+        )
+    sizes = zip(layout.local_offset, layout.local_shape, layout.shape, strict=True)
+    return tuple(layout.local_shape), tuple(offset if n else whole for offset, n, whole in sizes)
