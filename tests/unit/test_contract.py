@@ -157,9 +157,6 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert [part.tolist() for part in parts] == [x.tolist(), [], y.tolist()]
     swapped = platform.joint_function(lambda ctx, factor, a, b: [b * factor, a.T], lambda ctx, b, a: [a.T, b])
     assert [z.tolist() for z in swapped(2, x, y)] == [(y * 2).tolist(), x.T.tolist()]
-    table = {"weight": x}
-    platform.own_parameters = lambda module: table
-    assert platform.exchange_parameter("module", "weight", y) is x and table == {"weight": y}
     nothing = platform.joint_function(lambda ctx, static, a: [a * 2], lambda ctx, a: [None])
     assert nothing(None, y)[0].tolist() == (y * 2).tolist()
     assert platform.backward_pass() is None and not platform.accumulates_gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -239,7 +239,7 @@ class NumpyPlatform(Platform):
     def named_buffers(self, module: Any) -> Iterator[tuple[str, Any]]:
         return iter([(name, b) for name, b in module._buffers.items() if b is not None])
 
-    def own_parameters(self, module: Any) -> Mapping[str, Any]:
+    def own_parameters(self, module: Any) -> MutableMapping[str, Any]:
         return module._parameters
 
     def set_buffer(self, module: Any, name: str, value: Any) -> None:

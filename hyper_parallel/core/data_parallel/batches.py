@@ -46,8 +46,11 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str, plain_on
     """
     shared: Any = None
     own: Any = None
+    plain = mesh.platform.Tensor
     for x in tensors:
-        if lies_across(x, mesh):
+        if type(x) is plain:
+            own = x if x.ndim else own
+        elif lies_across(x, mesh):
             shared = x
         elif x.ndim and not isinstance(x, DTensor):
             own = x

@@ -42,10 +42,11 @@ class FlatBuffer:
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
         self._flat: Any = None  # the storage of this rank's shards, where they lie in one
+        self._sent_flat: Any = None  # the same as it is gathered, where that is the same memory
         self.whole: Any = None
         self._views: list[Any] = []  # of `whole`
         self._unpack: Any = None  # a short way to fill it
-        self._ones: Any = None  # flags of parameters that this rank has used
+        self._selections: dict[tuple[int, ...], Selection] = {}
         self._under_way: Any = None
 
     # ---------------------------------------------------------------------- parameters
@@ -54,11 +55,12 @@ class FlatBuffer:
         `take`."""
         if self._under_way is not None:
             return
-        platform, work, gathered = self.platform, None, None
+        work, gathered, own = None, None, {}
         if self._length:
-            gathered = platform.factory("empty", (self._size * self._length,), None, self._dtype)
+            gathered = self.platform.factory("empty", (self._size * self._length,), None, self._dtype)
             work = asynchronous.start("all_gather", gathered, self._row(parameters), self.mesh, self._dim)
-        own = {i: self._sent(parameters[i]) for i in self._not_sent}
+        if self._not_sent:
+            own = {i: self._sent(parameters[i]) for i in self._not_sent}
         self._under_way = work, gathered, own
 
     def _sent(self, x: Any) -> Any:
@@ -72,27 +74,37 @@ class FlatBuffer:
         if self._not_sent:
             parameters = [x for block, x in zip(self.blocks, parameters, strict=True) if block.sent]
         if self._fast is not None:
-            self._flat = self._fast.in_one_storage(parameters, self._lengths, self._flat)
-            if self._flat is not None:
-                return self._sent(self._flat)
+            flat = self._fast.in_one_storage(parameters, self._lengths, self._flat)
+            if flat is not None:
+                if flat is not self._flat:
+                    sent = self._sent(flat)
+                    self._flat, self._sent_flat = flat, sent if platform.same_memory(sent, flat) else None
+                return self._sent(flat) if self._sent_flat is None else self._sent_flat
+            self._flat = None
         pieces: list[Any] = []
-        for block, x in zip([b for b in self.blocks if b.sent], parameters, strict=True):
-            pieces.append(self._sent(x))
-            if block.local_count < block.sent:
-                pieces.append(platform.zeros((block.sent - block.local_count,), pieces[-1]))
-        return platform.join(pieces)
+        with platform.no_grad():
+            for block, x in zip([b for b in self.blocks if b.sent], parameters, strict=True):
+                pieces.append(self._sent(x))
+                if block.local_count < block.sent:
+                    pieces.append(platform.zeros((block.sent - block.local_count,), pieces[-1]))
+            return platform.join(pieces)
 
     def take(self, keep: bool) -> Any:
         """Wait for what was begun: the storage of whole parameters; with ``keep`` it is `whole`."""
-        platform, (work, gathered, own) = self.platform, self._under_way
+        work, gathered, own = self._under_way
         self._under_way = None
-        rows = None
         if work is not None:
             work.wait()
-            rows = gathered.reshape((self._size, self._length))
         if keep and self._unpack is not None:
-            self._unpack(rows)
+            self._unpack(gathered)
             return self.whole
+        with self.platform.no_grad():
+            return self._arranged(gathered, own, keep)
+
+    def _arranged(self, gathered: Any, own: dict[int, Any], keep: bool) -> Any:
+        """`take`, the long way."""
+        platform = self.platform
+        rows = None if gathered is None else gathered.reshape((self._size, self._length))
         parts = []
         for i, (block, start) in enumerate(zip(self.blocks, self._columns, strict=True)):
             columns = platform.narrow(rows, 1, start, block.sent) if block.sent else None
@@ -108,6 +120,11 @@ class FlatBuffer:
             platform.refill_storage(self.whole, parts)
         return self.whole
 
+    def free(self) -> None:
+        """Give the storage of `whole` back."""
+        if self.whole is not None and self.platform.frees_storage:
+            self.platform.free_storage(self.whole)
+
     def drop(self) -> None:
         """Forget what was begun: nobody needs it."""
         if self._under_way is not None:
@@ -116,16 +133,15 @@ class FlatBuffer:
             if work is not None:
                 work.wait()
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether gathering has begun, and nobody has waited for it."""
-        return self._under_way is not None
-
     def views(self, values: Any) -> list[Any]:
         """Each whole tensor, as a new view of what `take` gave."""
         if values is self.whole:
             return list(map(self.platform.detach, self._views))
         return self._cut(self.platform.detach(values))
+
+    def lasting_views(self, values: Any) -> list[Any]:
+        """As `views`, the same each time of `whole`: for what takes their data."""
+        return self._views if values is self.whole else self._cut(self.platform.detach(values))
 
     def _cut(self, values: Any) -> list[Any]:
         platform = self.platform
@@ -136,9 +152,10 @@ class FlatBuffer:
 
     def holds(self, x: Any) -> bool:
         """Whether a plain tensor lies in the storage that is freed."""
-        if self.whole is None or 0 in (*self.whole.shape, *self.platform.shape_of(x)):
+        if self.whole is None or not self.platform.same_memory(self.whole, x):
             return False
-        return self.platform.same_memory(self.whole, x)
+        # What has no elements may be said to lie anywhere.
+        return 0 not in (*self.whole.shape, *self.platform.shape_of(x))
 
     # ---------------------------------------------------------------------- gradients
     def reduce(self, indices: Sequence[int], cotangents: Sequence[Any], op: str) -> Reduction:
@@ -149,44 +166,64 @@ class FlatBuffer:
             cotangents: one each; None for a tensor that this rank has not used.
             op: ``"sum"`` or ``"avg"``.
         """
-        platform, size = self.platform, self._size
-        blocks = [self.blocks[i] for i in indices]
+        key = tuple(indices)
+        selection = self._selections.get(key)
+        if selection is None:
+            selection = self._selections[key] = Selection(self, [self.blocks[i] for i in key])
         used = [g is not None for g in cotangents]
-        flags = len(used) if platform.tells_unused else 0
-        length = sum(b.reduced for b in blocks) + flags
-        summands = self._packed(blocks, cotangents, flags)
-        if summands is not None:
-            return Reduction(self.mesh, blocks, used, summands, length, op)
+        return Reduction(self.mesh, selection, used, selection.rows_of(cotangents, used), op)
+
+
+class Selection:
+    """What is the same each time that gradients of the same parameters of a buffer are reduced.
+
+    Attributes:
+        blocks: of the parameters.
+        width: how many elements of a row are gradients; numbers that say who has used a parameter follow.
+        length: of a row.
+        shapes: of this rank's shards, where each is as large as that of rank 0; otherwise None.
+    """
+
+    def __init__(self, buffer: FlatBuffer, blocks: Sequence[Block]) -> None:
+        self.blocks, self._buffer = blocks, buffer
+        platform, size, fast = buffer.platform, buffer.mesh.shape[-1], buffer.mesh.platform.fast
+        self.platform, self._size, self._dtype = platform, size, buffer.reduce_dtype
+        self.width = sum(b.reduced for b in blocks)
+        self._flags = len(blocks) if platform.tells_unused else 0
+        self.length = self.width + self._flags
+        self.shapes = [b.local_shape for b in blocks] if all(b.local_count == b.reduced for b in blocks) else None
+        self._pack = None
+        if fast is not None and size > 1 and all(b.in_order and b.reduced for b in blocks):
+            self._pack = fast.pack_rows
+        self._ones: Any = None  # flags of parameters that this rank has used
+
+    def rows_of(self, cotangents: Sequence[Any], used: Sequence[bool]) -> Any:
+        """The rows of all ranks, one after the other."""
+        platform, size, dtype = self.platform, self._size, self._dtype
+        if self._pack is not None and all(used) and {g.dtype for g in cotangents} == {dtype}:
+            xs = list(cotangents)
+            if self._flags:
+                if self._ones is None:
+                    self._ones = platform.ones((size * self._flags,), xs[0])
+                xs.append(self._ones)
+            rows = self._pack(xs, size)
+            if rows is not None:
+                return rows.reshape((-1,))
         like = next((g for g in cotangents if g is not None), None)
         if like is None:
-            like = platform.factory("empty", (0,), None, self.reduce_dtype)
-        like = platform.to_dtype(like, self.reduce_dtype)
-        rows = []
-        for block, g in zip(blocks, cotangents, strict=True):
+            like = platform.factory("empty", (0,), None, dtype)
+        like = platform.to_dtype(like, dtype)
+        columns = []
+        for block, g in zip(self.blocks, cotangents, strict=True):
             if not block.reduced:
                 continue
             if g is None:
-                rows.append(platform.zeros((size, block.reduced), like))
+                columns.append(platform.zeros((size, block.reduced), like))
             else:
-                rows.append(block.rows_of(platform.to_dtype(g, self.reduce_dtype)))
-        if flags:
-            rows.extend(_flags(used, size, platform, like))
-        summands = platform.cat(rows, 1).reshape((-1,))
-        return Reduction(self.mesh, blocks, used, summands, length, op)
-
-    def _packed(self, blocks: Sequence[Block], cotangents: Sequence[Any], flags: int) -> Any:
-        """The rows of all ranks by the platform's short way; None where there is none."""
-        if self._fast is None or self._size == 1 or not all(b.in_order and b.reduced for b in blocks):
-            return None
-        if any(g is None or g.dtype != self.reduce_dtype for g in cotangents):
-            return None
-        xs = list(cotangents)
-        if flags:
-            if self._ones is None or self.platform.shape_of(self._ones) != (self._size * flags,):
-                self._ones = self.platform.ones((self._size * flags,), xs[0])
-            xs.append(self._ones)
-        rows = self._fast.pack_rows(xs, self._size)
-        return None if rows is None else rows.reshape((-1,))
+                columns.append(block.rows_of(platform.to_dtype(g, dtype)))
+        if self._flags:
+            columns.extend(_flags(used, size, platform, like))
+        return platform.cat(columns, 1).reshape((-1,))
 
 
 def _flags(used: Sequence[bool], size: int, platform: Any, like: Any) -> list[Any]:
@@ -200,18 +237,16 @@ class Reduction:
     """Gradients on their way to the ranks that hold the shards.
 
     Args:
-        mesh, blocks: of the buffer.
-        used: of each block, whether this rank has a cotangent.
+        mesh: of the buffer.
+        selection: of its parameters.
+        used: of each, whether this rank has a cotangent.
         summands: the rows of all ranks, one after the other.
-        length: of a row.
         op: as in `FlatBuffer.reduce`.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, blocks: Sequence[Block], used: Sequence[bool], summands: Any, length: int, op: str
-    ) -> None:
-        self.mesh, self.platform, self.blocks, self.used = mesh, mesh.platform, blocks, used
-        self._op, self._mine = op, self.platform.factory("empty", (length,), None, summands.dtype)
+    def __init__(self, mesh: DeviceMesh, selection: Selection, used: Sequence[bool], summands: Any, op: str) -> None:
+        self.mesh, self._selection, self.used, self._op = mesh, selection, used, op
+        self._mine = mesh.platform.factory("empty", (selection.length,), None, summands.dtype)
         self._summands = summands  # until it was sent
         self._work: Any = asynchronous.start("reduce_scatter", self._mine, summands, mesh, mesh.ndim - 1, op)
 
@@ -229,19 +264,21 @@ class Reduction:
 
     def shards(self, factor: float = 1.0) -> list[Any]:
         """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used."""
-        platform, whole = self.platform, self.row()
-        flags = sum(b.reduced for b in self.blocks)
+        selection, whole = self._selection, self.row()
+        platform = selection.platform
         mine = whole if factor == 1.0 else whole * factor
-        if all(self.used) and all(b.local_count == b.reduced for b in self.blocks):
-            return platform.part(platform.narrow(mine, 0, 0, flags), [b.local_shape for b in self.blocks])
+        if selection.shapes is not None and all(self.used):
+            return platform.part(platform.narrow(mine, 0, 0, selection.width), selection.shapes)
         found: list[Any] = []
         start = 0
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(selection.blocks):
             row = platform.narrow(mine, 0, start, block.reduced)
             start += block.reduced
             # Another rank may have used it; those that have know without looking.
             unused = (
-                platform.tells_unused and not self.used[i] and not float(platform.narrow(whole, 0, flags + i, 1).sum())
+                platform.tells_unused
+                and not self.used[i]
+                and not float(platform.narrow(whole, 0, selection.width + i, 1).sum())
             )
             found.append(None if unused else block.shard_from(row))
         return found

@@ -43,11 +43,12 @@ class Places:
     """
 
     def __init__(self, platform: Any, module: Any, slots: Sequence[Slot], what: str) -> None:
-        self._exchange, self._own, self._what = platform.exchange_parameter, platform.own_parameters, what
+        self._own, self._what = platform.own_parameters, what
         self._slots = [
-            (weakref.ref(attrgetter(slot.path)(module) if slot.path else module), slot.name, slot.index, slot)
+            (weakref.ref(attrgetter(slot.path)(module) if slot.path else module), slot.name, slot.index, slot.layout)
             for slot in slots
         ]
+        self._described = slots
         self._count = 1 + max((slot.index for slot in slots), default=-1)
         #: The parameters, while something else stands in their place.
         self._shards: list[Any] | None = None
@@ -66,10 +67,12 @@ class Places:
         if self._shards is not None:
             return self._shards
         found: list[Any] = [None] * self._count
-        for holder, name, index, slot in self._slots:
+        own = self._own
+        for holder, name, index, layout in self._slots:
             module = holder()
-            p: Any = None if module is None else self._own(module).get(name)
-            if getattr(p, "_layout", None) is not slot.layout:
+            p: Any = None if module is None else own(module).get(name)
+            if getattr(p, "_layout", None) is not layout:
+                slot = next(s for s in self._described if s.index == index and s.name == name)
                 raise ValueError(
                     f"{self._what}: something has taken the place of its parameter {slot}. Copy values into the "
                     "parameter that is there instead"
@@ -77,22 +80,24 @@ class Places:
             found[index] = p
         return found
 
-    def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> list[Any]:
+    def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> tuple[Any, list[Any]]:
         """Let modules find these tensors, by index; returns what `take_back` wants.
 
         Args:
             tensors: one for each parameter.
             parameters: what `parameters` has said right now, if anybody has asked.
         """
-        before = self._shards
+        before, own, found = self._shards, self._own, []
         if before is None:
             self._shards = self.parameters() if parameters is None else parameters
-        return [before, [self._exchange(holder(), name, tensors[i]) for holder, name, i, _ in self._slots]]
+        for holder, name, index, _ in self._slots:
+            table = own(holder())
+            found.append((table, name, table[name]))
+            table[name] = tensors[index]
+        return before, found
 
-    def take_back(self, kept: list[Any]) -> None:
+    def take_back(self, kept: tuple[Any, list[Any]]) -> None:
         """Let modules find what they found before a `put`."""
-        self._shards, tensors = kept
-        for (holder, name, _, _), x in zip(self._slots, tensors, strict=True):
-            module = holder()
-            if module is not None:
-                self._exchange(module, name, x)
+        self._shards, found = kept
+        for table, name, x in found:
+            table[name] = x

@@ -108,13 +108,14 @@ class Replica:
             self._broadcast_buffers()
         state.running, state.call, state.token = True, call, token
         try:
-            exchange = platform.exchange_parameter
-            held = [exchange(at[0], at[2], tensors[i]) for at, i in zip(self._at, known.slots, strict=True)]
+            held = [own[name] for _, own, name, _, _ in self._at]
+            for (_, own, name, _, _), i in zip(self._at, known.slots, strict=True):
+                own[name] = tensors[i]
             try:
                 output = forward(module, *args, **kwargs)
             finally:
-                for at, p in zip(self._at, held, strict=True):
-                    exchange(at[0], at[2], p)
+                for (_, own, name, _, _), p in zip(self._at, held, strict=True):
+                    own[name] = p
         finally:
             state.running, state.call, state.token = False, None, None
         if call is None or call.into is not None or one_batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["map_tensors", "tensors_in"]
@@ -41,16 +41,22 @@ def map_tensors(tree: Any, convert: Callable[[Any], Any], platform: Any, unknown
     return unknown(tree)
 
 
-def tensors_in(tree: Any, platform: Any) -> Iterator[Any]:
+def tensors_in(tree: Any, platform: Any) -> list[Any]:
     """The tensors of a tree, as `map_tensors` knows it."""
-    if platform.is_tensor(tree):
-        yield tree
+    found: list[Any] = []
+    _collect(tree, platform.is_tensor, found)
+    return found
+
+
+def _collect(tree: Any, is_tensor: Callable[[Any], bool], found: list[Any]) -> None:
+    if is_tensor(tree):
+        found.append(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from tensors_in(item, platform)
+            _collect(item, is_tensor, found)
     elif isinstance(tree, Mapping):
         for item in tree.values():
-            yield from tensors_in(item, platform)
+            _collect(item, is_tensor, found)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for f in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, f.name, None), platform)
+            _collect(getattr(tree, f.name, None), is_tensor, found)

@@ -10,13 +10,15 @@ then, before their gradients are reduced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from hyper_parallel.core.data_parallel.batches import is_distributed, lies_across, whole_for_all
+from hyper_parallel.core.data_parallel.batches import is_distributed, whole_for_all
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.results import Results
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
@@ -57,7 +59,7 @@ class Unit:
         self._waiting: list[Any] = []
         self._awaited = -1  # how much is missing until the backward of this unit is known to be over; negative: unknown
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
-        self._returned = self.platform.joint_function(self._returned_forward, self._returned_backward)
+        self._results = Results(plan, self.what, self.parameters, self._reached)
 
     # ---------------------------------------------------------------------- forward
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -72,7 +74,7 @@ class Unit:
         policy = self.plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = self._cast((args, kwargs), policy.param_dtype)
-        inputs = list(tensors_in((args, kwargs), platform))
+        inputs = tensors_in((args, kwargs), platform)
         self._check_batch(inputs, not running and not again)
         outermost = not running and not again and model.outermost() is self
         if outermost:
@@ -127,11 +129,11 @@ class Unit:
             parameters = self.parameters.shards()
             trained = [[i for i in members if parameters[i].requires_grad] for members in self.parameters.members]
             # One answers for all: they differ in what `trained` says, and that is the same for those in it.
-            asked = any(platform.requires_grad(parameters[i]) for of_buffer in trained for i in of_buffer[:1])
+            asked = any(platform.requires_grad(parameters[of_buffer[0]]) for of_buffer in trained if of_buffer)
             recorded = asked or any(map(platform.requires_grad, inputs))
             call = Call(parameters, trained, recorded, running)
             self.parameters.check_kept(parameters)
-            values = self.parameters.gather(recorded and platform.frees_storage)
+            values = self.parameters.gather(recorded and platform.frees_storage, parameters)
             wholes = self._wholes(call, values, asked)
         try:
             self.parameters.show(wholes, parameters)
@@ -144,7 +146,7 @@ class Unit:
                 output = forward(module, *args, **kwargs)
             finally:
                 self.parameters.hide()
-            return self._with_opening(output, call) if recorded and self.plan.slots else output
+            return self._results.opening(output, call, model.one_loss) if recorded and self.plan.slots else output
         finally:
             if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
                 self.parameters.free()
@@ -168,51 +170,60 @@ class Unit:
         """The whole parameters in the order of their indices, differentiable where that is ``asked``."""
         found: list[Any] = [None] * len(call.parameters)
         for b, (buffer, members) in enumerate(zip(self.parameters.buffers, self.parameters.members, strict=True)):
-            views = buffer.views(values[b])
             trained = call.trained[b] if asked else []
+            if len(trained) < len(members):
+                for i, x in zip(members, buffer.views(values[b]), strict=True):
+                    found[i] = x
             if trained:
-                given = [x for i, x in zip(members, views, strict=True) if i in trained]
-                new = self._views((call, b, given), *[call.parameters[i] for i in trained])
-                found_here = dict(zip(trained, new, strict=True))
-            for i, x in zip(members, views, strict=True):
-                found[i] = self._as_read(i, found_here[i] if trained and i in found_here else x, call.waiting)
-        return found
+                views = buffer.lasting_views(values[b])
+                if len(trained) < len(members):
+                    views = [x for i, x in zip(members, views, strict=True) if i in trained]
+                new = self._views((call, b, views), *[call.parameters[i] for i in trained])
+                for i, x in zip(trained, new, strict=True):
+                    found[i] = x
+        return self._as_read(found, call.waiting)
 
-    def _as_read(self, index: int, x: Any, waiting: list[Any]) -> Any:
-        """A whole tensor as modules read it: as a DTensor where a tensor-parallel style has made it one.
+    def _as_read(self, xs: Sequence[Any], waiting: list[Any]) -> list[Any]:
+        """Whole tensors as modules read them: as DTensors where a tensor-parallel style has made them such.
 
         Args:
-            index: of the parameter.
-            x: a new plain tensor.
+            xs: new plain tensors, one of each parameter.
             waiting: takes what `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
         """
-        inner = self.plan.inner[index]
-        if inner is None:
-            one_loss = self.model is not None and self.model.one_loss
-            return whole_for_all(x, self.plan.mesh) if one_loss else x
-        x = self.platform.wrap(x, inner)
-        x._collect = lambda cotangent, mesh, mesh_dims: waiting.append((index, cotangent, mesh, mesh_dims))
-        return x
+        found = self._tensor_parallel(list(xs), waiting)
+        if self.model is not None and self.model.one_loss:
+            for i, inner in enumerate(self.plan.inner):
+                if inner is None:
+                    found[i] = whole_for_all(found[i], self.plan.mesh)
+        return found
+
+    def _tensor_parallel(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
+        """``xs`` themselves, with those as DTensors."""
+        wrap = self.platform.wrap
+        for i, inner in enumerate(self.plan.inner):
+            if inner is not None:
+                xs[i] = x = wrap(xs[i], inner)
+                x._collect = partial(_wait, waiting, i)
+        return xs
 
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
         ctx.call, ctx.buffer, views = static
         return views
 
-    def _views_backward(self, ctx: Any, *given: Any) -> Sequence[Any]:
-        platform, cotangents = self.platform, list(given)
-        if any(g is not None and platform.requires_grad(g) for g in cotangents):
+    def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        platform, call, b = self.platform, ctx.call, ctx.buffer
+        if any(map(platform.requires_grad, [g for g in cotangents if g is not None])):
             raise RuntimeError(
                 "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
                 "modules that they go through"
             )
         self._one_less_awaited()
-        trained: list[int] = ctx.call.trained[ctx.buffer]
-        if ctx.call.waiting:
-            cotangents = with_waiting(ctx.call.waiting, trained, cotangents)
-        parameters = [ctx.call.parameters[i] for i in trained]
-        fast = platform.fast or NOTHING_FASTER
-        delay = fast.can_delay_gradient(*parameters)
-        return self._reduce(ctx.buffer, trained, cotangents, delay)
+        trained: list[int] = call.trained[b]
+        given: Sequence[Any] = cotangents
+        if call.waiting:
+            given = with_waiting(call.waiting, trained, cotangents)
+        delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*[call.parameters[i] for i in trained])
+        return self._reduce(b, call.parameters, trained, given, delay)
 
     def _one_less_awaited(self) -> None:
         """The cotangents of one buffer are there, or that of the input. After all of them nothing reads the whole
@@ -223,54 +234,13 @@ class Unit:
             if running is not None:
                 running.left(self)
 
-    # ---------------------------------------------------------------------- what the module returns
-    def _with_opening(self, output: Any, call: Call) -> Any:
-        """``output``, whose cotangents make the parameters whole before they reach what the forward has computed."""
-        platform, found = self.platform, []
-        one_loss = self.model is not None and self.model.one_loss
-
-        def collect(x: Any) -> Any:
-            if lies_across(x, self.plan.mesh) and not one_loss:
-                raise ValueError(
-                    f"{self.what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and was "
-                    "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
-                )
-            with platform.no_dispatch():
-                if any(buffer.holds(x) for buffer in self.parameters.buffers):
-                    layout = getattr(x, "_layout", None)
-                    x = platform.clone(x)
-                    x = x if layout is None else platform.wrap(x, layout)
-                asked = platform.requires_grad(x)
-            if asked:
-                found.append(x)
-            return x
-
-        # Tensors of one dtype go through one function: then it does not matter which of them the loss needs.
-        output = map_tensors(output, collect, platform, self._refuse_unknown)
-        new: dict[int, Any] = {}
-        with platform.no_dispatch():
-            for same in by_dtype(found):
-                for x, y in zip(same, self._returned(call, *same), strict=True):
-                    layout = getattr(x, "_layout", None)
-                    new[id(x)] = y if layout is None else platform.wrap(y, layout)
-        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
-
-    def _refuse_unknown(self, x: Any) -> Any:
-        raise TypeError(
-            f"{self.what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of them"
-        )
-
-    def _returned_forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
-        ctx.call = call
-        return [self.platform.detach(x) for x in xs]
-
-    def _returned_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
-        ctx.call.check_unchanged(self.what)
+    def _reached(self, call: Call) -> None:
+        """A cotangent of what a call has returned is there."""
+        call.check_unchanged(self.what)
         assert self.model is not None
         running = self.model.this_pass()
         if running is not None:
-            running.reached(self, ctx.call)
-        return cotangents
+            running.reached(self, call)
 
     # ---------------------------------------------------------------------- backward
     def open(self, call: Call) -> None:
@@ -291,19 +261,19 @@ class Unit:
         leaves = self._leaves
         if self.model.one_loss:
             with self.platform.no_dispatch():
-                leaves = [self._as_read(i, x, self._waiting) for i, x in enumerate(leaves)]
+                leaves = self._as_read(leaves, self._waiting)
         self.parameters.show(leaves)
 
     def _make_leaves(self, call: Call) -> list[Any]:
         """Whole parameters as tensors that nothing was computed from yet."""
         found: list[Any] = [None] * len(call.parameters)
-        self._trained_leaves.clear()
         for buffer, members in zip(self.parameters.buffers, self.parameters.members, strict=True):
             for i, x in zip(members, buffer.views(buffer.whole), strict=True):
-                found[i] = x if self.plan.inner[i] is None else self._as_read(i, x, self._waiting)
-                if call.parameters[i].requires_grad:
-                    found[i].requires_grad_()
-                    self._trained_leaves.add(i)
+                found[i] = x
+        found = self._tensor_parallel(found, self._waiting)
+        self._trained_leaves = {i for trained in call.trained for i in trained}
+        for i in self._trained_leaves:
+            found[i].requires_grad_()
         return found
 
     def close(self) -> None:
@@ -316,10 +286,20 @@ class Unit:
         self.parameters.is_open = False
         self._awaited = -1
         self.parameters.hide()
+        # Of what was computed again and differentiated on its own, as reentrant checkpointing does.
+        if self.platform.accumulates_gradients:
+            leaves = self._leaves
+            with self.platform.no_dispatch():
+                found = any(leaves[i].grad is not None for i in self._trained_leaves)
+            if found or self._waiting:
+                self._reduce_leaves()
+        if self.reshard_after_backward:
+            self.parameters.free()
+        else:
+            self.parameters.keep()
+
+    def _reduce_leaves(self) -> None:
         for b, members in enumerate(self.parameters.members):
-            # Of what was computed again and differentiated on its own, as reentrant checkpointing does.
-            if not self.platform.accumulates_gradients:
-                break
             trained = [i for i in members if i in self._trained_leaves]
             with self.platform.no_dispatch():
                 cotangents = [self._leaves[i].grad for i in trained]
@@ -327,11 +307,7 @@ class Unit:
             if any(g is not None for g in cotangents):
                 for i in trained:
                     self._leaves[i].grad = None
-                self._reduce(b, trained, cotangents, True)
-        if self.reshard_after_backward:
-            self.parameters.free()
-        else:
-            self.parameters.keep()
+                self._reduce(b, self.parameters.places.parameters(), trained, cotangents, True)
 
     def abandon(self) -> None:
         """Backward has failed."""
@@ -344,11 +320,13 @@ class Unit:
             self.parameters.free()
 
     # ---------------------------------------------------------------------- gradients
-    def _reduce(self, b: int, indices: Sequence[int], cotangents: Sequence[Any], delay: bool) -> list[Any]:
+    def _reduce(
+        self, b: int, parameters: Sequence[Any], indices: Sequence[int], cotangents: Sequence[Any], delay: bool
+    ) -> list[Any]:
         assert self.model is not None
-        parameters = self.parameters.places.parameters()
+        members = self.parameters.members[b]
         return self.gradients.reduce(
-            self.model, self.parameters.buffers[b], self.parameters.members[b], parameters, indices, cotangents, delay
+            self.model, self.parameters.buffers[b], members, parameters, indices, cotangents, delay
         )
 
     def reduce_kept(self) -> None:
@@ -357,12 +335,9 @@ class Unit:
             for b in range(len(self.parameters.buffers)):
                 kept = self.gradients.kept(self.parameters.buffers[b])
                 if kept:
-                    self._reduce(b, kept, [None] * len(kept), True)
+                    self._reduce(b, self.parameters.places.parameters(), kept, [None] * len(kept), True)
 
 
-def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
-    """The tensors, each once, in lists of one dtype."""
-    lists: dict[Any, dict[int, Any]] = {}
-    for x in xs:
-        lists.setdefault(x.dtype, {})[id(x)] = x
-    return [list(same.values()) for same in lists.values()]
+def _wait(waiting: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
+    """What a whole parameter has as ``_collect``."""
+    waiting.append((index, cotangent, mesh, mesh_dims))

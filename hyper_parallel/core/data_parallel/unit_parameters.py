@@ -41,6 +41,7 @@ class UnitParameters:
         #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
         self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
+        self._under_way = False  # whether gathering has begun, and nobody has waited for it
         self._shown = False  # whether modules find whole parameters since `unshard`
         self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
 
@@ -74,23 +75,27 @@ class UnitParameters:
             )
 
     # ---------------------------------------------------------------------- whole and sharded
-    def start(self) -> bool:
-        """Begin to gather; returns False where nothing is to be done."""
-        if self._values is not None or not self._plan.slots or self._is_under_way():
+    def start(self, parameters: Sequence[Any] | None = None) -> bool:
+        """Begin to gather; returns False where nothing is to be done.
+
+        Args:
+            parameters: what `shards` has said right now, if anybody has asked.
+        """
+        if self._values is not None or not self._plan.slots or self._under_way:
             return False
-        with self._platform.no_grad(), self._platform.no_dispatch():
-            parameters = self.shards()
+        with self._platform.no_dispatch():
+            parameters = self.shards() if parameters is None else parameters
             for buffer, members in zip(self.buffers, self.members, strict=True):
                 buffer.start([parameters[i] for i in members])
+        self._under_way = True
         return True
-
-    def _is_under_way(self) -> bool:
-        return bool(self.buffers) and all(buffer.is_under_way for buffer in self.buffers)
 
     def drop(self) -> None:
         """Forget what was begun and not needed."""
-        for buffer in self.buffers:
-            buffer.drop()
+        if self._under_way:
+            self._under_way = False
+            for buffer in self.buffers:
+                buffer.drop()
 
     def unshard(self) -> None:
         """Make the parameters whole, and let modules find them, until `reshard`."""
@@ -99,7 +104,7 @@ class UnitParameters:
         platform = self._platform
         with platform.no_dispatch():
             parameters = self.shards()
-            values = self.gather(platform.frees_storage)
+            values = self.gather(platform.frees_storage, parameters)
             self._values, self._kept = values, versions_of(parameters)
             wholes: list[Any] = [None] * len(parameters)
             for buffer, members, flat in zip(self.buffers, self.members, values, strict=True):
@@ -117,14 +122,15 @@ class UnitParameters:
         self._kept = None
         self.free()
 
-    def gather(self, keep: bool) -> list[Any]:
-        """The flat storage of each buffer, whole. With ``keep`` it is what `free` frees."""
+    def gather(self, keep: bool, parameters: Sequence[Any] | None = None) -> list[Any]:
+        """The flat storage of each buffer, whole. With ``keep`` it is what `free` frees. ``parameters`` as for
+        `start`."""
         if self._values is not None and (self.is_open or self._kept is not None):
             return self._values
         values, self._values = self._values, None
-        self.start()
-        with self._platform.no_grad():
-            found = [b.take(keep) for b in self.buffers]
+        self.start(parameters)
+        self._under_way = False
+        found = [b.take(keep) for b in self.buffers]
         self._values = found if keep else values
         return found
 
@@ -139,5 +145,4 @@ class UnitParameters:
         if self._values is not None and not self.is_open and self._kept is None:
             self._values = None
             for buffer in self.buffers:
-                if self._platform.frees_storage and buffer.whole is not None:
-                    self._platform.free_storage(buffer.whole)
+                buffer.free()

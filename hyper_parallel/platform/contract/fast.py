@@ -133,6 +133,12 @@ class Fast:
         Called with interception off."""
         return x
 
+    def tell_cotangent(self, x: Tensor, call: Callable[[], None]) -> bool:
+        """Let backward call ``call`` when the cotangent of ``x`` is there, before it runs what gave ``x``, and
+        whatever is written to ``x`` from now on. False, having done nothing, where that cannot be had for less than a
+        function of autograd, and for what it was asked for before. Called with interception off, as ``call`` is."""
+        return False
+
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """A 1-D tensor in which the data of the parameters ``xs`` lie one after the other, each at the beginning of
         ``lengths[i]`` elements of its own: ``flat`` where that is the one, otherwise a new one, to which they have been
@@ -146,8 +152,8 @@ class Fast:
         return None
 
     def bind_unpack_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Callable[[Tensor], object] | None:
-        """``unpack(rows)``: as `Platform.refill_storage` of ``whole``, with the columns of ``rows`` as pieces, which
-        has ``count`` rows: ``lengths`` of them each."""
+        """``unpack(rows)``: as `Platform.refill_storage` of ``whole``, with columns as pieces: ``rows`` is 1-D and has
+        ``count`` rows, one after the other; ``lengths`` says how many columns each piece has."""
         return None
 
     def run_soon(self, x: Tensor) -> None:

@@ -7,7 +7,7 @@ its modules parents first, puts hooks around a forward and other code in place o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -148,16 +148,10 @@ class ModuleRole(ABC):
         """Yield (name, buffer) for the buffers that ``module`` itself holds, children excluded."""
 
     @abstractmethod
-    def own_parameters(self, module: Module) -> Mapping[str, Tensor | None]:
+    def own_parameters(self, module: Module) -> MutableMapping[str, Tensor | None]:
         """The parameters that ``module`` itself holds, by name, in a table that the framework keeps anyway. One that a
-        parametrization has replaced is not there."""
-
-    def exchange_parameter(self, module: Module, name: str, x: Tensor) -> Tensor:
-        """Let the forward of ``module``, and `own_parameters`, find the tensor ``x``, which need not be a parameter, in
-        place of its parameter ``name``; returns what was there, which the table of `own_parameters` had."""
-        table: Any = self.own_parameters(module)
-        before, table[name] = table[name], x
-        return before
+        parametrization has replaced is not there. What is written to the table, which need not be a parameter, the
+        forward of ``module`` finds in place of its parameter."""
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:

@@ -122,9 +122,26 @@ class TorchFast(Fast):
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
         """See `Fast.tell_gradient`."""
-        y = x.view_as(x)
-        y.register_hook(lambda cotangent: call())
+        y: Any = x.view_as(x)
+        y._backward_hooks = OrderedDict({0: lambda cotangent: call()})
+        y.grad_fn._register_hook_dict(y)
+        y._backward_hooks = None  # see `in_place_step`
         return y
+
+    def tell_cotangent(self, x: Any, call: Callable[[], None]) -> bool:
+        """See `Fast.tell_cotangent`: a hook of the node that gave ``x``. What is written to a view later is recorded in
+        place of that node."""
+        if MAYBE_INSIDE or x.grad_fn is None or x._is_view() or x._backward_hooks or "_tells_cotangent" in x.__dict__:
+            return False
+
+        def hook(cotangent: Any) -> None:
+            with no_dispatch():
+                call()
+
+        x._backward_hooks = OrderedDict({0: hook})
+        x.grad_fn._register_hook_dict(x)
+        x._backward_hooks, x._tells_cotangent = None, True  # see `in_place_step`
+        return True
 
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """See `Fast.in_one_storage`."""
@@ -159,7 +176,7 @@ class TorchFast(Fast):
         def unpack(rows: Tensor) -> None:
             if storage.resizable():
                 storage.resize_(size)
-            torch.split_with_sizes_copy(rows, lengths, 1, out=places)
+            torch.split_with_sizes_copy(rows.view(count, -1), lengths, 1, out=places)
 
         return unpack
 

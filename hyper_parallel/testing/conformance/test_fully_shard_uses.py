@@ -103,7 +103,7 @@ def refused(mesh: Any) -> None:
         block.set_is_last_backward(True)
     taken = fully_shard(adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)), mesh=mesh)
     other = adapter.linear_module(*SIZES)
-    mesh.platform.exchange_parameter(taken, "weight", other.weight)
+    mesh.platform.own_parameters(taken)["weight"] = other.weight
     with fails(ValueError, "has taken the place of its parameter", "weight"):
         adapter.call(taken, adapter.tensor(x))
 

@@ -1,0 +1,104 @@
+"""What a unit of `fully_shard` returns: backward begins with the cotangents of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hyper_parallel.core.data_parallel.batches import lies_across
+from hyper_parallel.core.data_parallel.call import Call
+from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.trees import map_tensors
+from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.platform.contract import NOTHING_FASTER
+
+__all__ = ["Results", "by_dtype"]
+
+
+class Results:
+    """The results of the calls of one unit.
+
+    Args:
+        plan: that of the unit.
+        what: the unit, for messages.
+        parameters: that of the unit.
+        reached: ``reached(call)`` is called when the cotangent of one of its results is there.
+    """
+
+    def __init__(self, plan: Plan, what: str, parameters: UnitParameters, reached: Callable[[Call], None]) -> None:
+        self._mesh, self._platform, self._what = plan.mesh, plan.mesh.platform, what
+        self._parameters, self._reached = parameters, reached
+        self._identity = self._platform.joint_function(self._forward, self._backward)
+
+    def opening(self, output: Any, call: Call, one_loss: bool) -> Any:
+        """``output``, whose cotangents make the parameters whole before they reach what the forward has computed.
+
+        Args:
+            output: what the module has returned.
+            call: the call.
+            one_loss: whether the batch is distributed.
+        """
+        platform = self._platform
+        if type(output) is platform.Tensor:
+            # Most modules: nothing has to be looked for, and a framework may tell without a function of its own.
+            with platform.no_dispatch():
+                if not self._holds(output):
+                    if not platform.requires_grad(output):
+                        return output
+                    fast = platform.fast or NOTHING_FASTER
+                    if fast.tell_cotangent(output, partial(self._reached, call)):
+                        return output
+        found: list[Any] = []
+
+        def collect(x: Any) -> Any:
+            if lies_across(x, self._mesh) and not one_loss:
+                raise ValueError(
+                    f"{self._what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and was "
+                    "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
+                )
+            with platform.no_dispatch():
+                if self._holds(x):
+                    layout = getattr(x, "_layout", None)
+                    x = platform.clone(x)
+                    x = x if layout is None else platform.wrap(x, layout)
+                asked = platform.requires_grad(x)
+            if asked:
+                found.append(x)
+            return x
+
+        # Tensors of one dtype go through one function: then it does not matter which of them the loss needs.
+        output = map_tensors(output, collect, platform, self._refuse_unknown)
+        new: dict[int, Any] = {}
+        with platform.no_dispatch():
+            for same in by_dtype(found):
+                for x, y in zip(same, self._identity(call, *same), strict=True):
+                    layout = getattr(x, "_layout", None)
+                    new[id(x)] = y if layout is None else platform.wrap(y, layout)
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
+
+    def _holds(self, x: Any) -> bool:
+        """Whether a plain tensor lies in memory that is given back."""
+        return any(buffer.holds(x) for buffer in self._parameters.buffers)
+
+    def _refuse_unknown(self, x: Any) -> Any:
+        raise TypeError(
+            f"{self._what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of "
+            "them"
+        )
+
+    def _forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
+        ctx.call = call
+        return [self._platform.detach(x) for x in xs]
+
+    def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        self._reached(ctx.call)
+        return cotangents
+
+
+def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
+    """The tensors, each once, in lists of one dtype."""
+    lists: dict[Any, dict[int, Any]] = {}
+    for x in xs:
+        lists.setdefault(x.dtype, {})[id(x)] = x
+    return [list(same.values()) for same in lists.values()]
