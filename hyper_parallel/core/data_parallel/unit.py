@@ -9,10 +9,12 @@ then, before their gradients are reduced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import is_distributed, lies_across, whole_for_all
+from hyper_parallel.core.data_parallel.borders import Guard, through
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
@@ -58,6 +60,7 @@ class Unit:
         self._awaited = -1  # how much is missing until the backward of this unit is known to be over; negative: unknown
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
         self._returned = self.platform.joint_function(self._returned_forward, self._returned_backward)
+        self._guard = Guard(self.platform, self._check_reached)
 
     # ---------------------------------------------------------------------- forward
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -136,7 +139,9 @@ class Unit:
         try:
             self.parameters.show(wholes, parameters)
             del wholes
-            if asked and not again and platform.frees_storage:
+            if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
+                args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
+            elif asked and not again and platform.frees_storage:
                 args, kwargs = self._watched(args, kwargs, inputs)
             try:
                 if not again:
@@ -146,7 +151,10 @@ class Unit:
                 self.parameters.hide()
             return self._with_opening(output, call) if recorded and self.plan.slots else output
         finally:
+            if recorded and self.plan.slots:
+                model.recorded(self, call)
             if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
+                call.freed = True
                 self.parameters.free()
 
     def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
@@ -196,6 +204,7 @@ class Unit:
 
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
         ctx.call, ctx.buffer, views = static
+        ctx.call.gives.append(weakref.ref(ctx))
         return views
 
     def _views_backward(self, ctx: Any, *given: Any) -> Sequence[Any]:
@@ -205,6 +214,8 @@ class Unit:
                 "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
                 "modules that they go through"
             )
+        if platform.frees_storage:
+            self._check_reached(ctx.call)
         self._one_less_awaited()
         trained: list[int] = ctx.call.trained[ctx.buffer]
         if ctx.call.waiting:
@@ -213,6 +224,15 @@ class Unit:
         fast = platform.fast or NOTHING_FASTER
         delay = fast.can_delay_gradient(*parameters)
         return self._reduce(ctx.buffer, trained, cotangents, delay)
+
+    def _check_reached(self, call: Call) -> None:
+        """Raise RuntimeError where backward has come to the parameters and not through what the call has returned, on a
+        platform that did not say so before, when they could still be made whole."""
+        assert self.model is not None
+        running = self.model.this_pass()
+        if running is None or call.reached == running.number:
+            return
+        call.check_whole(self.what)
 
     def _one_less_awaited(self) -> None:
         """The cotangents of one buffer are there, or that of the input. After all of them nothing reads the whole
@@ -245,14 +265,8 @@ class Unit:
                 found.append(x)
             return x
 
-        # Tensors of one dtype go through one function: then it does not matter which of them the loss needs.
         output = map_tensors(output, collect, platform, self._refuse_unknown)
-        new: dict[int, Any] = {}
-        with platform.no_dispatch():
-            for same in by_dtype(found):
-                for x, y in zip(same, self._returned(call, *same), strict=True):
-                    layout = getattr(x, "_layout", None)
-                    new[id(x)] = y if layout is None else platform.wrap(y, layout)
+        new = through(platform, self._returned, call, found)
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
 
     def _refuse_unknown(self, x: Any) -> Any:
@@ -262,6 +276,7 @@ class Unit:
 
     def _returned_forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
         ctx.call = call
+        call.returns.append(weakref.ref(ctx))
         return [self.platform.detach(x) for x in xs]
 
     def _returned_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
@@ -358,11 +373,3 @@ class Unit:
                 kept = self.gradients.kept(self.parameters.buffers[b])
                 if kept:
                     self._reduce(b, kept, [None] * len(kept), True)
-
-
-def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
-    """The tensors, each once, in lists of one dtype."""
-    lists: dict[Any, dict[int, Any]] = {}
-    for x in xs:
-        lists.setdefault(x.dtype, {})[id(x)] = x
-    return [list(same.values()) for same in lists.values()]
