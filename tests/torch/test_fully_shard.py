@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import CommDebugMode, get_platform
+from hyper_parallel import CommDebugMode, DTensor, Replicate, get_platform
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of, fully_shard
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device
@@ -144,6 +144,50 @@ def graphs(mesh: Any) -> None:
 
 
 @on_mesh()
+def around(mesh: Any) -> None:
+    """Backward from an auxiliary loss alone, begun in each way: parameters are gathered first, and freed after."""
+    kept: list[Any] = []
+
+    def call(linear: Any, x: Any) -> Any:
+        kept[:] = [torch.tanh(linear(linear(x))).square().sum()]
+        return linear(x)
+
+    torch.manual_seed(3)
+    plain = Calls(call)
+    sharded = fully_shard(copy.deepcopy(plain), mesh=mesh, reshard_after_forward=True)
+    x = torch.randn(2, 4).to(device()).requires_grad_()
+
+    def aside(module: Any) -> Any:
+        module(x)
+        return kept[0]
+
+    wanted = torch.autograd.grad(aside(plain), [*plain.parameters(), x])
+    gather = {"all_gather": 1} if mesh.size() > 1 else {}
+    ways: dict[str, Callable[[Any], Any]] = {
+        "backward": lambda y: y.backward(),
+        "several roots": lambda y: torch.autograd.backward([y, x.sum() * 0]),
+        "an edge": lambda y: torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y)),
+        "a distributed root": lambda y: DTensor.from_local(y, mesh, [Replicate()]).backward(),
+        "grad": lambda y: torch.autograd.grad(y, [*sharded.parameters(), x]),
+    }
+    for name, way in ways.items():
+        sharded.zero_grad()
+        x.grad = None
+        y = aside(sharded)
+        assert freed(sharded)
+        with CommDebugMode() as comm:
+            found = way(y) or [*(p.grad for p in sharded.parameters()), x.grad]
+        assert freed(sharded) and comm.get_comm_counts() == {**gather, "reduce_scatter": 1}, (name, comm.events)
+        for g, of_plain in zip(found, wanted, strict=True):
+            close(g, of_plain, name)
+    y = aside(sharded)
+    with torch.no_grad():
+        sharded.linear.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between a forward and its backward"):
+        y.backward()
+
+
+@on_mesh()
 def checkpoints_inside(mesh: Any) -> None:
     """What is computed again in backward finds whole parameters, and its gradients are reduced with the others."""
     for reentrant in (False, True):
@@ -199,7 +243,7 @@ def overlapped(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [losses, graphs, checkpoints_inside, compiled, overlapped], ids=lambda job: job.__name__
+    "job", [losses, graphs, around, checkpoints_inside, compiled, overlapped], ids=lambda job: job.__name__
 )
 def test_fully_shard(pool: Any, job: Any) -> None:
     pool.run(2, job)

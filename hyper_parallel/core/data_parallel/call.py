@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["Call", "versions_of"]
@@ -17,12 +17,40 @@ class Call:
         recorded: whether there may be a backward.
         within: the units whose forward it is a part of.
         waiting: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
+        freed: whether its whole parameters were given back when it ended.
+        gives, returns: weak references to the contexts of the functions whose results are its whole parameters, and of
+            those that its own results are of.
+        reached: the number of the backward pass that found its whole parameters there.
     """
 
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
         self.versions = versions_of(parameters)
         self.waiting: list[Any] = []
+        self.freed = False
+        self.gives: list[Any] = []
+        self.returns: list[Any] = []
+        self.reached = 0
+
+    def comes_around(self, runs: Callable[[Any], bool]) -> bool:
+        """Whether a backward pass comes to the parameters, and not through the results.
+
+        Args:
+            runs: see `Platform.before_backward`.
+        """
+        return _any(self.gives, runs) and not _any(self.returns, runs)
+
+    def check_whole(self, what: str) -> None:
+        """Raise RuntimeError, in a backward that has not come to the results, when the whole parameters that it has
+        read were given back before, or written to."""
+        self.check_unchanged(what)
+        if self.freed:
+            raise RuntimeError(
+                f"{what}: a backward has come to its parameters, and not to what it has returned, after which they "
+                "would have been gathered again: gradients are wrong. Return what the loss is computed of, such as an "
+                "auxiliary loss, or add it to the loss of what was returned, or leave the parameters whole, with "
+                "fully_shard(reshard_after_forward=False)"
+            )
 
     def check_unchanged(self, what: str) -> None:
         """Raise RuntimeError when a parameter was written to since, as frameworks do for what autograd keeps: backward
@@ -32,6 +60,10 @@ class Call:
                 f"{what}: a parameter was changed in place between a forward and its backward: run backward before the "
                 "optimizer's step, or forward again"
             )
+
+
+def _any(contexts: Sequence[Any], runs: Callable[[Any], bool]) -> bool:
+    return any(ctx is not None and runs(ctx) for ctx in (ref() for ref in contexts))
 
 
 def versions_of(parameters: Sequence[Any]) -> list[int]:

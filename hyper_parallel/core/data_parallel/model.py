@@ -7,7 +7,7 @@ gathered while this one computes; which is next is known from the forward before
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,11 @@ class Model:
         self._began: list[Unit] = []
         self._ahead: list[Unit] = []
         self._forwards = 0  # since the last backward
+        #: The calls that were recorded, as long as their graphs live.
+        self._calls: list[tuple[Unit, weakref.ref[Call]]] = []
+        self._count = 0  # of backward passes
+        if self.platform.frees_storage:
+            self.platform.before_backward(self._begins)
         #: Backward passes by what the platform calls them.
         self._passes: dict[Any, BackwardPass] = {}
 
@@ -89,7 +94,22 @@ class Model:
             unit.parameters.drop()
         self._ahead = []
 
+    def recorded(self, unit: Unit, call: Call) -> None:
+        """A call of ``unit`` has ended of which there may be a backward."""
+        self._calls = [entry for entry in self._calls if entry[1]() is not None]
+        self._calls.append((unit, weakref.ref(call)))
+
     # ---------------------------------------------------------------------- backward
+    def _begins(self, runs: Callable[[Any], bool]) -> None:
+        """A backward pass begins. Where it comes to parameters of a call around what the call has returned, as for an
+        auxiliary loss that was set as an attribute, nothing else will tell when they have to be whole."""
+        for unit, ref in self._calls:
+            call = ref()
+            if call is not None and call.comes_around(runs):
+                running = self.this_pass()
+                if running is not None:
+                    running.hold(unit, call)
+
     def this_pass(self) -> BackwardPass | None:
         """The backward pass that is running; None on a platform that does not say when one ends."""
         key = self.platform.backward_pass()
@@ -97,7 +117,8 @@ class Model:
             return None
         found = self._passes.get(key)
         if found is None:
-            found = self._passes[key] = BackwardPass(self, len(self._order))
+            self._count += 1
+            found = self._passes[key] = BackwardPass(self, len(self._order), self._count)
             self.platform.after_backward(lambda: self._ended(key))
         return found
 
@@ -131,16 +152,22 @@ class Model:
 
 
 class BackwardPass:
-    """One backward pass over a model: the units that are whole in it."""
+    """One backward pass over a model: the units that are whole in it.
 
-    def __init__(self, model: Model, position: int) -> None:
-        self._model, self._position = model, position
+    Attributes:
+        number: which of the model it is, from 1.
+    """
+
+    def __init__(self, model: Model, position: int, number: int) -> None:
+        self._model, self._position, self.number = model, position, number
         self._open: list[Unit] = []
+        self._held: list[Unit] = []  # whole until the pass is over
 
     def reached(self, unit: Unit, call: Call) -> None:
         """The cotangents of what ``unit`` returned are there. What is computed from now on, until another unit is
         reached, is its backward, or that of a unit whose forward it was a part of."""
-        if unit in self._open:
+        call.reached = self.number
+        if unit in self._open or unit in self._held:
             return
         for other in reversed(self._open):
             if other not in call.within:
@@ -159,6 +186,14 @@ class BackwardPass:
             if before is not None:
                 model.gather_ahead((before,))
 
+    def hold(self, unit: Unit, call: Call) -> None:
+        """Have ``unit`` whole until the pass is over."""
+        call.check_unchanged(unit.what)
+        call.reached = self.number
+        if unit not in self._held:
+            self._held.append(unit)
+            unit.open(call)
+
     def left(self, unit: Unit) -> None:
         """The backward of a call of ``unit`` is over."""
         if self._open and self._open[-1] is unit and self._model.ran_once(unit):
@@ -166,10 +201,12 @@ class BackwardPass:
 
     def close(self) -> None:
         """The pass is over."""
-        while self._open:
-            self._open.pop().close()
+        for units in (self._open, self._held):
+            while units:
+                units.pop().close()
 
     def abandon(self) -> None:
         """The pass has failed: forget what it was doing."""
-        while self._open:
-            self._open.pop().abandon()
+        for units in (self._open, self._held):
+            while units:
+                units.pop().abandon()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import lies_across
+from hyper_parallel.core.data_parallel.borders import through
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
-from hyper_parallel.platform.contract import NOTHING_FASTER
 
-__all__ = ["Results", "by_dtype"]
+__all__ = ["Results"]
 
 
 class Results:
@@ -40,15 +40,6 @@ class Results:
             one_loss: whether the batch is distributed.
         """
         platform = self._platform
-        if type(output) is platform.Tensor:
-            # Most modules: nothing has to be looked for, and a framework may tell without a function of its own.
-            with platform.no_dispatch():
-                if not self._holds(output):
-                    if not platform.requires_grad(output):
-                        return output
-                    fast = platform.fast or NOTHING_FASTER
-                    if fast.tell_cotangent(output, partial(self._reached, call)):
-                        return output
         found: list[Any] = []
 
         def collect(x: Any) -> Any:
@@ -67,14 +58,8 @@ class Results:
                 found.append(x)
             return x
 
-        # Tensors of one dtype go through one function: then it does not matter which of them the loss needs.
         output = map_tensors(output, collect, platform, self._refuse_unknown)
-        new: dict[int, Any] = {}
-        with platform.no_dispatch():
-            for same in by_dtype(found):
-                for x, y in zip(same, self._identity(call, *same), strict=True):
-                    layout = getattr(x, "_layout", None)
-                    new[id(x)] = y if layout is None else platform.wrap(y, layout)
+        new = through(platform, self._identity, call, found)
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
 
     def _holds(self, x: Any) -> bool:
@@ -89,16 +74,10 @@ class Results:
 
     def _forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
         ctx.call = call
+        call.returns.append(weakref.ref(ctx))
         return [self._platform.detach(x) for x in xs]
 
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         self._reached(ctx.call)
         return cotangents
 
-
-def by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
-    """The tensors, each once, in lists of one dtype."""
-    lists: dict[Any, dict[int, Any]] = {}
-    for x in xs:
-        lists.setdefault(x.dtype, {})[id(x)] = x
-    return [list(same.values()) for same in lists.values()]

@@ -9,11 +9,13 @@ then, before their gradients are reduced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import is_distributed, whole_for_all
+from hyper_parallel.core.data_parallel.borders import Guard
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
@@ -60,6 +62,7 @@ class Unit:
         self._awaited = -1  # how much is missing until the backward of this unit is known to be over; negative: unknown
         self._views = self.platform.joint_function(self._views_forward, self._views_backward)
         self._results = Results(plan, self.what, self.parameters, self._reached)
+        self._guard = Guard(self.platform, self._check_reached)
 
     # ---------------------------------------------------------------------- forward
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -138,7 +141,9 @@ class Unit:
         try:
             self.parameters.show(wholes, parameters)
             del wholes
-            if asked and not again and platform.frees_storage:
+            if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
+                args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
+            elif asked and not again and platform.frees_storage:
                 args, kwargs = self._watched(args, kwargs, inputs)
             try:
                 if not again:
@@ -148,7 +153,10 @@ class Unit:
                 self.parameters.hide()
             return self._results.opening(output, call, model.one_loss) if recorded and self.plan.slots else output
         finally:
+            if recorded and self.plan.slots:
+                model.recorded(self, call)
             if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
+                call.freed = True
                 self.parameters.free()
 
     def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
@@ -208,6 +216,7 @@ class Unit:
 
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
         ctx.call, ctx.buffer, views = static
+        ctx.call.gives.append(weakref.ref(ctx))
         return views
 
     def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
@@ -217,6 +226,8 @@ class Unit:
                 "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
                 "modules that they go through"
             )
+        if platform.frees_storage:
+            self._check_reached(ctx.call)
         self._one_less_awaited()
         trained: list[int] = call.trained[b]
         given: Sequence[Any] = cotangents
@@ -224,6 +235,15 @@ class Unit:
             given = with_waiting(call.waiting, trained, cotangents)
         delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*[call.parameters[i] for i in trained])
         return self._reduce(b, call.parameters, trained, given, delay)
+
+    def _check_reached(self, call: Call) -> None:
+        """Raise RuntimeError where backward has come to the parameters and not through what the call has returned, on a
+        platform that did not say so before, when they could still be made whole."""
+        assert self.model is not None
+        running = self.model.this_pass()
+        if running is None or call.reached == running.number:
+            return
+        call.check_whole(self.what)
 
     def _one_less_awaited(self) -> None:
         """The cotangents of one buffer are there, or that of the input. After all of them nothing reads the whole

@@ -58,6 +58,16 @@ class AutogradRole(ABC):
         for it goes on. Not where it fails."""
         raise TypeError(f"{type(self).__name__} does not know when a backward pass ends, as its `backward_pass` says")
 
+    #: Whether `before_backward` calls.
+    tells_beginning: bool = False
+
+    def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
+        """Have the bound method ``callback(runs)`` called at the beginning of each backward pass, inside of it, for as
+        long as its object lives. ``runs(ctx)`` says whether the pass will come to the function whose ``ctx`` it is: see
+        `autograd_function`. Data parallelism asks, to have parameters there when they are needed. A backend that cannot
+        know calls nothing; what would need it is refused then."""
+        return
+
     @abstractmethod
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]

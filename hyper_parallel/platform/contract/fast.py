@@ -133,12 +133,6 @@ class Fast:
         Called with interception off."""
         return x
 
-    def tell_cotangent(self, x: Tensor, call: Callable[[], None]) -> bool:
-        """Let backward call ``call`` when the cotangent of ``x`` is there, before it runs what gave ``x``, and
-        whatever is written to ``x`` from now on. False, having done nothing, where that cannot be had for less than a
-        function of autograd, and for what it was asked for before. Called with interception off, as ``call`` is."""
-        return False
-
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """A 1-D tensor in which the data of the parameters ``xs`` lie one after the other, each at the beginning of
         ``lengths[i]`` elements of its own: ``flat`` where that is the one, otherwise a new one, to which they have been

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,12 +15,12 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import TensorFunction
-from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_callback
+from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_callback, will_execute
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = [
     *("NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
-    *("address_of", "as_plain", "hook_of", "make_apply", "shape_of", "stride_of"),
+    *("address_of", "as_plain", "hook_of", "make_apply", "shape_of", "stride_of", "telling_engine"),
 ]
 
 # Not as methods of DTensors, which first ask whether they are to be intercepted.
@@ -74,6 +75,12 @@ class AutogradVerbs(Platform):
 
     #: See `Platform.after_backward`.
     after_backward: Any = staticmethod(queue_callback)
+
+    tells_beginning = True
+
+    def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
+        """See `Platform.before_backward`."""
+        _WATCHERS.append(weakref.WeakMethod(callback))
 
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
@@ -222,6 +229,47 @@ class AutogradVerbs(Platform):
     def clear_cache(self, holder: Tensor) -> None:
         """See `Platform.clear_cache`."""
         holder.__dict__.pop("_cached", None)
+
+
+#: What is to be called when a backward pass begins.
+_WATCHERS: list[weakref.WeakMethod] = []
+
+
+def telling_engine(run: Callable) -> Callable:
+    """What stands for the function that runs torch's engine: `Platform.before_backward`. Nothing of the graph runs
+    before the hook on the root that comes first."""
+
+    @functools.wraps(run)
+    def telling(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not _WATCHERS:
+            return run(t_outputs, *args, **kwargs)
+        told: list[bool] = []
+
+        def begin(cotangent: Any) -> None:
+            if told:
+                return
+            told.append(True)
+            for watcher in tuple(_WATCHERS):
+                callback = watcher()
+                if callback is None:
+                    _WATCHERS.remove(watcher)
+                else:
+                    callback(will_execute)
+
+        handles = []
+        with no_dispatch():
+            for root in t_outputs:
+                if not isinstance(root, Tensor):  # an edge of the graph
+                    handles.append(root.node.register_prehook(begin))
+                elif root.requires_grad:
+                    handles.append(root.register_hook(begin))
+        try:
+            return run(t_outputs, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return telling
 
 
 def make_apply(name: str, forward: Callable, backward: Callable) -> Callable:

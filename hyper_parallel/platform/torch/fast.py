@@ -128,21 +128,6 @@ class TorchFast(Fast):
         y._backward_hooks = None  # see `in_place_step`
         return y
 
-    def tell_cotangent(self, x: Any, call: Callable[[], None]) -> bool:
-        """See `Fast.tell_cotangent`: a hook of the node that gave ``x``. What is written to a view later is recorded in
-        place of that node."""
-        if MAYBE_INSIDE or x.grad_fn is None or x._is_view() or x._backward_hooks or "_tells_cotangent" in x.__dict__:
-            return False
-
-        def hook(cotangent: Any) -> None:
-            with no_dispatch():
-                call()
-
-        x._backward_hooks = OrderedDict({0: hook})
-        x.grad_fn._register_hook_dict(x)
-        x._backward_hooks, x._tells_cotangent = None, True  # see `in_place_step`
-        return True
-
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """See `Fast.in_one_storage`."""
         if flat is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
-from hyper_parallel.platform.torch import checkpoints, class_losses, fully_sharded, transforms, wrappers
+from hyper_parallel.platform.torch import autograd, checkpoints, class_losses, fully_sharded, transforms, wrappers
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -84,6 +84,13 @@ PATCHES = PatchSet(
             "torch.autograd.Function.apply",
             "``backward`` of a user's function gets plain local gradients beside distributed saved tensors",
             functions.hooked_apply,
+        ),
+        _optional(
+            "torch.autograd.graph._engine_run_backward",
+            "gradients that come to the parameters of a module under `fully_shard` around its results are an error",
+            autograd.telling_engine,
+            check=takes("t_outputs args kwargs"),
+            everywhere=True,
         ),
         *map(_step, optimizers.ELEMENTWISE),
         # Adam's, which torch wraps once more when it makes the first AdamW.

@@ -15,10 +15,13 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
+from hyper_parallel.platform.torch.autograd import telling_engine
 from hyper_parallel.platform.torch.private import make_grads, run_engine
 from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 
 __all__ = ["as_cotangent", "forget_data"]
+
+_run_engine = telling_engine(run_engine)
 
 
 # ---------------------------------------------------------------------------------------------------- .grad and .data
@@ -121,7 +124,7 @@ def _run(
     if accumulate and inputs == ():
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
     roots = [_root(t, g) for t, g in zip(tensors, gradients, strict=True)]
-    return run_engine(
+    return _run_engine(
         tuple([root for root, _ in roots]),
         tuple([cotangent for _, cotangent in roots]),
         create_graph if retain_graph is None else retain_graph,

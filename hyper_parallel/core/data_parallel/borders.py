@@ -1,0 +1,74 @@
+"""What tensors pass where they enter a unit of `fully_shard`, and where they leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.data_parallel.trees import map_tensors
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel.call import Call
+
+__all__ = ["Guard", "through"]
+
+
+def through(platform: Any, function: Callable[..., Sequence[Any]], call: Call, xs: Sequence[Any]) -> dict[int, Any]:
+    """Results of a joint function by the ids of its operands.
+
+    Args:
+        platform: whose tensors they are.
+        function: of ``call`` and operands, with a result of the same shape for each. Those of one dtype go through one:
+            then it does not matter which of them the loss needs.
+        call: of the unit.
+        xs: plain tensors and DTensors.
+    """
+    new: dict[int, Any] = {}
+    with platform.no_dispatch():
+        for same in _by_dtype(xs):
+            for x, y in zip(same, function(call, *same), strict=True):
+                layout = getattr(x, "_layout", None)
+                new[id(x)] = y if layout is None else platform.wrap(y, layout)
+    return new
+
+
+def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
+    """The tensors, each once, in lists of one dtype."""
+    lists: dict[Any, dict[int, Any]] = {}
+    for x in xs:
+        lists.setdefault(x.dtype, {})[id(x)] = x
+    return [list(same.values()) for same in lists.values()]
+
+
+class Guard:
+    """Notices what comes to the inputs of a call, where a platform does not tell when backward begins: parameters that
+    it has read on the way may have no gradient themselves.
+
+    Args:
+        check: is called with the call.
+    """
+
+    def __init__(self, platform: Any, check: Callable[[Call], None]) -> None:
+        self._platform, self._check = platform, check
+        self._function = platform.joint_function(self._forward, self._backward)
+
+    def arguments(self, args: tuple, kwargs: dict, inputs: Sequence[Any], call: Call) -> tuple[tuple, dict]:
+        """What the module is to be called with.
+
+        Args:
+            args, kwargs: what the unit was called with.
+            inputs: the tensors among them.
+            call: see there.
+        """
+        platform = self._platform
+        new = through(platform, self._function, call, [x for x in inputs if platform.requires_grad(x)])
+        found: tuple[tuple, dict] = map_tensors((args, kwargs), lambda x: new.get(id(x), x), platform, lambda x: x)
+        return found
+
+    def _forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
+        ctx.call = call
+        return [self._platform.detach(x) for x in xs]
+
+    def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        self._check(ctx.call)
+        return cotangents
