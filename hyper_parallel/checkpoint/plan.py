@@ -74,14 +74,27 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
 
 
 def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
-    """What is held, and by which ranks, in the order of their coordinates."""
-    ranks = layout.mesh.mesh
+    """What is held, and by which ranks, in the order of their coordinates. Along dimensions of the root that the mesh
+    lacks, all ranks hold the same."""
+    mesh = layout.mesh
+    ranks = mesh.get_root_mesh().mesh
     by_part: dict[tuple[Rectangle, ...], list[int]] = {}
-    for coordinate in np.ndindex(*ranks.shape):
-        held = held_rectangles(layout, coordinate)
-        if held:
-            by_part.setdefault(held, []).append(int(ranks[coordinate]))
+    known: dict[tuple[int, ...], tuple[Rectangle, ...]] = {}
+    for place in np.ndindex(*ranks.shape):
+        coordinate = tuple(_joint_index([place[d] for d in dims], [ranks.shape[d] for d in dims]) for dims in mesh._along)
+        if coordinate not in known:
+            known[coordinate] = held_rectangles(layout, coordinate)
+        if known[coordinate]:
+            by_part.setdefault(known[coordinate], []).append(int(ranks[place]))
     return [*by_part.items()]
+
+
+def _joint_index(indices: Sequence[int], sizes: Sequence[int]) -> int:
+    """The index along several dimensions as one."""
+    joint = 0
+    for index, size in zip(indices, sizes, strict=True):
+        joint = joint * size + index
+    return joint
 
 
 def _share(held: Sequence[Rectangle], ranks: Sequence[int], itemsize: int, load: dict[int, int]) -> list[Writer]:

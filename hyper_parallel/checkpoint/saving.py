@@ -285,13 +285,22 @@ def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
         if platform.is_meta(x):
             raise ValueError(f"{name!r} has no values: it is on the meta device. Make them first, with to_empty()")
         dtype = _dtype(x, platform)
-        facts[name] = f"{dtype} of shape {tuple(x.shape)}, {'plain' if layout is None else layout}"
+        facts[name] = f"{dtype} of shape {tuple(x.shape)}, {_place(layout)}"
         if layout is None and 0 < math.prod(x.shape) * _itemsize(x, platform) <= COMPARED_UP_TO:
             facts[name] += f", values {hashlib.sha256(platform.bytes_of(x)).hexdigest()[:16]}"
     facts["the names of tied tensors"] = str(sorted(flat.aliases.items()))
     for path, value in _leaves(flat.values, ""):
         facts[f"value {path}"] = json.dumps(value)
     return facts
+
+
+def _place(layout: Any) -> str:
+    """How a tensor lies: the same on all ranks that hold it, and on those of other slices of the same mesh."""
+    if layout is None:
+        return "plain"
+    mesh = layout.mesh
+    along = "" if mesh.get_root_mesh() is mesh else f" along its dimensions {mesh._along}"
+    return f"placed {list(layout.placements)} on {mesh.get_root_mesh()}{along}"
 
 
 def _leaves(values: Any, path: str) -> list[tuple[str, Any]]:
