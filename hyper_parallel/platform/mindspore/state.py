@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn
@@ -47,7 +47,7 @@ _RATES = ("learning_rate",)
 class StateVerbs:
     """The group "checkpoints" of the contract."""
 
-    dtypes: ClassVar[dict[str, Any]] = {
+    dtypes: Mapping[str, Any] = {
         name: getattr(ms, "bool_" if name == "bool" else name)
         for name in f"{_NAMES} {_FLOAT8}".split()
         if hasattr(ms, "bool_" if name == "bool" else name)
