@@ -86,14 +86,14 @@ def prepare(
     found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
 
     def describe() -> dict[str, Any]:
-        if is_first and path.exists() and not overwrite:
-            raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
         flat = flatten(state, platform)
         wanted = [
             Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
         ]
         facts = _facts(flat, platform) | {"the path": str(path)}
         found.append((flat, facts, share_out(wanted, ranks.members)))
+        if is_first and path.exists() and not overwrite:
+            raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
         token = directories.new_token(directories.run_of(path.parent))
         return {"digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(), "token": token, "own": flat.own}
 
@@ -261,6 +261,8 @@ def write(job: Job, ranks: Ranks) -> None:
             with disk.NewFile(draft.directory / INDEX) as file:
                 file.write(job.index.to_json().encode())
             draft.publish()
+            if job.keep is not None:
+                _remove_old(draft.path, job.index.run, job.keep)
 
     with _discarded_on_failure(draft, is_first):
         results = together(ranks, f"writing {draft.path}", write_tensors_of_rank)
@@ -270,11 +272,13 @@ def write(job: Job, ranks: Ranks) -> None:
                 if job.checksums:
                     job.index.checksums[_file(rank)] = written[1]
         together(ranks, f"completing {draft.path}", publish)
-    if is_first and job.keep is not None:
-        try:
-            directories.remove_old(draft.path.parent, job.index.run, job.keep)
-        except OSError as error:
-            warnings.warn(f"{draft.path} is saved; an older checkpoint could not be removed: {error}", stacklevel=2)
+
+
+def _remove_old(path: Path, run: str, keep: int) -> None:
+    try:
+        directories.remove_old(path.parent, run, keep)
+    except OSError as error:  # the new one is there, which is what was asked for
+        warnings.warn(f"{path} is saved, and an older checkpoint could not be removed: {error}", stacklevel=2)
 
 
 def _time(directory: Path, run: str) -> int:

@@ -19,7 +19,7 @@ __all__ = ["Flat", "Kinds", "flatten", "joined", "layout_of"]
 
 def joined(path: str, name: str) -> str:
     """The path of something inside of something."""
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name
 
 
 def layout_of(x: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, it in JSON, the data.
+"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, then it and the data.
 
-The library of that name reads and writes whole tensors. A checkpoint needs more: slices of any dtype without a framework
-(NumPy has no bfloat16), and data that is written from where it is, buffer by buffer. Source of the format: the
-documentation of safetensors, https://huggingface.co/docs/safetensors.
+The library of that name reads and writes whole tensors. A checkpoint needs more: slices of any dtype without a
+framework (NumPy has no bfloat16), and data that is written from where it is, buffer by buffer.
+
+Source: the documentation of safetensors, https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations

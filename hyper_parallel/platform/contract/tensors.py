@@ -65,8 +65,8 @@ class TensorRole(ABC):
         return memoryview(self.bytes_of(x))
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:
-        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype: any
-        object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
+        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype, as
+        any object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
         with it; a backend without it reads none."""
         raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
 
