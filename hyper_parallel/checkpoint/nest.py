@@ -19,7 +19,7 @@ __all__ = ["Flat", "Kinds", "flatten", "joined", "layout_of"]
 
 def joined(path: str, name: str) -> str:
     """The path of something inside of something."""
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name
 
 
 def layout_of(x: Any) -> Any:
@@ -80,7 +80,7 @@ class Kinds:
                 yield from self.modules(value, joined(path, str(i)))
 
     def parameter_names(self, state: Any) -> dict[int, str]:
-        """id of a tensor of the modules in a nest -> its name, of one with several names the first.
+        """Identity of a tensor of the modules in a nest -> its name, of one with several names the first.
 
         Raises:
             ValueError: inside of a unit's forward, or after `unshard`.

@@ -58,7 +58,7 @@ def decode(x: Any, special: Callable[[dict[str, Any]], Any] | None = None) -> An
     try:
         return _decode(x, special)
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"a value of the checkpoint is damaged: {str(x)[:100]} ({error})") from error
+        raise CheckpointError(f"a value in the index is damaged: {str(x)[:100]} ({error})") from error
 
 
 def _decode(x: dict[str, Any], special: Callable[[dict[str, Any]], Any] | None) -> Any:

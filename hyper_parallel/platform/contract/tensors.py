@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 __all__ = ["TensorRole"]
 
@@ -27,7 +28,7 @@ class TensorRole(ABC):
     #: random numbers in that order; else both are in row-major order.
     keeps_memory_order: bool = True
     #: The framework's dtypes by their usual names ("float32", "bfloat16", "int64", "bool", ...): those of files.
-    dtypes: ClassVar[Mapping[str, Any]] = {}
+    dtypes: Mapping[str, Any] = MappingProxyType({})
 
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
@@ -66,8 +67,8 @@ class TensorRole(ABC):
         return memoryview(self.bytes_of(x))
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:
-        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype: any
-        object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
+        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype, as
+        any object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
         with it; a backend without it reads none."""
         raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
 

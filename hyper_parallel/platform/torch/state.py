@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ _FLOAT8 = "float8_e4m3fn float8_e5m2"
 class StateVerbs(Platform):
     """The verbs of `Platform` about checkpoints."""
 
-    dtypes = {name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)}
+    dtypes: ClassVar[dict[str, torch.dtype]] = {
+        name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)
+    }
 
     def saved_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """See `Platform.saved_tensors`."""
