@@ -64,6 +64,10 @@ class MeshMethods(ABC):
         """
         return self._to_native()
 
+    @abstractmethod
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The framework's process group of this rank along a dimension."""
+
     @classmethod
     @abstractmethod
     def _of_native(cls, platform: Any, native: Any) -> Any:

@@ -25,6 +25,8 @@ LAYERS = {
     "mesh": [
         "core.dtensor.device_mesh",
         "core.dtensor.mesh_arrays",
+        "core.dtensor.mesh_groups",
+        "core.dtensor.mesh_roots",
         "core.dtensor.mesh_slices",
         "core.dtensor.native_meshes",
     ],

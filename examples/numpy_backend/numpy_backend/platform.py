@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hyper_parallel.platform.contract import Core, ModuleKind, NativeOp, Platform
+from hyper_parallel.platform.contract import Core, ModuleKind, NativeGroup, NativeOp, Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from numpy_backend import (
     interception,
@@ -70,10 +70,17 @@ class NumpyPlatform(Platform):
     def world_size(self) -> int:
         return self._world.size  # type: ignore[union-attr]
 
-    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> Any:
+    def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Any:
         world: Any = self._world
+        if backend not in (None, self.comm_backend) or options is not None:
+            raise ValueError(f"this framework has one way to communicate, got backend_override {backend}, {options}")
         groups = [world.group(ranks) for ranks in rank_lists]
         return next((group for group in groups if world.rank in group.ranks), None)
+
+    def describe_group(self, native: Any) -> NativeGroup:
+        if not hasattr(native, "ranks"):
+            raise TypeError(f"from_group takes a group of this framework, got {type(native).__name__}")
+        return NativeGroup(tuple(native.ranks), native, tuple(native.ranks))
 
     def all_gather(self, local: Array, group: Any, size: int) -> Array:
         parts = self._world.gather(local.value, group, "all_gather")  # type: ignore[union-attr]

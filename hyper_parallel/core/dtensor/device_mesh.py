@@ -11,25 +11,25 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from hyper_parallel.core.caches import clear_caches
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
-from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, ranks_of, rows_along
-from hyper_parallel.core.dtensor.mesh_slices import MESHES, new_mesh
-from hyper_parallel.core.dtensor.native_meshes import NativeMeshes, made_of, remember_made, slice_like
+from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, ranks_of
+from hyper_parallel.core.dtensor.mesh_groups import MeshGroups
+from hyper_parallel.core.dtensor.mesh_roots import is_current, overrides_of, root_mesh
+from hyper_parallel.core.dtensor.mesh_slices import MESHES
+from hyper_parallel.core.dtensor.native_meshes import made_of, remember_made, slice_like
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.registry import get_platform_for_device
 
-_WORLDS: dict[Platform, weakref.ref[Any]] = {}
 _ACTIVE = threading.local()
 
 
-class DeviceMesh(NativeMeshes):
+class DeviceMesh(MeshGroups):
     """Ranks arranged in an n-dimensional array, with a process group for each row along each dimension.
 
     All ranks of the world must construct it, in the same order as other meshes, also those that are not in it.
@@ -40,6 +40,10 @@ class DeviceMesh(NativeMeshes):
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the platform's own.
         mesh: (nested) sequence or array of global ranks, each at most once.
         mesh_dim_names: one name per dimension, needed for ``mesh["name"]``.
+        backend_override: another backend of the framework for the groups of some dimensions, or options: as in
+            `init_device_mesh`, or a pair (backend, options) for each dimension, None for the platform's own.
+        preserve_rank_order: taken because torch has it, and not read: groups always have the order of the mesh, without
+            which shards would be gathered in another one.
 
     Attributes:
         device_type: device type of the platform.
@@ -61,17 +65,28 @@ class DeviceMesh(NativeMeshes):
     Source: ``torch.distributed.device_mesh.DeviceMesh``.
     """
 
-    def __new__(cls, device_type: str | None, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
+    def __new__(
+        cls,
+        device_type: str | None,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Any = None,
+        preserve_rank_order: bool = False,
+    ) -> DeviceMesh:
+        if mesh is None:
+            raise TypeError("DeviceMesh needs the ranks, mesh=[0, 1, ...]; init_device_mesh takes a shape instead")
         platform = _platform_for(device_type)
         ranks = ranks_of(mesh)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         if platform.world() is None:
             platform.init_process_group()
         check_ranks_of_mesh(ranks, names, platform.world_size())
+        overrides = overrides_of(backend_override, ranks.ndim, names, "DeviceMesh")
         if CHECKS:
             facts = {"the ranks of the mesh": str(ranks.tolist()), "mesh_dim_names": str(names)}
             CHECKS[-1].agree("a DeviceMesh", facts)
-        return _root_mesh(platform, ranks, names)
+        return root_mesh(cls, platform, ranks, names, overrides=overrides)
 
     @classmethod
     def _of_native(cls, platform: Platform, native: Any) -> DeviceMesh:
@@ -82,7 +97,7 @@ class DeviceMesh(NativeMeshes):
         if known.root is not None:
             mesh: DeviceMesh = slice_like(cls._of_native(platform, known.root), known)
         else:
-            mesh = _root_mesh(platform, known.ranks, known.names, known.groups)
+            mesh = root_mesh(cls, platform, known.ranks, known.names, known.groups)
             if mesh._groups is known.groups:
                 mesh._native = weakref.ref(native)
         remember_made(native, platform.world(), mesh)
@@ -123,7 +138,10 @@ class DeviceMesh(NativeMeshes):
         return self.platform.rank()
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The framework's process group of this rank along a dimension, which may be left out on a 1-D mesh."""
+        """The framework's process group of this rank along a dimension, which may be left out on a 1-D mesh. By name,
+        dimensions that were flattened too."""
+        if isinstance(mesh_dim, str) and mesh_dim in self.get_root_mesh()._flat_names:
+            return self[mesh_dim].get_group()
         return self.platform.native_group(self._groups[self._dim(mesh_dim, "get_group")])
 
     def get_all_groups(self) -> list[Any]:
@@ -145,11 +163,6 @@ class DeviceMesh(NativeMeshes):
         index: list[Any] = list(self._coordinate)
         index[mesh_dim] = slice(None)
         return tuple(int(r) for r in self.ranks[tuple(index)])
-
-    def dim_label(self, mesh_dim: int) -> str:
-        """Index and name of a dimension, for messages."""
-        name = f" ({self.mesh_dim_names[mesh_dim]!r})" if self.mesh_dim_names else ""
-        return f"{mesh_dim}{name}"
 
     def __enter__(self) -> DeviceMesh:
         _active_stack().append(self)
@@ -173,25 +186,13 @@ class DeviceMesh(NativeMeshes):
         names = "" if self.mesh_dim_names is None else f", mesh_dim_names={self.mesh_dim_names}"
         return f"DeviceMesh({self.device_type!r}, {self.ranks.tolist()}{names})"
 
-    def _dim(self, mesh_dim: int | str | None, caller: str) -> int:
-        if mesh_dim is None:
-            if self.ndim != 1:
-                raise ValueError(f"{self} has {self.ndim} dimensions: say which, {caller}(mesh_dim)")
-            return 0
-        if isinstance(mesh_dim, str):
-            if self.mesh_dim_names is None or mesh_dim not in self.mesh_dim_names:
-                raise ValueError(f"{self} has no dimension named {mesh_dim!r}")
-            return self.mesh_dim_names.index(mesh_dim)
-        if not -self.ndim <= mesh_dim < self.ndim:
-            raise ValueError(f"{self} has {self.ndim} dimension(s), there is no dimension {mesh_dim}")
-        return mesh_dim % self.ndim
-
 
 def init_device_mesh(
     device_type: str | None = None,
     mesh_shape: Sequence[int] | None = None,
     *,
     mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[int | str, Any] | None = None,
 ) -> DeviceMesh:
     """A `DeviceMesh` of ranks 0, 1, ... in row-major order. All ranks of the world must call it.
 
@@ -202,9 +203,12 @@ def init_device_mesh(
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the selected platform's own.
         mesh_shape: number of ranks in each dimension; None is one dimension over the whole world.
         mesh_dim_names: one name per dimension.
+        backend_override: by index or name of a dimension, for its groups: the name of another backend of the
+            framework, options of its ``new_group``, or both as a pair.
 
     Raises:
-        ValueError: for a device type that the platform does not serve, or a mesh larger than the world.
+        ValueError: for a device type that the platform does not serve, a mesh larger than the world, or a dimension in
+            ``backend_override`` that there is not.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -225,7 +229,10 @@ def init_device_mesh(
             "more processes or choose a smaller mesh"
         )
     ranks = np.arange(math.prod(shape)).reshape(shape)
-    return DeviceMesh(device_type or platform.device_type, ranks, mesh_dim_names=mesh_dim_names)
+    overrides = overrides_of(backend_override, len(shape), mesh_dim_names) or None
+    return DeviceMesh(
+        device_type or platform.device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=overrides
+    )
 
 
 def current_mesh() -> DeviceMesh | None:
@@ -268,32 +275,6 @@ def _platform_for(device_type: str | None) -> Platform:
     return get_platform() if device_type is None else get_platform_for_device(device_type)
 
 
-def _root_mesh(
-    platform: Platform, ranks: np.ndarray, names: tuple[str, ...] | None, groups: tuple[Any, ...] | None = None
-) -> DeviceMesh:
-    """The mesh that is no slice, made where it is not there yet, of ``groups`` or new ones."""
-    world = platform.world()
-    if platform not in _WORLDS or _WORLDS[platform]() is not world:
-        _forget(platform)
-        _WORLDS[platform] = weakref.ref(world)
-    key = (platform, ranks.shape, tuple(ranks.ravel().tolist()), names)
-    found = MESHES.get(key)
-    if found is None:
-        if groups is None:
-            groups = tuple(platform.new_group(rows_along(ranks, (dim,))) for dim in range(ranks.ndim))
-        found = MESHES[key] = new_mesh(DeviceMesh, platform, ranks, names, groups)
-        found._root, found._along = None, tuple((dim,) for dim in range(ranks.ndim))
-        found._flat_groups, found._flat_names = {}, {}
-    return found
-
-
-def _forget(platform: Platform) -> None:
-    """Drop what belongs to process groups that were destroyed: a mesh with the same ranks gets new groups."""
-    for key in [key for key in MESHES if key[0] is platform]:
-        del MESHES[key]
-    clear_caches()  # which keep meshes alive
-
-
 def _rebuild(
     device_type: str,
     ranks: list,
@@ -316,7 +297,7 @@ def _rebuild(
                 return DeviceMesh(device_type, wanted, mesh_dim_names=names)
         elif not exactly and wanted.ndim == 1 and ranks == list(range(platform.world_size())):
             return DeviceMesh(device_type, wanted, mesh_dim_names=names)
-        for mesh in [m for m in list(MESHES.values()) if m.platform is platform and _WORLDS[platform]() is world]:
+        for mesh in [m for m in list(MESHES.values()) if m.platform is platform and is_current(platform)]:
             root = mesh.get_root_mesh()
             if exactly and (root.ranks.tolist(), root.mesh_dim_names) != (root_ranks or ranks, root_names or names):
                 continue

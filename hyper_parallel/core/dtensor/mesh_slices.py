@@ -43,6 +43,24 @@ class Slices:
         root: _Mesh | None = self._root
         return self if root is None else root
 
+    def dim_label(self, mesh_dim: int) -> str:
+        """Index and name of a dimension, for messages."""
+        name = f" ({self.mesh_dim_names[mesh_dim]!r})" if self.mesh_dim_names else ""
+        return f"{mesh_dim}{name}"
+
+    def _dim(self, mesh_dim: int | str | None, caller: str) -> int:
+        if mesh_dim is None:
+            if self.ndim != 1:
+                raise ValueError(f"{self} has {self.ndim} dimensions: say which, {caller}(mesh_dim)")
+            return 0
+        if isinstance(mesh_dim, str):
+            if self.mesh_dim_names is None or mesh_dim not in self.mesh_dim_names:
+                raise ValueError(f"{self} has no dimension named {mesh_dim!r}")
+            return self.mesh_dim_names.index(mesh_dim)
+        if not -self.ndim <= mesh_dim < self.ndim:
+            raise ValueError(f"{self} has {self.ndim} dimension(s), there is no dimension {mesh_dim}")
+        return mesh_dim % self.ndim
+
     def index_of(self, other: Slices, mesh_dim: int) -> int:
         """Which dimension of this mesh is dimension ``mesh_dim`` of another one of the same root."""
         return self._along.index(other._along[mesh_dim])
@@ -54,14 +72,19 @@ class Slices:
         mine, others = ({dim for entry in mesh._along for dim in entry} for mesh in (self, other))
         return mine.isdisjoint(others)
 
-    def __getitem__(self: _Mesh, names: str | Sequence[str]) -> _Mesh:
-        """The mesh of this rank along the named dimensions: ``mesh["tp"]``, ``mesh["dp", "tp"]``.
+    def __getitem__(self: _Mesh, mesh_dim_names: str | int | Sequence[str | int]) -> _Mesh:
+        """The mesh of this rank along some dimensions, by name or index: ``mesh["tp"]``, ``mesh["dp", "tp"]``,
+        ``mesh[0]``.
 
         Raises:
             KeyError: when the mesh has no names or not these.
+            IndexError: for an index that it does not have.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        asked = (mesh_dim_names,) if isinstance(mesh_dim_names, (str, int)) else tuple(mesh_dim_names)
         own, root = self.mesh_dim_names, self.get_root_mesh()
+        if asked and all(isinstance(dim, int) for dim in asked):
+            return self._at(asked)
+        wanted = tuple(own[dim] if isinstance(dim, int) and own is not None else str(dim) for dim in asked)
         if own is None:
             raise KeyError(f"{self} has no mesh_dim_names: give them to init_device_mesh to slice by name")
         mine = dict(zip(own, self._along, strict=True))
@@ -75,12 +98,24 @@ class Slices:
             raise KeyError(f"a dimension is named twice in {wanted}")
         return _sliced(root, along, wanted)
 
-    def _flatten(self: _Mesh, mesh_dim_name: str | None = None) -> _Mesh:
+    def _at(self: _Mesh, dims: tuple[Any, ...]) -> _Mesh:
+        """The slice along dimensions by their index."""
+        if any(not -self.ndim <= dim < self.ndim for dim in dims):
+            raise IndexError(f"{self} has {self.ndim} dimension(s), there is no dimension {dims}")
+        dims = tuple(dim % self.ndim for dim in dims)
+        if len(set(dims)) != len(dims):
+            raise KeyError(f"a dimension is named twice in {dims}")
+        own = self.mesh_dim_names
+        names = None if own is None else tuple(own[dim] for dim in dims)
+        return _sliced(self.get_root_mesh(), tuple(self._along[dim] for dim in dims), names)
+
+    def _flatten(self: _Mesh, mesh_dim_name: str | None = None, backend_override: Any = None) -> _Mesh:
         """The mesh of one dimension with the ranks of this one. All ranks of the world must call it; slices of the root
         mesh know the dimension by its name from then on.
 
         Args:
             mesh_dim_name: the name; None joins those of the dimensions with ``_``.
+            backend_override: another backend for its group, options, or both as a pair, where it has none yet.
 
         Raises:
             ValueError: when the mesh has no names, or the name is that of other dimensions of the root.
@@ -105,7 +140,9 @@ class Slices:
         if CHECKS:
             CHECKS[-1].agree("DeviceMesh._flatten", {"the mesh": str(self.ranks.shape), "mesh_dim_name": name})
         if dims not in root._flat_groups:
-            root._flat_groups[dims] = self.platform.new_group(rows_along(root.ranks, dims))
+            root._flat_groups[dims] = self.platform.new_group(
+                rows_along(root.ranks, dims), *override_of(backend_override)
+            )
         root._flat_names[name] = dims
         return _sliced(root, (dims,), (name,))
 
@@ -144,6 +181,14 @@ class Slices:
         return _along_all([self, *others]) if len(set(dims)) == len(dims) else None
 
 
+def override_of(value: Any) -> tuple[Any, Any]:
+    """The backend and the options that an entry of ``backend_override`` says: one of the two, or both."""
+    if isinstance(value, tuple):
+        backend, options = value
+        return backend, options
+    return (value, None) if isinstance(value, str) or value is None else (None, value)
+
+
 def _along_all(meshes: Sequence[_Mesh]) -> _Mesh:
     """The mesh along all dimensions of some meshes of one root, in its order."""
     if len(set(meshes)) == 1:
@@ -153,7 +198,7 @@ def _along_all(meshes: Sequence[_Mesh]) -> _Mesh:
     return _sliced(meshes[0].get_root_mesh(), along, names)
 
 
-def _sliced(root: _Mesh, along: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> _Mesh:
+def _sliced(root: _Mesh, along: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> _Mesh:
     """The slice of ``root`` that this rank is in, with a dimension for each entry of ``along``."""
     if along == root._along and names == root.mesh_dim_names:
         return root

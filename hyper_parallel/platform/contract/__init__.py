@@ -28,7 +28,7 @@ from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
 from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCollective
-from hyper_parallel.platform.contract.groups import GroupRole, NativeMesh
+from hyper_parallel.platform.contract.groups import GroupRole, NativeGroup, NativeMesh
 from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.state import OptimizerState, StateRole
@@ -41,6 +41,7 @@ __all__ = [
     "Fast",
     "LinearCollective",
     "ModuleKind",
+    "NativeGroup",
     "NativeMesh",
     "NativeOp",
     "OptimizerState",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GroupRole", "NativeMesh"]
+__all__ = ["GroupRole", "NativeGroup", "NativeMesh"]
 
 Group = Any
 
@@ -29,6 +29,21 @@ class NativeMesh:
     names: tuple[str, ...] | None
     groups: tuple[Group | None, ...]
     root: Any
+
+
+@dataclass(frozen=True)
+class NativeGroup:
+    """What there is to know of a group of the framework's own.
+
+    Attributes:
+        ranks: global ranks, in its order.
+        group: as `GroupRole.new_group` gives it.
+        key: what is equal for the same group alone.
+    """
+
+    ranks: tuple[int, ...]
+    group: Group
+    key: Any
 
 
 class GroupRole(ABC):
@@ -59,13 +74,25 @@ class GroupRole(ABC):
         """Size of the default group."""
 
     @abstractmethod
-    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> Group:
+    def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Group:
         """Make one group for each list of ranks and return the one that this rank is in, None if in none. Called with
-        the same lists on every rank of the world. A list of all ranks may give the default group."""
+        the same lists on every rank of the world. A list of all ranks in ascending order may give the default group.
+        Collectives take the ranks in the order of the list; a backend that cannot do so raises ValueError.
+
+        Args:
+            rank_lists: global ranks; none is in two of the lists.
+            backend: name of another communication backend of the framework; None is the platform's own.
+            options: of the framework, for these groups.
+        """
 
     def native_group(self, group: Group) -> Any:
         """What the framework's own functions take for ``group``: for users who call them on ``mesh.get_group()``."""
         return group
+
+    def describe_group(self, native: Any) -> NativeGroup:
+        """The other way round: what there is to know of a group of the framework's own. Raises TypeError for what is
+        none."""
+        raise TypeError(f"{type(self).__name__} takes no groups that others have made")
 
     def native_mesh(
         self, ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Group], root: Any = None

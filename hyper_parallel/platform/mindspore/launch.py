@@ -17,6 +17,7 @@ import mindspore as ms
 from mindspore import communication, ops
 from mindspore.mint import distributed as dist
 
+from hyper_parallel.platform.contract import NativeGroup
 from hyper_parallel.platform.mindspore import lost_ranks
 from hyper_parallel.platform.mindspore.private import GlobalComm
 from hyper_parallel.platform.timeout import timeout_seconds
@@ -64,6 +65,7 @@ class World:
     group: str | None
     store: Any = None
     subgroups: dict[tuple[int, ...], str] = field(default_factory=dict)
+    with_options: int = 0
 
 
 class GroupVerbs:
@@ -122,11 +124,24 @@ class GroupVerbs:
     def world_size(self) -> int:
         return self._need_world().size
 
-    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> str | None:
+    def new_group(
+        self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None
+    ) -> str | None:
         world = self._need_world()
+        if backend not in (None, self.comm_backend):
+            raise ValueError(
+                f"MindSpore has one communication backend on this device, {self.comm_backend!r}, got {backend!r}: "
+                "leave it out of backend_override"
+            )
         mine = next((tuple(ranks) for ranks in rank_lists if world.rank in ranks), None)
+        if options is not None:
+            world.with_options += 1  # on all ranks, so that they call the groups alike
         if mine is None:
             return None
+        if options is not None and len(mine) > 1:
+            name = f"hp_{world.with_options}_" + "_".join(map(str, mine))
+            communication.create_group(name, list(mine), options)
+            return name
         if len(mine) == world.size and list(mine) == sorted(mine):
             return world.group
         if len(mine) == 1:
@@ -137,6 +152,16 @@ class GroupVerbs:
             communication.create_group(name, list(mine))
             world.subgroups[mine] = name
         return world.subgroups[mine]
+
+    def describe_group(self, native: Any) -> NativeGroup:
+        """A group is its name."""
+        world = self._need_world()
+        if not isinstance(native, str):
+            raise TypeError(f"from_group takes the name of a group of MindSpore, got {type(native).__name__}")
+        if native == _self_group(world.rank):
+            return NativeGroup((world.rank,), native, native)
+        ranks = tuple(range(world.size)) if native == world.group else tuple(dist.get_process_group_ranks(native))
+        return NativeGroup(ranks, native, native)
 
     def native_group(self, group: str | None) -> str | None:
         """Groups are named; a group of one rank is made when somebody asks for its name."""

@@ -8,6 +8,7 @@ torch_npu replaces some of them.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.platform.contract import NativeMesh, Platform
+from hyper_parallel.platform.contract import NativeGroup, NativeMesh, Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import launch, lost_ranks, native_dtensors, native_meshes
 from hyper_parallel.platform.torch.private import dispatch_modes
@@ -102,15 +103,19 @@ class CommunicationVerbs(Platform):
         """See `Platform.world_size`."""
         return dist.get_world_size()
 
-    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> Any:
+    def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Any:
         """See `Platform.new_group`."""
         world_size, mine = dist.get_world_size(), None
+        more: dict[str, Any] = {} if backend is None else {"backend": backend}
+        if options is not None:
+            more["pg_options"] = options
+        # Left to itself, torch gives each group 30 minutes, whatever the default group has.
+        timeout = getattr(options, "_timeout", None) or lost_ranks.timeout_of(dist.group.WORLD, self.device_type)
         for ranks in rank_lists:
-            if list(ranks) == list(range(world_size)):
+            if list(ranks) == list(range(world_size)) and not more:
                 group = dist.group.WORLD
             else:
-                # Left to itself, torch gives each group 30 minutes, whatever the default group has.
-                group = dist.new_group(list(ranks), timeout=lost_ranks.timeout_of(dist.group.WORLD, self.device_type))
+                group = dist.new_group(list(ranks), timeout=timeout, **more, **_ordered(ranks))
             if dist.get_rank() in ranks:
                 mine = _Group(group, self.device_type)
         return mine
@@ -118,6 +123,13 @@ class CommunicationVerbs(Platform):
     def native_group(self, group: Any) -> Any:
         """See `Platform.native_group`."""
         return None if group is None else _resolve(group)
+
+    def describe_group(self, native: Any) -> NativeGroup:
+        """See `Platform.describe_group`."""
+        if not isinstance(native, dist.ProcessGroup):
+            raise TypeError(f"from_group takes a torch.distributed.ProcessGroup, got {type(native).__name__}")
+        ranks = tuple(dist.get_process_group_ranks(native))
+        return NativeGroup(ranks, _Group(native, self.device_type), native.group_name)
 
     def native_mesh(
         self, ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Any], root: Any = None
@@ -240,6 +252,22 @@ class CommunicationVerbs(Platform):
 
     def _select_device(self, local_rank: int) -> None:
         """Make the device of this rank the current one."""
+
+
+def _ordered(ranks: Sequence[int]) -> dict[str, Any]:
+    """What lets `torch.distributed.new_group` keep ``ranks`` in this order.
+
+    Raises:
+        ValueError: where torch sorts them.
+    """
+    if list(ranks) == sorted(ranks):
+        return {}
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"the ranks {list(ranks)} of a dimension of a mesh do not ascend, and torch {torch.__version__} sorts "
+            "those of a group: make the mesh of ascending ranks"
+        )
+    return {"sort_ranks": False}
 
 
 def _sendable(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from hyper_parallel.platform.contract import NativeMesh
+from hyper_parallel.platform.mesh_methods import MeshMethods
 from hyper_parallel.platform.torch.private import root_of_mesh
 
 __all__ = ["describe_mesh", "make_mesh"]
@@ -69,6 +70,21 @@ def make_mesh(
     made = natives[0] if ranks.ndim == 1 else natives
     mesh = None if ranks.ndim == 1 else ranks.tolist()
     return _mesh_class().from_group(made, device_type, mesh, mesh_dim_names=names)
+
+
+def group_of_mesh(original: Callable[..., Any], group: Any, tag: str = "") -> Any:
+    """Stands for what finds the group of a functional collective: this library's meshes have groups too.
+
+    Raises:
+        ValueError: for a mesh of several dimensions of which none is named, and on a rank outside the mesh.
+    """
+    mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
+    if not isinstance(mesh, MeshMethods):
+        return original(group, tag)
+    found = mesh.get_group(dim)
+    if found is None:
+        raise ValueError(f"this rank is not part of {mesh}, and takes part in no collective over it")
+    return original(found, tag)
 
 
 def _mesh_class() -> Any:

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
-from hyper_parallel.platform.torch import autograd, checkpoints, class_losses, fully_sharded, transforms, wrappers
+from hyper_parallel.platform.torch import (
+    autograd,
+    checkpoints,
+    class_losses,
+    fully_sharded,
+    native_meshes,
+    transforms,
+    wrappers,
+)
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -141,6 +149,14 @@ PATCHES = PatchSet(
             calling(checkpoints.gather_first),
             everywhere=True,
             after=_STATES,
+        ),
+        _optional(
+            "torch.distributed._functional_collectives._resolve_group",
+            "functional collectives take torch's own meshes alone, in ``group=mesh`` and ``group=(mesh, dim)``",
+            calling(native_meshes.group_of_mesh),
+            check=takes("group tag"),
+            everywhere=True,
+            after="torch.distributed._functional_collectives",
         ),
         _transform("torch._functorch.eager_transforms._wrap_for_grad", transforms.remember_wrapping),
         _transform("torch._functorch.eager_transforms._wrap_functional_tensor", transforms.remember_wrapping),

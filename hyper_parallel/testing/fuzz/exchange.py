@@ -122,9 +122,9 @@ class Exchange:
         return problem
 
     # ------------------------------------------------------------------------------------------------ Platform's verbs
-    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> Any:
+    def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Any:
         """See `Platform.new_group`."""
-        group = self.native_new_group(rank_lists)
+        group = self.native_new_group(rank_lists, backend, options)
         for ranks in rank_lists:
             if self._rank in ranks:
                 self._ranks[group] = tuple(ranks)
