@@ -35,6 +35,11 @@ class DeviceRole(ABC):
             raise TypeError(f"{type(self).__name__} keeps no parameters in the memory of the host")
         return x
 
+    def synchronize(self) -> None:
+        """Return when this rank's device has done what it was given, for measuring time. Nothing to do where the
+        program waits for every operation anyway."""
+        return
+
     @abstractmethod
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """A new plain local tensor on this rank's device: ``name`` is ``"full"`` (with ``fill_value``), ``"empty"``,

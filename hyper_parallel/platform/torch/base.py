@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
@@ -175,6 +176,17 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
             return "in place, an operation runs on a copy of its first operand: use the one that returns a tensor"
         return None
 
+    dry_class = "hyper_parallel.platform.torch.meta:TorchMetaPlatform"
+
+    def differentiate(self, call: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """See `Platform.differentiate`."""
+        torch.autograd.backward([call()])
+        return [p.grad for p in parameters]
+
+    def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `Platform.recompute`."""
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
+
     # ------------------------------------------------------------------------------------------------ devices, random
     def device_module(self) -> Any:
         """``torch.cuda`` or its like, which has this rank's device and generator."""
@@ -201,6 +213,11 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
             return x
         x = x.cpu()
         return x.pin_memory() if pin_memory else x
+
+    def synchronize(self) -> None:
+        """See `Platform.synchronize`."""
+        if self.device_type not in ("cpu", "meta"):
+            self.device_module().synchronize()
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
         """See `Platform.factory`."""
