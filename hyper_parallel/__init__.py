@@ -61,6 +61,9 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.tensor_parallel.style import SequenceParallel as SequenceParallel
     from hyper_parallel.core.tensor_parallel.style import register_style as register_style
     from hyper_parallel.debug import CommDebugMode as CommDebugMode
+    from hyper_parallel.debug.comm_trace import CommTrace as CommTrace
+    from hyper_parallel.debug.description import describe as describe
+    from hyper_parallel.explain.api import explain as explain
     from hyper_parallel.platform import Platform as Platform
     from hyper_parallel.platform import available_platforms as available_platforms
     from hyper_parallel.platform import get_platform as get_platform
@@ -72,6 +75,7 @@ _HOME_OF = {
     "CPUOffloadPolicy": "hyper_parallel.core.data_parallel.policies",
     "CollectiveError": "hyper_parallel.core.dtensor.communication.errors",
     "CommDebugMode": "hyper_parallel.debug",
+    "CommTrace": "hyper_parallel.debug.comm_trace",
     "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
@@ -101,10 +105,12 @@ _HOME_OF = {
     "available_platforms": "hyper_parallel.platform",
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
     "coalesce_gradients": "hyper_parallel.core.dtensor.communication.coalesce",
+    "describe": "hyper_parallel.debug.description",
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
     "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",
     "empty": "hyper_parallel.core.dtensor.factories",
+    "explain": "hyper_parallel.explain.api",
     "full": "hyper_parallel.core.dtensor.factories",
     "fully_shard": "hyper_parallel.core.data_parallel.fully_shard",
     "get_platform": "hyper_parallel.platform",

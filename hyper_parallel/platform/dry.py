@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.collectives import FINISHED, Work
@@ -24,6 +25,10 @@ class _World:
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
+
+
+#: (size, rank) -> the world, as long as something refers to it: then the meshes in it are still known.
+_WORLDS: WeakValueDictionary[tuple[int, int], _World] = WeakValueDictionary()
 
 
 class SendsNothing:
@@ -157,7 +162,8 @@ def dry_world(size: int, rank: int = 0) -> Iterator[Any]:
         )
     current = get_platform()
     platform = current if is_dry(current) else dry_platform(current)
-    before, platform._world = platform._world, _World(size, rank)
+    world = _WORLDS.setdefault((size, rank), _World(size, rank))
+    before, platform._world = platform._world, world
     try:
         with selected(platform):
             yield platform

@@ -34,6 +34,8 @@ LAYERS = {
     "data_parallel": ["core.data_parallel"],
     "integrations": ["integrations"],
     "debug": ["debug"],
+    "explain": ["explain"],
+    "command line": ["cli", "__main__"],
     "testing": ["testing"],
     "adapters": ["testing.adapters"],
     "names": [""],
@@ -59,7 +61,12 @@ MAY_IMPORT = {
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
     "debug": _BELOW_STYLES,
-    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "adapters", "names"},
+    "explain": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "names"},
+    "command line": {*_BELOW_STYLES, "debug", "explain", "testing", "names"},
+    "testing": {
+        *_BELOW_STYLES,
+        *("tensor_parallel", "data_parallel", "integrations", "debug", "explain", "adapters", "names"),
+    },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
     "names of mindspore": {"mindspore", "platforms"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +36,7 @@ class Usage:
         return self.live
 
 
-class DryRole(ABC):
+class DryRole:
     """Tensors that have shapes and no data, and what operations on them would cost."""
 
     #: Whether what is computed needs the values of tensors: not in a dry run, where the framework has tensors without.

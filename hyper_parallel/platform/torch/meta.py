@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.platform.contract.dry import Usage
 from hyper_parallel.platform.torch.cpu import TorchCpuPlatform
@@ -57,6 +58,15 @@ def _fused_attention(
     return fused_attention(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
+class _Kernels(TorchDispatchMode):
+    """Kernels of tensors without data are Python in part, and would meet DTensors there: kernels compute on locals."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Call the kernel with interception off."""
+        with no_dispatch():
+            return func(*args, **(kwargs or {}))
+
+
 class _MetaFast(TorchFast):
     """Without the short way that gives storage its memory unseen."""
 
@@ -97,7 +107,7 @@ class TorchMetaPlatform(TorchCpuPlatform):
     @contextmanager
     def without_data(self) -> Iterator[None]:
         """See `Platform.without_data`."""
-        with _META, _FusedAttention():
+        with _META, _FusedAttention(), _Kernels():
             yield
 
     def free_storage(self, x: Tensor) -> None:
@@ -124,7 +134,7 @@ class TorchMetaPlatform(TorchCpuPlatform):
         try:
             for p in own:
                 p.grad = torch.zeros_like(p)
-            made = cls(own)  # type: ignore[call-arg]
+            made = cls(own)
             made.step()
             state = [x for held in made.state.values() for x in held.values() if isinstance(x, Tensor)]
             return sum(_local_bytes(x) for x in state)

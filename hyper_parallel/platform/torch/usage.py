@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,7 +61,7 @@ class UsageMode(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         with no_dispatch():
             result = func(*args, **kwargs)
-            inputs = [x for x in _tensors((args, tuple(kwargs.values())))]
+            inputs = list(_tensors((args, tuple(kwargs.values()))))
             outputs = list(_tensors(result))
             given = {x.untyped_storage()._cdata for x in inputs}
             made = [x for x in outputs if x.untyped_storage()._cdata not in given]
