@@ -67,6 +67,9 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` and `_MODULES` sa
     from hyper_parallel.core.tensor_parallel.style import SequenceParallel as SequenceParallel
     from hyper_parallel.core.tensor_parallel.style import register_style as register_style
     from hyper_parallel.debug import CommDebugMode as CommDebugMode
+    from hyper_parallel.debug.comm_trace import CommTrace as CommTrace
+    from hyper_parallel.debug.description import describe as describe
+    from hyper_parallel.explain.api import explain as explain
     from hyper_parallel.platform import Platform as Platform
     from hyper_parallel.platform import available_platforms as available_platforms
     from hyper_parallel.platform import get_platform as get_platform
@@ -78,6 +81,7 @@ _HOME_OF = {
     "CPUOffloadPolicy": "hyper_parallel.core.data_parallel.policies",
     "CollectiveError": "hyper_parallel.core.dtensor.communication.errors",
     "CommDebugMode": "hyper_parallel.debug",
+    "CommTrace": "hyper_parallel.debug.comm_trace",
     "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
@@ -108,10 +112,12 @@ _HOME_OF = {
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
     "coalesce_gradients": "hyper_parallel.core.dtensor.communication.coalesce",
     "compute_local_shape_and_global_offset": "hyper_parallel.core.dtensor.redistribution",
+    "describe": "hyper_parallel.debug.description",
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
     "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",
     "empty": "hyper_parallel.core.dtensor.factories",
+    "explain": "hyper_parallel.explain.api",
     "full": "hyper_parallel.core.dtensor.factories",
     "fully_shard": "hyper_parallel.core.data_parallel.fully_shard",
     "get_platform": "hyper_parallel.platform",

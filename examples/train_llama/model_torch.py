@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import LlamaConfig
+if TYPE_CHECKING:
+    from config import LlamaConfig
 
 
 def rotary_tables(positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
@@ -27,6 +28,7 @@ __all__ = [
     "get_platform",
     "get_platform_for_device",
     "register_platform",
+    "selected",
 ]
 
 ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_PLATFORM"
@@ -95,6 +97,8 @@ _FRAMEWORKS = ("torch", "mindspore")
 
 _lock = threading.RLock()
 _selected: Platform | None = None
+#: What stands in for the selected backend and for every device type, the innermost last; see `selected`.
+_stand_ins: list[Platform] = []
 _entry_points_read = False
 
 
@@ -159,6 +163,8 @@ def get_platform(name: str | None = None) -> Platform:
     with _lock:
         if name is not None:
             return _resolve(name, f"{name!r}")
+        if _stand_ins:
+            return _stand_ins[-1]
         if _selected is None:
             chosen = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
             if chosen:
@@ -179,7 +185,7 @@ def get_platform_for_device(device_type: str) -> Platform:
     """
     with _lock:
         current = get_platform()
-        if current.device_type == device_type:
+        if current.device_type == device_type or _stand_ins:
             return current
         _read_all()
         framework = next((b.framework for b in _backends.values() if b.instance is current), None)
@@ -197,6 +203,17 @@ def get_platform_for_device(device_type: str) -> Platform:
             f"the platform {current.name!r} has no device type {device_type!r}; use one of {choices}, or leave it "
             f"out, or choose another platform with {ENVIRONMENT_VARIABLE}"
         )
+
+
+@contextmanager
+def selected(platform: Platform) -> Iterator[Platform]:
+    """Inside, ``platform`` is the selected backend, and serves every device type: for dry runs, of programs too that
+    name the device on which they are to run."""
+    _stand_ins.append(platform)
+    try:
+        yield platform
+    finally:
+        _stand_ins.remove(platform)
 
 
 def _resolve(name: str, asked: str) -> Platform:

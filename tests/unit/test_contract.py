@@ -44,6 +44,8 @@ def test_every_verb_is_called() -> None:
     paths = [
         *(package / "core").rglob("*.py"),
         *(package / "testing" / "conformance").glob("*.py"),
+        *(package / "debug").glob("*.py"),
+        *(package / "explain").glob("*.py"),
         CONTRACT / "tensors.py",
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
@@ -176,6 +178,19 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert not platform.frees_storage and not platform.is_compiling()
     for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, [x])):
         with pytest.raises(TypeError, match="Plain frees no storage"):
+            refused()
+
+
+def test_what_is_there_for_dry_runs_answers_for_itself() -> None:
+    platform, x = plain(), np.zeros(2)
+    assert platform.needs_values and platform.dry_class is None and platform.usage() is None
+    copied = platform.copy_without_data([x])
+    assert copied[0] is not x and copied[0].tolist() == x.tolist()
+    with platform.without_data():
+        platform.synchronize()
+    assert platform.optimizer_bytes([x], "AdamW") is None
+    for refused in (lambda: platform.differentiate(x.sum, [x]), lambda: platform.recompute(x.sum)):
+        with pytest.raises(TypeError, match="Plain does not"):
             refused()
     with pytest.raises(TypeError, match="Plain makes no tensors of bytes"):
         platform.from_bytes(b"", (0,), x.dtype)

@@ -66,7 +66,7 @@ class Plan:
         size, rank = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
         by_dtype: dict[Any, list[int]] = {}
         for slot in self.slots:
-            if platform.is_meta(parameters[slot.index]):
+            if platform.needs_values and platform.is_meta(parameters[slot.index]):
                 raise ValueError(
                     f"fully_shard: parameter {slot} has no values: give it some on this rank's device before the "
                     "module is called, as to_empty() and reset_parameters() do"

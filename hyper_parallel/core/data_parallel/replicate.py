@@ -187,7 +187,7 @@ def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None
                 "apply one of them once, to the module that holds all that share parameters"
             ) from None
     refuse_foreign(p, platform, what)
-    if not platform.has_values(p):
+    if platform.needs_values and not platform.has_values(p):
         raise ValueError(f"{what} has no values: initialise the model on this rank's device first")
     return nest(None, mesh, [Replicate()], platform.shape_of(p)), None
 

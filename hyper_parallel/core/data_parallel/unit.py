@@ -23,6 +23,7 @@ from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.results import Results
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module
 from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
@@ -80,6 +81,8 @@ class Unit:
         inputs = tensors_in((args, kwargs), platform)
         self._check_batch(inputs, not running and not again)
         outermost = not running and not again and model.outermost() is self
+        if LISTENERS:
+            self.parameters.scope = current_module()
         if outermost:
             model.begin()
         token, summed = RUNNING.set((*running, self)), SUMMED_OVER.set(self.plan.mesh if model.one_loss else None)

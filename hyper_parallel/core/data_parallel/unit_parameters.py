@@ -12,6 +12,7 @@ from hyper_parallel.core.data_parallel.call import versions_of
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 
 __all__ = ["UnitParameters"]
 
@@ -29,6 +30,7 @@ class UnitParameters:
         members: of each buffer, the indices of its parameters.
         places: where modules look for them.
         is_open: whether a backward needs the whole parameters.
+        scope: the module that is recorded with the gathering, also where another unit has it begin; None until known.
     """
 
     def __init__(self, plan: Plan, module: Any, what: str) -> None:
@@ -37,6 +39,7 @@ class UnitParameters:
         self.buffers: list[FlatBuffer] = []
         self.members: list[list[int]] = []
         self.is_open = False
+        self.scope: str | None = None
         self._dtypes: list[Any] | None = None
         #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
@@ -83,12 +86,18 @@ class UnitParameters:
         """
         if self._values is not None or not self._plan.slots or self._under_way:
             return False
-        with self._platform.no_dispatch():
-            parameters = self.shards() if parameters is None else parameters
-            for buffer, members in zip(self.buffers, self.members, strict=True):
-                buffer.start([parameters[i] for i in members])
+        parameters = self.shards() if parameters is None else parameters
+        if LISTENERS:
+            run_in_module(current_module() if self.scope is None else self.scope, lambda: self._begin(parameters))
+        else:
+            self._begin(parameters)
         self._under_way = True
         return True
+
+    def _begin(self, parameters: Sequence[Any]) -> None:
+        with self._platform.no_dispatch():
+            for buffer, members in zip(self.buffers, self.members, strict=True):
+                buffer.start([parameters[i] for i in members])
 
     def drop(self) -> None:
         """Forget what was begun and not needed."""

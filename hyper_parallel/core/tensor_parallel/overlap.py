@@ -10,7 +10,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.communication.errors import explain_along
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, attributed, record
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
@@ -120,7 +120,8 @@ def overlapped_first(
             return NotImplemented
         with platform.no_dispatch():
             try:
-                how = LinearCollective(collective, group, size, dim, record_native, chunks)
+                tell = attributed(record_native) if LISTENERS else record_native
+                how = LinearCollective(collective, group, size, dim, tell, chunks)
                 y = fast.linear_with_collective(x, matrix, how)
             except RuntimeError as error:
                 explain_along(error, collective, x, mesh, 0)

@@ -12,7 +12,8 @@ must bring:
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
   table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
 * `devices` - this rank's device, factories, random numbers;
-* `state` - what of modules and optimizers belongs into a checkpoint.
+* `state` - what of modules and optimizers belongs into a checkpoint;
+* `dry` - tensors that have shapes and no data, and what operations on them would cost.
 
 `core` is the other direction: what core hands to the backend, which imports nothing of it. `fast` is optional: what is
 there for speed alone. `hyper_parallel.platform.torch.base` and `hyper_parallel.platform.mindspore.base` are the two to
@@ -27,6 +28,7 @@ from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
+from hyper_parallel.platform.contract.dry import DryRole, Usage
 from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCollective
 from hyper_parallel.platform.contract.groups import GroupRole, NativeGroup, NativeMesh
 from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
@@ -46,12 +48,13 @@ __all__ = [
     "NativeOp",
     "OptimizerState",
     "Platform",
+    "Usage",
     "cached_view",
 ]
 
 
 class Platform(
-    ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, StateRole
+    ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, StateRole, DryRole
 ):
     """What core asks of a backend: the sum of the roles. There is one instance of each backend in a process, which
     `hyper_parallel.get_platform` gives.

@@ -7,11 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__all__ = ["AutogradRole", "TensorFunction", "cached_view"]
+__all__ = ["BACKWARD_WRAPPERS", "AutogradRole", "TensorFunction", "cached_view"]
 
 Tensor = Any
 #: From one tensor to another.
 TensorFunction = Callable[[Tensor], Tensor]
+
+#: Empty unless somebody wants to know where backwards come from. The last one is called with the backward of each
+#: function that is recorded, when that is recorded, and gives what is to run in its place while there is one. A backend
+#: that takes no notice leaves it unknown from which module the collectives of a backward come.
+BACKWARD_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
 def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., Tensor]:

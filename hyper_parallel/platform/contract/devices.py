@@ -42,6 +42,11 @@ class DeviceRole(ABC):
         to look at. The array itself where a framework has no tensors there."""
         return values
 
+    def synchronize(self) -> None:
+        """Return when this rank's device has done what it was given, for measuring time. Nothing to do where the
+        program waits for every operation anyway."""
+        return
+
     @abstractmethod
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """A new plain local tensor on this rank's device: ``name`` is ``"full"`` (with ``fill_value``), ``"empty"``,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from mindspore import Tensor, nn, ops
 
 from hyper_parallel.platform.contract import cached_view
+from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import (
@@ -251,17 +252,20 @@ class AutogradVerbs:
     def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
             ctx.count = len(static)
+            if BACKWARD_WRAPPERS:
+                ctx.wrapped = BACKWARD_WRAPPERS[-1](backward)
             with NoDispatch():
                 y = forward(ctx, x, *static)
             ctx.shape = y.shape
             return y
 
         def run_backward(ctx: Any, cotangent: Any) -> Any:
+            call = getattr(ctx, "wrapped", backward) if BACKWARD_WRAPPERS else backward
             with NoDispatch():
                 if len(cotangent.shape) != len(ctx.shape):
                     # The gradient of a product of (1, k) and a matrix has a dimension of 1 too many.
                     cotangent = cotangent.reshape(ctx.shape)
-                return (backward(ctx, cotangent), *(None,) * ctx.count) if ctx.count else backward(ctx, cotangent)
+                return (call(ctx, cotangent), *(None,) * ctx.count) if ctx.count else call(ctx, cotangent)
 
         name = getattr(forward, "__qualname__", "function").replace("<locals>.", "")
         function: Any = type(
@@ -272,16 +276,19 @@ class AutogradVerbs:
 
     def joint_function(self, forward: Callable, backward: Callable) -> Callable:
         def run_forward(ctx: Any, static: Any, *xs: Any) -> tuple:
+            if BACKWARD_WRAPPERS:
+                ctx.wrapped = BACKWARD_WRAPPERS[-1](backward)
             with NoDispatch():
                 ys = tuple(_data(y) for y in forward(ctx, static, *xs))
                 ctx.shapes, ctx.operands = [y.shape for y in ys], [(tuple(x._shape), x.dtype) for x in xs]
             return ys
 
         def run_backward(ctx: Any, *cotangents: Any) -> tuple:
+            call = getattr(ctx, "wrapped", backward) if BACKWARD_WRAPPERS else backward
             with NoDispatch():
                 # As in `autograd_function`.
                 given = [g.reshape(shape) for g, shape in zip(cotangents, ctx.shapes, strict=True)]
-                found = backward(ctx, *given)
+                found = call(ctx, *given)
                 return (None, *(_zeros(*x) if g is None else g for g, x in zip(found, ctx.operands, strict=True)))
 
         members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}

@@ -66,6 +66,18 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
         local._layout = layout
         return local
 
+    def synchronize(self) -> None:
+        mindspore.runtime.synchronize()
+
+    def differentiate(self, call: Any, parameters: Any) -> Any:
+        trained = [p for p in parameters if p.requires_grad]
+        if not trained:
+            call()
+            return [None] * len(parameters)
+        _, found = mindspore.value_and_grad(call, None, weights=tuple(trained))()
+        gradients = dict(zip(map(id, trained), found, strict=True))
+        return [gradients.get(id(p)) for p in parameters]
+
     def why_no_rule(self, function: Any) -> str | None:
         name = function if isinstance(function, str) else getattr(function, "name", None)
         if name in PASS_THROUGH or name in VARIANTS:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Platform
-from hyper_parallel.platform.contract.autograd import TensorFunction
+from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorFunction
 from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_callback, will_execute
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
@@ -89,14 +89,17 @@ class AutogradVerbs(Platform):
 
         def run_forward(ctx: Any, x: Tensor, *static: Any) -> Tensor:
             ctx.static_count = len(static)
+            if BACKWARD_WRAPPERS:
+                ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             with no_dispatch():
                 y = forward(ctx, x, *static)
                 # As a view of ``x`` the result could not be changed in place.
                 return y.detach() if y is x or y._is_view() else y
 
         def run_backward(ctx: Any, cotangent: Tensor) -> Any:
+            call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
             with no_dispatch():
-                gradient = backward(ctx, as_plain(cotangent))
+                gradient = call(ctx, as_plain(cotangent))
             return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
 
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
@@ -120,12 +123,15 @@ class AutogradVerbs(Platform):
 
         def run_forward(ctx: Any, static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
             ctx.set_materialize_grads(False)
+            if BACKWARD_WRAPPERS:
+                ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             with no_dispatch():
                 return tuple(y.detach() for y in forward(ctx, static, *xs))
 
         def run_backward(ctx: Any, *cotangents: Tensor) -> Any:
+            call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
             with no_dispatch():
-                return (None, *backward(ctx, *map(as_plain, cotangents)))
+                return (None, *call(ctx, *map(as_plain, cotangents)))
 
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
@@ -152,7 +158,9 @@ class AutogradVerbs(Platform):
             if cache and (found := read(x, key)) is not None:
                 return found
             y: Any = _view_as(x, x)
-            of_x = partial(convert, x)
+            of_x: Any = partial(convert, x)
+            if BACKWARD_WRAPPERS:
+                of_x = BACKWARD_WRAPPERS[-1](of_x)
             y._backward_hooks = {0: hook_of(of_x, of_x)}
             y.grad_fn._register_hook_dict(y)
             if cache is None:

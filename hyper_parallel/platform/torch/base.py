@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.platform.torch import dtensor_class, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
@@ -177,6 +178,17 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
             return "in place, an operation runs on a copy of its first operand: use the one that returns a tensor"
         return None
 
+    dry_class = "hyper_parallel.platform.torch.meta:TorchMetaPlatform"
+
+    def differentiate(self, call: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """See `Platform.differentiate`."""
+        torch.autograd.backward([call()])
+        return [p.grad for p in parameters]
+
+    def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `Platform.recompute`."""
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
+
     # ------------------------------------------------------------------------------------------------ devices, random
     def device_module(self) -> Any:
         """``torch.cuda`` or its like, which has this rank's device and generator."""
@@ -207,6 +219,11 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
     def host_tensor(self, values: np.ndarray) -> torch.Tensor:
         """See `Platform.host_tensor`."""
         return torch.tensor(values, device="cpu")
+
+    def synchronize(self) -> None:
+        """See `Platform.synchronize`."""
+        if self.device_type not in ("cpu", "meta"):
+            self.device_module().synchronize()
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
         """See `Platform.factory`."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Fast, LinearCollective
-from hyper_parallel.platform.contract.autograd import TensorFunction
+from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorFunction
 from hyper_parallel.platform.torch import overlap
 from hyper_parallel.platform.torch.autograd import (
     NOTHING,
@@ -74,9 +74,17 @@ class TorchFast(Fast):
         """See `Fast.autograd_step`."""
         apply = make_apply("Step", forward, _without_context(backward))
 
+        def run_attributed(ctx: Any, x: Tensor) -> Tensor:
+            ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
+            return forward(ctx, x)
+
+        apply_attributed = make_apply("Step", run_attributed, _without_context(backward))
+
         def run(x: Tensor) -> Tensor:
             if MAYBE_INSIDE:
                 refuse_transforms(x)
+            if BACKWARD_WRAPPERS and is_grad_enabled() and x.requires_grad:
+                return apply_attributed(x)
             return apply(x) if is_grad_enabled() and x.requires_grad else forward(None, x)
 
         return run
@@ -90,6 +98,8 @@ class TorchFast(Fast):
 
         def run_forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
             ctx.set_materialize_grads(False)
+            if BACKWARD_WRAPPERS:
+                ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             return forward(ctx, x)
 
         return make_apply("Pair", run_forward, _without_context(backward))
@@ -204,6 +214,9 @@ class TorchFast(Fast):
             # `F.linear` would save a 2-D view of a view with more dimensions, and not that view itself.
             y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
             y._backward_hooks = hooks
+            if BACKWARD_WRAPPERS:
+                wrap = BACKWARD_WRAPPERS[-1]
+                y._backward_hooks = OrderedDict({0: hook_of(wrap(convert), wrap(record))})
             y.grad_fn._register_hook_dict(y)
             if cache is None:
                 cache = x.__dict__["_cached"] = Cache()
@@ -258,10 +271,11 @@ def _without_context(backward: Callable) -> Callable:
     """``backward`` of plain cotangents as a method of an autograd function."""
 
     def run(ctx: Any, *cotangents: Any) -> Any:
+        call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
         for cotangent in cotangents:
             if type(cotangent) not in _PLAIN:
                 with no_dispatch():
-                    return backward(*map(as_plain, cotangents))
-        return backward(*cotangents)
+                    return call(*map(as_plain, cotangents))
+        return call(*cotangents)
 
     return run

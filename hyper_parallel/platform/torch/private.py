@@ -39,6 +39,7 @@ __all__ = [
     "dual_level",
     "dispatch_modes",
     "flatten",
+    "fused_attention",
     "function_modes",
     "global_backward_hooks",
     "global_backward_pre_hooks",
@@ -310,6 +311,10 @@ def strided_shard() -> Any:
 
 # ---------------------------------------------------------------------------------------------- classes and transforms
 
+#: Attention with fused kernels, as (output, logarithm of the sums): the one of the CPU, which takes meta tensors too.
+fused_attention: Callable[..., tuple[Tensor, Tensor]] = _take(
+    "ops.aten._scaled_dot_product_flash_attention_for_cpu", callable
+)
 #: Whether a tensor is of a class that computes by other tensors inside of it.
 is_traceable_wrapper: Callable[[Any], bool] = _take("utils._python_dispatch.is_traceable_wrapper_subclass", callable)
 #: The innermost transform of `torch.func` and `torch.vmap` that is open in this thread, None outside of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.communication import collectives
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class _Started:
-    """`Work` whose failure because of a lost rank is a `CollectiveError`."""
+    """`Work` whose failure because of a lost rank is a `CollectiveError`, and whose end is told."""
 
-    def __init__(self, work: Work, *what: Any) -> None:
-        self._work, self._what = work, what
+    def __init__(self, work: Work, done: Callable[[], None] | None, *what: Any) -> None:
+        self._work, self._done, self._what = work, done, what
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -26,6 +27,8 @@ class _Started:
         except RuntimeError as error:
             explain_along(error, *self._what)
             raise
+        if self._done is not None:
+            self._done()
 
 
 def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
@@ -47,15 +50,18 @@ def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op
     """
     platform, size = mesh.platform, mesh.shape[mesh_dim]
     if size > 1 and 0 not in platform.shape_of(x) and platform.supports(collective, op, x):
-        if LISTENERS:
-            record(collective, mesh, mesh_dim, x, op)
+        done = record(collective, mesh, mesh_dim, x, op) if LISTENERS else None
         what = collective, x, mesh, mesh_dim
         try:
             work = platform.start_collective(collective, out, x, op, mesh.platform_group(mesh_dim), size)
         except RuntimeError as error:
             explain_along(error, *what)
             raise
-        return work if work is FINISHED else _Started(work, *what)
+        if work is not FINISHED:
+            return _Started(work, done, *what)
+        if done is not None:
+            done()
+        return FINISHED
     if collective == "all_gather":
         result = collectives.bind_all_gather(mesh, mesh_dim, 0, platform.shape_of(x) * size)(x)
     elif collective == "reduce_scatter":

@@ -52,10 +52,10 @@ def _bind(
     known: set[Any] = set()  # dtypes that the backend takes
 
     def run(x: Any) -> Any:
-        way = send
+        way, done = send, None
         if LISTENERS or x.dtype not in known or 0 in x.shape:
             if LISTENERS:
-                record(kind, mesh, mesh_dim, x, op, details, uneven)
+                done = record(kind, mesh, mesh_dim, x, op, details, uneven)
             if 0 in x.shape and (y := nothing(x)) is not None:
                 return y
             if supports(kind, op, x):
@@ -63,10 +63,13 @@ def _bind(
             else:
                 way = emulate
         try:
-            return way(x, *args)
+            y = way(x, *args)
         except RuntimeError as error:
             explain_along(error, kind, x, mesh, mesh_dim)
             raise
+        if done is not None:
+            done()
+        return y
 
     return run
 
@@ -286,13 +289,15 @@ def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
     if size == 1:
         return [value]
     mesh.require_member("a comparison over the mesh")
-    if LISTENERS:
-        record("all_gather_object", mesh, mesh_dim, None)
+    done = record("all_gather_object", mesh, mesh_dim, None) if LISTENERS else None
     try:
-        return mesh.platform.all_gather_object(value, mesh.platform_group(mesh_dim), size)
+        values = mesh.platform.all_gather_object(value, mesh.platform_group(mesh_dim), size)
     except RuntimeError as error:
         explain_along(error, "all_gather_object", None, mesh, mesh_dim)
         raise
+    if done is not None:
+        done()
+    return values
 
 
 # ------------------------------------------------------------ in place of what a backend lacks: not recorded

@@ -1,7 +1,7 @@
 """The one place that every collective passes before it is issued, for whoever wants to know of it.
 
-`CommDebugMode` counts what passes here, and `check_ranks` compares it over the ranks. While nobody listens, a
-collective pays one look at an empty list.
+`CommDebugMode` counts what passes here, `CommTrace` measures it, `explain` and dry runs list it, and `check_ranks`
+compares it over the ranks. While nobody listens, a collective pays one look at an empty list.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -35,7 +38,8 @@ class CollectiveEvent:
         details: what else the collective is given, by what messages call it: tensor dimension, sizes of shards, source.
         uneven_dim: dimension of the tensor in which the sizes of the ranks may differ, or None.
         module: path of the module whose forward is running, as the plan names it. Its class where no plan names it,
-            and empty outside of modules that have a style: in backward, unless a forward is computed again there.
+            and empty outside of modules that have a style: in backward, unless a forward is computed again there, or
+            inside `attributed_backwards` the one whose forward has made the backward necessary.
         direction: ``"backward"`` while a backward pass is running, or is completed by `coalesce_gradients`; else
             ``"forward"``.
     """
@@ -53,8 +57,10 @@ class CollectiveEvent:
     direction: str
 
 
+#: What a listener returns is called when the collective is done, where that is known.
+Listener = Callable[[CollectiveEvent], Callable[[], None] | None]
 #: Called with each event, in this order. What one raises, the collective raises instead of being issued.
-LISTENERS: list[Callable[[CollectiveEvent], None]] = []
+LISTENERS: list[Listener] = []
 
 
 def record(
@@ -65,8 +71,9 @@ def record(
     op: str = "",
     details: Mapping[str, Any] | None = None,
     uneven: tuple[int, int] | None = None,
-) -> None:
-    """Tell the `LISTENERS` of a collective, right before it; to be called where there are some.
+) -> Callable[[], None] | None:
+    """Tell the `LISTENERS` of a collective, right before it; to be called where there are some. Gives what is to be
+    called when it is done, None where nobody wants to know.
 
     Args:
         kind, mesh, mesh_dim, op, details: see `CollectiveEvent`.
@@ -93,8 +100,20 @@ def record(
         module=_MODULE.get(),
         direction=direction,
     )
-    for listener in tuple(LISTENERS):
-        listener(event)
+    waiting = [done for listener in tuple(LISTENERS) if (done := listener(event)) is not None]
+    return partial(_call_all, waiting) if waiting else None
+
+
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()
+
+
+def set_module(path: str) -> str:
+    """Let events be recorded as those of the module at ``path`` from now on; returns what it was before."""
+    before = _MODULE.get()
+    _MODULE.set(path)
+    return before
 
 
 def current_module() -> str:
@@ -109,6 +128,22 @@ def run_in_module(path: str, call: Callable[..., Any], *args: Any, **kwargs: Any
         return call(*args, **kwargs)
     finally:
         _MODULE.reset(token)
+
+
+def attributed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, as a part of the module whose forward is running now, whenever it is called."""
+    return partial(run_in_module, _MODULE.get(), call)
+
+
+@contextmanager
+def attributed_backwards() -> Iterator[None]:
+    """Inside, the events of a backward have the `CollectiveEvent.module` of the forward that it belongs to, if that ran
+    inside too."""
+    BACKWARD_WRAPPERS.append(attributed)
+    try:
+        yield
+    finally:
+        BACKWARD_WRAPPERS.remove(attributed)
 
 
 @contextmanager

@@ -1,0 +1,107 @@
+"""A collective as `CommTrace` has seen it or `explain` foresees it: what it is, where it comes from, what it moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.communication.recorder import CollectiveEvent
+
+__all__ = ["Collective", "bytes_on_the_wire", "collective_rows", "dtype_name"]
+
+
+@dataclass
+class Collective:
+    """One collective, of one rank.
+
+    Attributes:
+        module: path of the module that it belongs to; the class for the model itself, empty outside of all modules.
+        direction: ``"forward"`` or ``"backward"``.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
+            ``"scatter"``.
+        op: of a reduction, ``"sum"`` for example; empty otherwise.
+        mesh_dim: name of the mesh dimension, or its number where it has none.
+        ranks: how many communicate.
+        shape, dtype: of the local tensor that the rank gives.
+        bytes: of that tensor.
+        start, seconds: when it began, since the trace did, and how long it took; None where nothing is sent.
+    """
+
+    module: str
+    direction: str
+    kind: str
+    op: str
+    mesh_dim: str
+    ranks: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    start: float | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of(cls, event: CollectiveEvent) -> Collective:
+        """The one that the recorder has announced."""
+        mesh, dim = event.mesh, event.mesh_dim
+        return cls(
+            module=event.module,
+            direction=event.direction,
+            kind=event.kind,
+            op=event.op,
+            mesh_dim=mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim),
+            ranks=mesh.shape[dim],
+            shape=tuple(event.shape),
+            dtype=dtype_name(event.dtype, mesh.platform.dtypes),
+            bytes=event.bytes,
+        )
+
+    @property
+    def wire_bytes(self) -> int:
+        """See `bytes_on_the_wire`."""
+        return bytes_on_the_wire(self.kind, self.bytes, self.ranks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "shape": list(self.shape), "wire_bytes": self.wire_bytes}
+
+
+def dtype_name(dtype: Any, dtypes: Mapping[str, Any]) -> str:
+    """What all frameworks call a dtype: ``"float32"``. ``dtypes`` is `Platform.dtypes`."""
+    return next((name for name, known in dtypes.items() if known == dtype), str(dtype).rpartition(".")[2])
+
+
+def bytes_on_the_wire(kind: str, size: int, ranks: int) -> int:
+    """How many bytes each rank sends, of a collective of ``size`` bytes a rank, where nobody sends anything twice: what
+    ring algorithms need.
+
+    Example:
+        >>> bytes_on_the_wire("all_reduce", 1024, 4), bytes_on_the_wire("all_gather", 1024, 4)
+        (1536, 3072)
+    """
+    others = ranks - 1
+    if kind == "all_gather":
+        return size * others
+    if kind == "all_reduce":
+        return 2 * size * others // ranks
+    return size if kind == "broadcast" else size * others // ranks
+
+
+def collective_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
+    """Those that are alike as one row, in the order in which the first of them came: how many there are, bytes and
+    seconds of all."""
+    counts: Counter[tuple] = Counter()
+    first: dict[tuple, dict[str, Any]] = {}
+    for c in collectives:
+        key = (c.module, c.direction, c.kind, c.op, c.mesh_dim, c.ranks, c.shape, c.dtype)
+        counts[key] += 1
+        row = first.get(key)
+        if row is None:
+            first[key] = row = {**c.as_dict(), "seconds": c.seconds}
+            row.pop("start")
+            continue
+        row["bytes"] += c.bytes
+        row["wire_bytes"] += c.wire_bytes
+        row["seconds"] = None if row["seconds"] is None or c.seconds is None else row["seconds"] + c.seconds
+    return [{**row, "count": counts[key]} for key, row in first.items()]

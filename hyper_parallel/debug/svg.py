@@ -1,0 +1,62 @@
+"""Small SVG pictures: text, boxes and lines, without a library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+__all__ = ["COLOURS", "Svg", "svg_of_lines"]
+
+#: Readable on white and beside each other, also for the colour-blind (Okabe and Ito 2008, lightened).
+COLOURS = ("#9ecae9", "#f6c177", "#a3d9b1", "#f4a6a0", "#cdb7e9", "#f2e08a", "#b8c4ce", "#e5b8d0")
+_FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace' font-size='12'"
+#: Of a character of that font.
+WIDTH, HEIGHT = 7.3, 18
+
+
+class Svg:
+    """A picture that grows with what is put into it."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self.width = self.height = 0.0
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str, label: str = "") -> None:
+        """A rectangle with a label in its middle."""
+        self._parts.append(
+            f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}' stroke='#555' "
+            "stroke-width='0.7'/>"
+        )
+        self._grow(x + width, y + height)
+        if label:
+            self._parts.append(
+                f"<text x='{x + width / 2:.1f}' y='{y + height / 2 + 4:.1f}' text-anchor='middle' {_FONT}>"
+                f"{escape(label)}</text>"
+            )
+
+    def text(self, x: float, y: float, text: str, *, bold: bool = False, colour: str = "#222") -> None:
+        """A line of text; ``y`` is its foot."""
+        weight = " font-weight='bold'" if bold else ""
+        self._parts.append(
+            f"<text x='{x:.1f}' y='{y:.1f}' fill='{colour}' xml:space='preserve'{weight} {_FONT}>{escape(text)}</text>"
+        )
+        self._grow(x + len(text) * WIDTH, y + 4)
+
+    def __str__(self) -> str:
+        width, height = self.width + 12, self.height + 12
+        return (
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
+            f"height='{height:.0f}'><rect width='100%' height='100%' fill='white'/>{''.join(self._parts)}</svg>\n"
+        )
+
+    def _grow(self, x: float, y: float) -> None:
+        self.width, self.height = max(self.width, x), max(self.height, y)
+
+
+def svg_of_lines(lines: Sequence[str]) -> str:
+    """Lines of text as a picture. Those that begin with ``#`` are bold, without it."""
+    picture = Svg()
+    for i, line in enumerate(lines):
+        bold = line.startswith("#")
+        picture.text(12, 24 + i * HEIGHT, line.lstrip("# ") if bold else line, bold=bold)
+    return str(picture)

@@ -1,0 +1,247 @@
+"""One training step of one rank of a world of any size, on a copy of a model that has no data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent, attributed_backwards
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.tensor_parallel.api import parallelize_module
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.plan import did_you_mean, path_matches
+from hyper_parallel.debug.collective import Collective
+from hyper_parallel.debug.module_scopes import ModuleScopes
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.contract.modules import APPLIED
+from hyper_parallel.platform.dry import dry_world
+
+__all__ = ["DryStep", "DryStepError", "apply_plan", "mesh_of", "unmatched_keys"]
+
+#: How a mesh may be given.
+MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
+
+
+class DryStepError(RuntimeError):
+    """The model cannot run with tensors that have no data, or does not run under its plan. The error of the framework
+    is its cause."""
+
+
+def mesh_of(mesh: MeshLike) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Shape and names of a mesh that is given as such, as its shape, or as sizes by name.
+
+    Raises:
+        TypeError, ValueError: for anything else, and sizes below 1.
+
+    Example:
+        >>> mesh_of({"dp": 64, "tp": 8}), mesh_of(8), mesh_of((2, 4))
+        (((64, 8), ('dp', 'tp')), ((8,), ('tp',)), ((2, 4), ('dp', 'tp')))
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh.shape, mesh.mesh_dim_names or _usual_names(mesh.ndim)
+    if isinstance(mesh, Mapping):
+        shape, names = tuple(mesh.values()), tuple(mesh)
+    else:
+        shape = (mesh,) if isinstance(mesh, (int, np.integer)) else tuple(mesh)
+        names = _usual_names(len(shape))
+    if not shape or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in shape):
+        raise ValueError(
+            f"a mesh is a DeviceMesh, a number of ranks, sizes, or sizes by name such as {{'dp': 64, 'tp': 8}}; all "
+            f"are at least 1; got {mesh!r}"
+        )
+    return tuple(int(n) for n in shape), names
+
+
+def _usual_names(ndim: int) -> tuple[str, ...]:
+    names = {1: ("tp",), 2: ("dp", "tp")}
+    return names.get(ndim) or tuple(f"dim{i}" for i in range(ndim))
+
+
+def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
+    """Apply a plan to ``model`` and return it: one for `parallelize_module`, on the dimension ``"tp"`` of a mesh that
+    has several, or a function of model and mesh that does what it likes. None changes nothing.
+
+    Raises:
+        ValueError: for a mesh of several dimensions none of which is ``"tp"``, and a plan for `parallelize_module`.
+    """
+    if plan is None:
+        return model
+    if callable(plan) and not isinstance(plan, ParallelStyle):
+        changed = plan(model, mesh)
+        return model if changed is None else changed
+    if mesh.ndim > 1 and "tp" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"the plan is for parallelize_module, which takes one mesh dimension, and none of {mesh.mesh_dim_names} is "
+            'called "tp": name it so, or give a function plan(model, mesh) that applies what is to be applied'
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the plan's .* matches no module")
+        return parallelize_module(model, mesh if mesh.ndim == 1 else mesh["tp"], plan)
+
+
+def unmatched_keys(plan: Any, paths: Sequence[str]) -> dict[str, str]:
+    """The keys of a plan that match no module, each with the paths that look like it."""
+    if not isinstance(plan, Mapping):
+        return {}
+    return {
+        key: did_you_mean(key, paths).removeprefix("; ")
+        for key in plan
+        if isinstance(key, str) and not any(path_matches(path, key) for path in paths)
+    }
+
+
+class DryStep:
+    """A model under its plan on one rank of a mesh that is not there, and a training step of it.
+
+    Args:
+        model: of the selected framework, without a plan, on any device; it is copied and left as it is.
+        mesh: a `DeviceMesh`, a number of ranks, sizes, or sizes by name.
+        plan: as `apply_plan` takes it.
+        rank: which rank to be.
+        change: ``change(model, mesh)`` is called after the plan was applied.
+
+    Attributes:
+        platform: the dry platform.
+        mesh: the `DeviceMesh`.
+        model: the copy.
+        unmatched: see `unmatched_keys`.
+        setup: the collectives with which the plan was applied.
+
+    Raises:
+        TypeError: for a model of another framework. ValueError: for one that has a plan already, and for all that the
+            plan's functions refuse.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: MeshLike,
+        plan: Any,
+        rank: int = 0,
+        change: Callable[[Any, DeviceMesh], None] | None = None,
+    ) -> None:
+        shape, names = mesh_of(mesh)
+        platform = get_platform()
+        if not isinstance(model, platform.Module):
+            raise TypeError(
+                f"a {platform.Module.__name__} of the platform {platform.name!r} is needed, got "
+                f"{type(model).__name__}: HYPER_PARALLEL_PLATFORM chooses another platform"
+            )
+        modules = dict(platform.named_modules(model))
+        for path, module in modules.items():
+            if getattr(module, APPLIED, ()) or any(
+                isinstance(p, DTensor) for _, p in platform.named_parameters(module)
+            ):
+                raise ValueError(
+                    f"{path or type(module).__name__!r} is parallelised already: give the model as it is before "
+                    "parallelize_module, and the plan; describe(model) shows one that is parallelised"
+                )
+        self.unmatched = unmatched_keys(plan, list(modules))
+        self.setup: list[Collective] = []
+        self._size, self.rank = math.prod(shape), rank
+        with dry_world(self._size, rank) as self.platform, self.platform.without_data():
+            self._world = self.platform.world()  # while it lives, its meshes are known
+            bind_platform(self.platform)
+            self.mesh = init_device_mesh(None, shape, mesh_dim_names=names)
+            self.model = self.platform.copy_without_data(model)
+            with _Listening(self.setup):
+                self.model = apply_plan(self.model, self.mesh, plan)
+                if change is not None:
+                    change(self.model, self.mesh)
+
+    def parameters(self) -> list[Any]:
+        """The parameters of the model, of tied ones the first."""
+        found: dict[int, Any] = {}
+        for _, module in self.platform.named_modules(self.model):
+            found.update({id(p): p for _, p in self.platform.named_parameters(module)})
+        return list(found.values())
+
+    def run(
+        self,
+        *inputs: Any,
+        loss: Callable[[Any], Any] | None = None,
+        backward: bool = True,
+        tell: Callable[[str, Any, Any], None] | None = None,
+        after_forward: Callable[[], None] | None = None,
+        **kwargs: Any,
+    ) -> list[Collective]:
+        """Call the model, and differentiate; returns the collectives of this rank.
+
+        Args:
+            inputs, kwargs: what this rank gives the model; values do not matter.
+            loss: ``loss(output)``, a scalar; by default the sum of all elements of the local output.
+            backward: whether to differentiate.
+            tell: ``tell(path, args, output)`` is called after each forward of a module.
+            after_forward: is called between forward and backward.
+
+        Raises:
+            DryStepError: for an error of the framework.
+            TypeError, ValueError: for what the library refuses.
+        """
+        found: list[Collective] = []
+        platform = self.platform
+
+        def call() -> Any:
+            output = self.model(*args, **kwargs)
+            value = (loss or self._total)(output)
+            if after_forward is not None:
+                after_forward()
+            return value
+
+        with ExitStack() as stack:
+            stack.enter_context(dry_world(self._size, self.rank))
+            stack.enter_context(platform.without_data())
+            args, kwargs = map_tensors((inputs, kwargs), platform.to_device, platform, lambda x: x)
+            stack.enter_context(ModuleScopes(self.model, platform, tell))
+            stack.enter_context(attributed_backwards())
+            stack.enter_context(_Listening(found))
+            try:
+                if backward:
+                    self.gradients = platform.differentiate(call, self.parameters())
+                else:
+                    with platform.no_grad():
+                        call()
+            except (RuntimeError, NotImplementedError) as error:
+                raise DryStepError(
+                    f"the model does not run with tensors that have no data: {error}. Make tensors on the device of "
+                    "others (device=x.device), read no values of them (item(), if x > 0), and use operations that know "
+                    "the device meta"
+                ) from error
+        return found
+
+    def _total(self, output: Any) -> Any:
+        tensors = [x for x in tensors_in(output, self.platform) if self.platform.is_floating_point(x)]
+        if not tensors:
+            raise ValueError(
+                f"the model gives {type(output).__name__} without floating point tensors: give loss=..., a function of "
+                "its output"
+            )
+        total = None
+        for x in tensors:
+            value = (x.to_local() if isinstance(x, DTensor) else x).sum()
+            total = value if total is None else total + value
+        return total
+
+
+class _Listening:
+    """Context manager that adds the collectives issued inside to ``found``."""
+
+    def __init__(self, found: list[Collective]) -> None:
+        self._found = found
+
+    def __enter__(self) -> None:
+        LISTENERS.append(self._listen)
+
+    def __exit__(self, *exc_info: object) -> None:
+        LISTENERS.remove(self._listen)
+
+    def _listen(self, event: CollectiveEvent) -> None:
+        if event.bytes:
+            self._found.append(Collective.of(event))

@@ -1,0 +1,76 @@
+"""Dry runs: what a framework has for computing with shapes alone. All of it is optional."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+__all__ = ["DryRole", "Usage"]
+
+Module = Any
+Tensor = Any
+
+
+@dataclass
+class Usage:
+    """What was computed and kept, of this rank.
+
+    Attributes:
+        operations: (name, floating point operations, bytes that it reads and writes, bytes of an element) -> how
+            often it was called. A multiplication and an addition are two operations.
+        live: bytes of the storages that were made inside and still exist.
+        peak: the most that `live` has been since `mark`.
+    """
+
+    operations: Counter[tuple[str, int, int, int]] = field(default_factory=Counter)
+    live: int = 0
+    peak: int = 0
+
+    def mark(self) -> int:
+        """Begin to look for the peak again; returns what is `live`."""
+        self.peak = self.live
+        return self.live
+
+
+class DryRole:
+    """Tensors that have shapes and no data, and what operations on them would cost."""
+
+    #: Whether what is computed needs the values of tensors: not in a dry run, where the framework has tensors without.
+    needs_values: bool = True
+
+    #: ``"module:class"`` of the platform for dry runs of this framework, with a device on which tensors have no data;
+    #: None where the framework has no such device. Its collectives are replaced, see `hyper_parallel.platform.dry`.
+    dry_class: ClassVar[str | None] = None
+
+    def copy_without_data(self, module: Module) -> Module:
+        """A copy of a module for a dry run, on the device of this platform. Its tensors need no values. Unless a
+        framework has tensors without data, it is a deep copy."""
+        return copy.deepcopy(module)
+
+    def without_data(self) -> AbstractContextManager:
+        """Inside, tensors that the program makes without naming a device have no data, if the platform has such."""
+        return nullcontext()
+
+    def differentiate(self, call: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Call ``call``, which returns a scalar, and give its gradients with respect to ``parameters``, DTensors or
+        plain ones, as a training loop of the framework does."""
+        raise TypeError(f"{type(self).__name__} does not say how it differentiates")
+
+    def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``call(*args, **kwargs)``, of which backward keeps the arguments alone and computes the rest again."""
+        raise TypeError(f"{type(self).__name__} does not compute forwards again in backward")
+
+    def usage(self) -> AbstractContextManager[Usage] | None:
+        """Context manager that gives the `Usage` of what runs inside, forward and backward; None where the framework
+        does not tell of its operations."""
+        return None
+
+    def optimizer_bytes(self, parameters: Any, optimizer: str) -> int | None:
+        """Bytes of the state that the framework's optimizer of that name (``"AdamW"``, ``"SGD"``, ...) with its
+        defaults keeps for ``parameters``, DTensors or plain ones, of this rank. None where the framework has none of
+        that name, or makes no state for tensors without data."""
+        return None

@@ -1,0 +1,102 @@
+"""What operations of torch compute, read and write, and how much memory lives meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hyper_parallel.platform.contract.dry import Usage
+
+__all__ = ["UsageMode", "resized"]
+
+#: Those that are entered.
+_OPEN: list[UsageMode] = []
+
+
+def resized(x: Tensor) -> None:
+    """To be called when the storage of ``x`` was given another size."""
+    for mode in _OPEN:
+        mode.resized(x.untyped_storage())
+
+
+class _Size:
+    """Bytes of a storage, of which `Usage` counts so many."""
+
+    def __init__(self, usage: Usage) -> None:
+        self.usage, self.bytes = usage, 0
+
+    def set(self, size: int) -> None:
+        """Let it have another size."""
+        usage = self.usage
+        usage.live += size - self.bytes
+        usage.peak = max(usage.peak, usage.live)
+        self.bytes = size
+
+
+class UsageMode(TorchDispatchMode):
+    """Context manager that gives a `Usage`. It sees what reaches torch's kernels, of the program, of core and of
+    autograd. A storage counts from the operation that makes it until nothing refers to it."""
+
+    def __enter__(self) -> Usage:  # type: ignore[override]
+        self.usage = Usage()
+        self._sizes: weakref.WeakKeyDictionary[Any, _Size] = weakref.WeakKeyDictionary()
+        super().__enter__()
+        _OPEN.append(self)
+        return self.usage
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _OPEN.remove(self)
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Count one operation."""
+        kwargs = dict(kwargs or {})
+        with no_dispatch():
+            result = func(*args, **kwargs)
+            inputs = list(_tensors((args, tuple(kwargs.values()))))
+            outputs = list(_tensors(result))
+            given = {x.untyped_storage()._cdata for x in inputs}
+            made = [x for x in outputs if x.untyped_storage()._cdata not in given]
+            for x in made:
+                self._count(x.untyped_storage())
+            formula = flop_registry.get(func._overloadpacket)
+            flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+            # A view moves nothing.
+            if made or flops or func._schema.is_mutable:
+                moved = sum(map(_nbytes, (*inputs, *outputs)))
+                size = outputs[0].element_size() if outputs else 0
+                self.usage.operations[str(func._overloadpacket), flops, moved, size] += 1
+        return result
+
+    def _count(self, storage: Any) -> None:
+        """A storage lives from now on."""
+        if storage in self._sizes:
+            return
+        size = self._sizes[storage] = _Size(self.usage)
+        size.set(storage.nbytes())
+        weakref.finalize(storage, size.set, 0).atexit = False
+
+    def resized(self, storage: Any) -> None:
+        """Its size is another one than it was."""
+        if storage in self._sizes:
+            self._sizes[storage].set(storage.nbytes())
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
