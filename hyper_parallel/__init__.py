@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at run time
+if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` and `_MODULES` say the same at run time
+    from hyper_parallel import checkpoint as checkpoint
     from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard
     from hyper_parallel.core.data_parallel.module_methods import FSDPModule as FSDPModule
     from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy as CPUOffloadPolicy
@@ -126,11 +127,16 @@ _HOME_OF = {
     "zeros": "hyper_parallel.core.dtensor.factories",
 }
 
-__all__ = sorted(_HOME_OF)
+#: Public modules of which the names are not those of the package.
+_MODULES = ("checkpoint",)
+
+__all__ = sorted([*_HOME_OF, *_MODULES])
 
 if not TYPE_CHECKING:  # type checkers must not take any name for one that exists
 
     def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"hyper_parallel.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
@@ -139,4 +145,4 @@ if not TYPE_CHECKING:  # type checkers must not take any name for one that exist
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted({*globals(), *_HOME_OF, *_MODULES})

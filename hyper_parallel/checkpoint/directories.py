@@ -43,10 +43,9 @@ def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         name = path.name
-        if name.startswith("."):
-            # One that was being replaced counts until the new one has its name.
-            if not name.endswith(_REPLACED) or path.with_name(_visible(name)).exists():
-                continue
+        # Of what is hidden, one that was being replaced counts until the new one has its name.
+        if name.startswith(".") and (not name.endswith(_REPLACED) or path.with_name(_visible(name)).exists()):
+            continue
         try:
             index = read_index(path)
         except CheckpointError:
@@ -92,7 +91,7 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint of that name is: there, or, where a crash came between replacing it and the new one, beside."""
+    """Where the checkpoint of that name is: there, or beside, where a crash came while another one took its place."""
     if not path.exists():
         for beside in path.parent.glob(f".{path.name}.*{_REPLACED}") if path.parent.is_dir() else ():
             if _visible(beside.name) == path.name:
@@ -121,7 +120,6 @@ class Draft:
 
     def open(self, exchange: bool) -> None:
         """Make the directories, on one rank; ``exchange``: also the one through which ranks talk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         disk.make_directory(self.directory)
         if exchange:
             disk.make_directory(self.exchange)
@@ -139,7 +137,12 @@ class Draft:
         replaces = self.path.exists()
         if replaces:
             disk.rename(self.path, self._replaced)
-        disk.rename(self.directory, self.path)
+        try:
+            disk.rename(self.directory, self.path)
+        except OSError:
+            if replaces:
+                disk.rename(self._replaced, self.path)
+            raise
         disk.sync_directory(self.path.parent)
         for beside in self.path.parent.glob(f".{self.path.name}.*{_REPLACED}"):
             if _visible(beside.name) == self.path.name:
@@ -147,7 +150,8 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what was written, on one rank."""
-        disk.remove_tree(self.directory)
+        if self.directory.exists():
+            disk.remove_tree(self.directory)
 
 
 def new_token(run: str) -> str:
@@ -168,5 +172,5 @@ def remove_old(directory: Path, run: str, keep: int) -> None:
     for path in mine[:-keep]:
         # First the name: what is half removed must not be found.
         hidden = path.with_name(f".{path.name}.{new_token(run)}{_DRAFT}")
-        os.rename(path, hidden)
+        disk.rename(path, hidden)
         disk.remove_tree(hidden)

@@ -4,46 +4,74 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
-__all__ = ["create", "finish", "make_directory", "remove_file", "remove_tree", "rename", "sync_directory", "write"]
+from hyper_parallel.checkpoint.errors import CheckpointError
 
-#: Buffers that one call of the system takes.
-_AT_ONCE = 512
+__all__ = ["NewFile", "make_directory", "remove_tree", "rename", "step", "sync_directory"]
+
+#: Called before each step with its kind ("make", "open", "write", "sync", "rename", "remove", "barrier") and the file
+#: or directory. None outside of tests, which let a rank die there, or the disk be full.
+watcher: Callable[[str, Path], None] | None = None
+
+
+def step(kind: str, path: Path) -> None:
+    """The next step is about to be done."""
+    if watcher is not None:
+        watcher(kind, path)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that is not there yet, in one that is."""
-    path.mkdir()
+    """Make a directory that is not there yet, with those above it; all these names are on the disk when it returns."""
+    if not path.parent.is_dir():
+        make_directory(path.parent)
+    step("make", path)
+    path.mkdir(exist_ok=not path.name.startswith("."))  # those above may be made by another program meanwhile
+    sync_directory(path.parent)
 
 
-def create(path: Path) -> int:
-    """Open a file that is not there yet; the descriptor."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+class NewFile:
+    """A file that is not there yet: a context manager, at the end of which its bytes are on the disk.
 
+    Args:
+        path: of the file.
 
-def write(file: int, buffers: Iterable[memoryview]) -> None:
-    """Append bytes."""
-    waiting = [b.cast("B") for b in buffers if b.nbytes]
-    while waiting:
-        written = os.writev(file, waiting[:_AT_ONCE])
-        while waiting and written >= waiting[0].nbytes:
-            written -= waiting.pop(0).nbytes
-        if written:
-            waiting[0] = waiting[0][written:]
+    Raises:
+        CheckpointError: when it cannot be written; names the file.
+    """
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def finish(file: int) -> None:
-    """Have the bytes of a file on the disk, and close it."""
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    def __enter__(self) -> NewFile:
+        step("open", self._path)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes."""
+        left = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        while left:
+            step("write", self._path)
+            left = left[os.write(self._file, left) :]
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                step("sync", self._path)
+                os.fsync(self._file)
+        except OSError as failed:
+            error = failed
+        os.close(self._file)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
 
 def rename(old: Path, new: Path) -> None:
     """Give a directory or a file, which is whole, its name. What has that name already must not be there."""
+    step("rename", old)
     if new.exists():
         raise FileExistsError(f"{new} is there already")
     os.rename(old, new)
@@ -51,6 +79,7 @@ def rename(old: Path, new: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """Have the names in a directory on the disk."""
+    step("sync", path)
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -58,11 +87,7 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def remove_file(path: Path) -> None:
-    """Remove a file, if it is there."""
-    path.unlink(missing_ok=True)
-
-
 def remove_tree(path: Path) -> None:
     """Remove a directory with all that is in it, as far as possible."""
+    step("remove", path)
     shutil.rmtree(path, ignore_errors=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES
 
@@ -131,15 +133,18 @@ def _missing(directory: Path) -> str:
     if not directory.exists():
         return f"there is no checkpoint at {directory}, which does not exist"
     if not directory.is_dir():
-        return f"{directory} is a file: a checkpoint of hyper_parallel is a directory. For weights in safetensors, load_pretrained"
+        return f"{directory} is a file: a checkpoint of hyper_parallel is a directory"
     if any((directory / name).exists() for name in (".metadata", "model.safetensors.index.json", "model.safetensors")):
         return (
-            f"{directory} has no {INDEX}: it is a checkpoint of another kind. Read what torch.distributed.checkpoint has "
-            "saved with that, and weights of Hugging Face with hyper_parallel.checkpoint.load_pretrained"
+            f"{directory} has no {INDEX}: it is a checkpoint of another kind. What torch.distributed.checkpoint has "
+            "saved is loaded with that"
         )
     inside = sorted(p.parent.name for p in directory.glob(f"*/{INDEX}"))
     if inside:
-        return f"{directory} holds {len(inside)} checkpoint(s), such as {inside[-1]}: give one of them, or latest({str(directory)!r})"
+        return (
+            f"{directory} holds {len(inside)} checkpoint(s), such as {inside[-1]}: give one of them, or what "
+            "latest() of the directory gives"
+        )
     return f"{directory} has no {INDEX}: it is no checkpoint, or one that was never completed"
 
 
@@ -179,5 +184,27 @@ def _check_parts(name: str, x: StoredTensor) -> None:
             raise ValueError(f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}")
     if sum(math.prod(part.sizes) for part in x.parts) != math.prod(x.shape):
         raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} do not make it up")
-    if len({part.offsets for part in x.parts if all(part.sizes)}) < sum(1 for part in x.parts if all(part.sizes)):
-        raise ValueError(f"two parts of tensor {name!r} begin at one place")
+    if len(x.parts) > 1 and not _are_disjoint(x):
+        raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} overlap")
+
+
+def _are_disjoint(x: StoredTensor) -> bool:
+    """Whether no two parts meet: painted on a grid of all places where one begins or ends."""
+    edges = [
+        {
+            edge: i
+            for i, edge in enumerate(
+                sorted({size, *(e for p in x.parts for e in (p.offsets[d], p.offsets[d] + p.sizes[d]))})
+            )
+        }
+        for d, size in enumerate(x.shape)
+    ]
+    painted = np.zeros([len(places) for places in edges], bool)
+    for part in x.parts:
+        box = tuple(
+            slice(places[o], places[o + n]) for places, o, n in zip(edges, part.offsets, part.sizes, strict=True)
+        )
+        if painted[box].any():
+            return False
+        painted[box] = True
+    return True

@@ -185,7 +185,9 @@ def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> No
 def _verify(directory: Path, index: Index, rank: int, size: int) -> None:
     """Compare the checksums of every file that falls to this rank."""
     if not index.checksums:
-        raise ValueError(f"{directory} was saved without checksums: load it without verify, or save with checksums=True")
+        raise ValueError(
+            f"{directory} was saved without checksums: load it without verify, or save with checksums=True"
+        )
     sums: Mapping[str, Mapping[str, int]] = index.checksums
     for number, (name, nbytes) in enumerate(index.files.items()):
         if number % size != rank:
@@ -194,5 +196,3 @@ def _verify(directory: Path, index: Index, rank: int, size: int) -> None:
         for entry in file.names():
             if zlib.crc32(file.data(entry)) != sums.get(name, {}).get(entry):
                 raise CheckpointError(f"{file.path}: entry {entry!r} is damaged, its checksum is another one")
-
-

@@ -80,7 +80,7 @@ class Kinds:
                 yield from self.modules(value, joined(path, str(i)))
 
     def parameter_names(self, state: Any) -> dict[int, str]:
-        """id of a tensor of the modules in a nest -> its name, of one with several names the first.
+        """Identity of a tensor of the modules in a nest -> its name, of one with several names the first.
 
         Raises:
             ValueError: inside of a unit's forward, or after `unshard`.

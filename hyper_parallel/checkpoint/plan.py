@@ -33,6 +33,10 @@ class Wanted(NamedTuple):
     itemsize: int
 
 
+#: Rectangles that some ranks hold, and these ranks.
+_Held = tuple[tuple[Rectangle, ...], list[int]]
+
+
 class Writer(NamedTuple):
     """A rectangle, and the rank that writes it."""
 
@@ -52,7 +56,8 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
         ValueError: when none of them holds some part of a tensor.
     """
     load = dict.fromkeys(members, 0)
-    known: dict[Layout, list[tuple[tuple[Rectangle, ...], list[int]]]] = {}
+    known: dict[Layout, list[_Held]] = {}
+    holders: list[_Held]
     found: dict[str, list[Writer]] = {}
     for x in tensors:
         if x.layout is None:
@@ -67,21 +72,34 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
                     f"{x.name!r} lies on {x.layout.mesh}, and of the ranks that save, {list(members)}, none has some "
                     "part of it: let all ranks of its mesh save"
                 )
-        found[x.name] = [
-            writer for held, ranks in holders for writer in _share(held, ranks, x.itemsize, load)
-        ]
+        found[x.name] = [writer for held, ranks in holders for writer in _share(held, ranks, x.itemsize, load)]
     return found
 
 
 def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
-    """What is held, and by which ranks, in the order of their coordinates."""
-    ranks = layout.mesh.mesh
+    """What is held, and by which ranks, in the order of their coordinates. Along dimensions of the root that the mesh
+    lacks, all ranks hold the same."""
+    mesh = layout.mesh
+    ranks = mesh.get_root_mesh().mesh
     by_part: dict[tuple[Rectangle, ...], list[int]] = {}
-    for coordinate in np.ndindex(*ranks.shape):
-        held = held_rectangles(layout, coordinate)
-        if held:
-            by_part.setdefault(held, []).append(int(ranks[coordinate]))
+    known: dict[tuple[int, ...], tuple[Rectangle, ...]] = {}
+    for place in np.ndindex(*ranks.shape):
+        coordinate = tuple(
+            _joint_index([place[d] for d in dims], [ranks.shape[d] for d in dims]) for dims in mesh._along
+        )
+        if coordinate not in known:
+            known[coordinate] = held_rectangles(layout, coordinate)
+        if known[coordinate]:
+            by_part.setdefault(known[coordinate], []).append(int(ranks[place]))
     return [*by_part.items()]
+
+
+def _joint_index(indices: Sequence[int], sizes: Sequence[int]) -> int:
+    """The index along several dimensions as one."""
+    joint = 0
+    for index, size in zip(indices, sizes, strict=True):
+        joint = joint * size + index
+    return joint
 
 
 def _share(held: Sequence[Rectangle], ranks: Sequence[int], itemsize: int, load: dict[int, int]) -> list[Writer]:
@@ -105,10 +123,11 @@ def _cut(r: Rectangle, count: int) -> list[Rectangle]:
     size, parts = r.sizes[dim], []
     for i in range(count):
         start, stop = size * i // count, size * (i + 1) // count
-        parts.append(Rectangle(*(
-            (*of[:dim], at, *of[dim + 1 :])
-            for of, at in ((r.offsets, r.offsets[dim] + start), (r.sizes, stop - start), (r.local_offsets, r.local_offsets[dim] + start))
-        )))
+        offsets, sizes, local_offsets = map(list, r)
+        offsets[dim] += start
+        local_offsets[dim] += start
+        sizes[dim] = stop - start
+        parts.append(Rectangle(tuple(offsets), tuple(sizes), tuple(local_offsets)))
     return parts
 
 

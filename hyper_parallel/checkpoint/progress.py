@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-import threading
 import time
 from types import TracebackType
-from typing import Any
 
 __all__ = ["Progress"]
 
-#: Seconds after which it is shown.
-_AFTER = 2.0
+#: Seconds after which it is shown, and between two changes of it.
+_AFTER, _EVERY = 2.0, 0.1
+_WIDTH = 30
 
 
 class Progress:
-    """Counts bytes; shows a bar where the error stream is a terminal and ``rich`` is installed.
+    """Counts bytes; shows a bar where the error stream is a terminal. A context manager.
 
     Args:
         what: it is about.
@@ -26,34 +24,30 @@ class Progress:
 
     def __init__(self, what: str, total: int, shown: bool) -> None:
         self._what, self._total = what, total
-        self._shown = shown and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-        self._began, self._done = time.monotonic(), 0
-        self._bar: Any = None
-        self._lock = threading.Lock()
+        self._shown = shown and sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._next, self._done, self._drawn = self._began + _AFTER, 0, False
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._drawn:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
 
     def advance(self, nbytes: int) -> None:
         """So many bytes more are done."""
-        with self._lock:
-            self._done += nbytes
-            if not self._shown or time.monotonic() - self._began < _AFTER:
-                return
-            if self._bar is None:
-                self._bar = _bar()
-                self._task = self._bar.add_task(self._what, total=self._total)
-                self._bar.start()
-            self._bar.update(self._task, completed=self._done)
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._done += nbytes
+        now = time.monotonic()
+        if not self._shown or now < self._next:
+            return
+        self._next, self._drawn = now + _EVERY, True
+        share, speed = min(1.0, self._done / max(self._total, 1)), self._done / (now - self._began)
+        bar = "#" * int(share * _WIDTH)
+        left = (self._total - self._done) / max(speed, 1.0)
+        sys.stderr.write(
+            f"\r{self._what} [{bar:<{_WIDTH}}] {share:4.0%} of {self._total / 2**20:.0f} MiB, "
+            f"{speed / 2**20:.0f} MiB/s, {max(left, 0.0):.0f} s left "
+        )
+        sys.stderr.flush()

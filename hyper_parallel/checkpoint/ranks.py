@@ -41,9 +41,11 @@ class Ranks(Protocol):
 class Alone:
     """One process without a process group."""
 
-    rank, members = 0, (0,)
+    rank: int = 0
+    members: tuple[int, ...] = (0,)
 
     def gather(self, value: Any) -> list[Any]:
+        disk.step("barrier", Path())
         return [value]
 
 
@@ -56,6 +58,7 @@ class Collective:
         self._mesh = mesh
 
     def gather(self, value: Any) -> list[Any]:
+        disk.step("barrier", Path())
         values = [value]
         for mesh_dim in reversed(range(self._mesh.ndim)):
             values = [x for part in all_gather_object(values, self._mesh, mesh_dim) for x in part]
@@ -73,16 +76,29 @@ class ThroughFiles:
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
         self.rank, self.members, self._directory = ranks.rank, ranks.members, directory
-        self._step = 0
+        self._step, self._lost = 0, False
         self._limit = timeout_seconds(None) or _PATIENCE
 
     def gather(self, value: Any) -> list[Any]:
+        disk.step("barrier", self._directory)
+        self._tell(value)
+        return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in self.members]
+
+    def leave(self) -> None:
+        """Nothing is gathered any more: the first rank removes the directory when all have read what is there."""
+        if self.rank != self.members[0]:
+            self._tell(None)
+            return
+        if not self._lost:
+            self.gather(None)
+        disk.remove_tree(self._directory)
+
+    def _tell(self, value: Any) -> None:
         self._step += 1
         mine = self._directory / f"{self._step}.{self.rank}"
         hidden = mine.with_name(f".{mine.name}")
         hidden.write_text(json.dumps(value))
-        hidden.rename(mine)
-        return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in self.members]
+        hidden.rename(mine)  # others find all of it, or nothing
 
     def _read(self, path: Path, rank: int) -> Any:
         began, pause = time.monotonic(), 0.001
@@ -91,21 +107,13 @@ class ThroughFiles:
                 return json.loads(path.read_text())
             except FileNotFoundError:
                 if time.monotonic() - began > self._limit:
+                    self._lost = True
                     raise CheckpointError(
                         f"rank {rank} has not come to the next step of an asynchronous save within {self._limit:g} "
                         "seconds: it was lost, or does not see the directory of the checkpoint"
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.2)
-
-    def leave(self) -> None:
-        """Nothing is gathered any more: the first rank removes the directory when all have left."""
-        self._step += 1
-        (self._directory / f"{self._step}.{self.rank}").write_text("0")
-        if self.rank == self.members[0]:
-            for rank in self.members:
-                self._read(self._directory / f"{self._step}.{rank}", rank)
-            disk.remove_tree(self._directory)
 
 
 def all_ranks(platform: Platform, mesh: DeviceMesh | None) -> Ranks:

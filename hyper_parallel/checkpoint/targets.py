@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from hyper_parallel.checkpoint.index import Index
 from hyper_parallel.checkpoint.nest import Kinds, joined, layout_of
 from hyper_parallel.checkpoint.values import KIND, decode
-from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform import OptimizerState, Platform
 
 __all__ = ["Filling", "Target"]
@@ -47,7 +46,6 @@ class Filling:
 
     Attributes:
         targets: in the order in which they were found.
-        own_kept: whether every rank got back exactly what it alone had.
     """
 
     def __init__(
@@ -115,7 +113,18 @@ class Filling:
             if isinstance(items, list) and len(items) == len(x):
                 parts = [self._visit(v, s, joined(path, str(i))) for i, (v, s) in enumerate(zip(x, items, strict=True))]
                 return parts if kind == "list" else tuple(parts)
+        if kind in ("dict", "list", "tuple") and (inner := self._to_be_filled(x, path)):
+            self._wrong.append(f"{inner} is to be filled, and the checkpoint has something else at {path or 'the top'}")
+            return x
         return self._value(saved, path)
+
+    def _to_be_filled(self, x: Any, path: str) -> str | None:
+        """The path of something in a container that is no value, None where all are."""
+        kind = self._kinds.of(x, path)
+        if kind not in ("dict", "list", "tuple"):
+            return None if kind == "value" else path
+        items = x.items() if kind == "dict" else enumerate(x)
+        return next(filter(None, (self._to_be_filled(v, joined(path, str(k))) for k, v in items)), None)
 
     def _below(self, value: Any, inside: dict[Any, Any], key: Any, path: str) -> Any:
         if key not in inside:
@@ -318,10 +327,14 @@ def _fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], pat
             name = names.get(id(p), str(count))
             count += 1
             row, new = next(rows), {}
-            source = name if name in known else by_place
-            if name not in known and id(p) in names:
+            # Without the module beside it, an optimizer's parameters have numbers for names.
+            source = name if name in known or (id(p) in names and not by_place.isdigit()) else by_place
+            if source not in known:
                 filling.lacks(joined(path, name))
                 state.append(row)
+                continue
+            if source not in saved["numbers"] and source not in moments and row.get("step", 0) == 0:
+                state.append(row)  # neither has stepped
                 continue
             numbers = {n: decode(value) for n, value in saved["numbers"].get(source, {}).items()}
             for moment in moments.get(source, ()):
@@ -349,12 +362,12 @@ def _fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], pat
 
 def _first_moment(filling: Filling, p: Any, stored: str, name: str) -> Any:
     """State of an optimizer that has not stepped yet: it lies as its parameter does."""
-    shape = filling.index.tensors[stored].shape
-    if isinstance(p, DTensor) and shape == tuple(p.shape):
-        return filling.new_tensor(stored, layout_of(p))
-    if isinstance(p, DTensor) and len(shape):
+    shape, layout = filling.index.tensors[stored].shape, layout_of(p)
+    if layout is not None and shape == layout.shape:
+        return filling.new_tensor(stored, layout)
+    if layout is not None and len(shape):
         filling.wrong(
-            f"{name} has shape {shape}, its parameter {tuple(p.shape)}, so that its placement is not known before the "
+            f"{name} has shape {shape}, its parameter {layout.shape}, so that its placement is not known before the "
             "first step: let the optimizer step once before loading"
         )
         return None

@@ -1,4 +1,4 @@
-"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, the header in JSON, data.
+"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, it in JSON, the data.
 
 The library of that name reads and writes whole tensors. A checkpoint needs more: slices of any dtype without a framework
 (NumPy has no bfloat16), and data that is written from where it is, buffer by buffer. Source of the format: the
@@ -44,7 +44,10 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 #: dtype -> bytes of an element.
-ITEMSIZES = {dtype: 1 if code in ("BOOL", "U8", "I8") else int(code.split("_")[0].lstrip("BFIUC")) // 8 for dtype, code in _CODES.items()}
+ITEMSIZES = {
+    dtype: 1 if dtype.startswith(("bool", "float8")) else int(code.lstrip("BFIUC")) // 8
+    for dtype, code in _CODES.items()
+}
 #: More than any header needs: what says more is no such file.
 _LONGEST_HEADER = 1 << 30
 
@@ -97,17 +100,14 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
     sums: dict[str, int] = {}
-    file = disk.create(path)
-    try:
-        disk.write(file, [memoryview(struct.pack("<Q", len(text)) + text)])
+    with disk.NewFile(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
         for entry in entries:
             data = entry.read()
             if checksums:
                 sums[entry.name] = zlib.crc32(data)
-            disk.write(file, [data])
+            file.write(data)
             advance(data.nbytes)
-    finally:
-        disk.finish(file)
     return 8 + len(text) + end, sums
 
 
@@ -128,7 +128,7 @@ class TensorFile:
             with path.open("rb") as file:
                 found = file.seek(0, 2)
                 if size is not None and found != size:
-                    raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut off, or is another file")
+                    raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
                 file.seek(0)
                 self._entries, self._start = _read_header(path, file, found)
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -140,7 +140,7 @@ class TensorFile:
         return self._entries.keys()
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """dtype and shape of a tensor.
+        """Dtype and shape of a tensor.
 
         Raises:
             CheckpointError: when it is not in the file.
@@ -158,7 +158,7 @@ class TensorFile:
 
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor."""
-        return memoryview(self.array(name).reshape(-1)).cast("B")
+        return self.array(name).reshape(-1).view(np.uint8).data
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:

@@ -33,6 +33,7 @@ LAYERS = {
     "tensor_parallel": ["core.tensor_parallel"],
     "data_parallel": ["core.data_parallel"],
     "integrations": ["integrations"],
+    "checkpoint": ["checkpoint"],
     "debug": ["debug"],
     "testing": ["testing"],
     "adapters": ["testing.adapters"],
@@ -58,8 +59,18 @@ MAY_IMPORT = {
     "tensor_parallel": {*_BELOW_STYLES, "names"},  # its names are those of the package
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
+    "checkpoint": {*_BELOW_STYLES, "data_parallel"},
     "debug": _BELOW_STYLES,
-    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "adapters", "names"},
+    "testing": {
+        *_BELOW_STYLES,
+        "tensor_parallel",
+        "data_parallel",
+        "checkpoint",
+        "integrations",
+        "debug",
+        "adapters",
+        "names",
+    },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
     "names of mindspore": {"mindspore", "platforms"},

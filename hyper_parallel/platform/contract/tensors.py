@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 __all__ = ["TensorRole"]
 
@@ -25,7 +26,7 @@ class TensorRole(ABC):
     #: random numbers in that order; else both are in row-major order.
     keeps_memory_order: bool = True
     #: The framework's dtypes by their usual names ("float32", "bfloat16", "int64", "bool", ...): those of files.
-    dtypes: ClassVar[Mapping[str, Any]] = {}
+    dtypes: Mapping[str, Any] = MappingProxyType({})
 
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""

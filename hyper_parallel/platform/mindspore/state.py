@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn
@@ -47,7 +47,7 @@ _RATES = ("learning_rate",)
 class StateVerbs:
     """The group "checkpoints" of the contract."""
 
-    dtypes: ClassVar[dict[str, Any]] = {
+    dtypes: Mapping[str, Any] = {
         name: getattr(ms, "bool_" if name == "bool" else name)
         for name in f"{_NAMES} {_FLOAT8}".split()
         if hasattr(ms, "bool_" if name == "bool" else name)
@@ -124,6 +124,12 @@ def _one(value: Any) -> Any:
         return value.asnumpy().reshape(-1)[0]
 
 
+def _put(held: Any, number: float) -> None:
+    """Write a number where it is: a compiled step would not see another memory (`set_data`)."""
+    with NoDispatch():
+        held.copy_(ms.ops.full(tuple(held.shape), number, dtype=held.dtype))
+
+
 def _set_shared(optimizer: Any, row: dict[str, Any]) -> None:
     step = row.get("step")
     betas = {"beta1_power": "beta1", "beta2_power": "beta2"}
@@ -138,7 +144,7 @@ def _set_shared(optimizer: Any, row: dict[str, Any]) -> None:
         elif attribute in betas and step is not None:
             number = float(_one(getattr(optimizer, betas[attribute]))) ** step  # torch works it out of the step
         if number is not None:
-            value.set_data(ms.ops.full(tuple(value.shape), number, dtype=value.dtype))
+            _put(value, number)
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
@@ -168,12 +174,12 @@ def _set_options(optimizer: Any, options: Sequence[dict[str, Any]]) -> None:
     if groups is None:
         rate = getattr(optimizer, "learning_rate", None)
         if isinstance(rate, Parameter) and rate.size == 1 and options and "lr" in options[0]:
-            rate.set_data(ms.ops.full(tuple(rate.shape), options[0]["lr"], dtype=rate.dtype))
+            _put(rate, options[0]["lr"])
         return
     for group, saved in zip(groups, options, strict=True):
         for name, value in saved.items():
             held = group.get(name)
             if isinstance(held, Tensor):
-                ms.ops.assign(held, Tensor(value, held.dtype))
+                _put(held, value)
             elif name in group and name != "params" and _is_option(held):
                 group[name] = value

@@ -1,0 +1,296 @@
+"""What the ranks of a save do, once they know whether it is done at once or beside the training.
+
+`prepare`: all ranks take their nest apart, compare what they have, and work out who writes what. `write`: each writes
+its file and the first one the index, beside the place of the checkpoint; when all is on the disk it gets its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint import directories, disk
+from hyper_parallel.checkpoint.directories import Draft
+from hyper_parallel.checkpoint.index import INDEX, Index, Part, StoredTensor
+from hyper_parallel.checkpoint.nest import Flat, flatten, layout_of
+from hyper_parallel.checkpoint.plan import Wanted, Writer, entry_name, share_out
+from hyper_parallel.checkpoint.progress import Progress
+from hyper_parallel.checkpoint.ranks import Ranks, together
+from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, Entry, element_type, write_tensors
+from hyper_parallel.checkpoint.values import KIND
+from hyper_parallel.platform import Platform
+
+__all__ = ["Job", "prepare", "write"]
+
+#: Bytes of a plain tensor up to which ranks compare its values.
+COMPARED_UP_TO = 1 << 20
+
+
+@dataclass
+class Job:
+    """What one rank writes, and what the index says."""
+
+    draft: Draft
+    index: Index
+    entries: list[Entry]  # of this rank
+    own: list[dict[str, Any]]  # of all ranks, what each alone has
+    keep: int | None
+    checksums: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def prepare(
+    state: Any,
+    path: Path,
+    ranks: Ranks,
+    platform: Platform,
+    keep: int | None,
+    overwrite: bool,
+    checksums: bool,
+    exchange: bool,
+) -> Job:
+    """What this rank is to write, and the place for it.
+
+    Args:
+        state: as in `save`; so are ``path``, ``keep``, ``overwrite`` and ``checksums``.
+        path: see there.
+        ranks: that save.
+        platform: of the tensors.
+        keep: see there.
+        overwrite: see there.
+        checksums: see there.
+        exchange: whether ranks will talk through files, beside the training: then all is copied, and the place for
+            these files made.
+
+    Raises:
+        ValueError, TypeError, CheckpointError: as `save`; nothing is left behind.
+    """
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"save(keep=...) takes how many checkpoints to keep, 1 or more, got {keep!r}")
+    path = Path(os.path.abspath(path))
+    what, is_first = f"saving {path}", ranks.rank == ranks.members[0]
+    found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
+
+    def describe() -> dict[str, Any]:
+        if is_first and path.exists() and not overwrite:
+            raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
+        flat = flatten(state, platform)
+        wanted = [
+            Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
+        ]
+        facts = _facts(flat, platform) | {"the path": str(path)}
+        found.append((flat, facts, share_out(wanted, ranks.members)))
+        token = directories.new_token(directories.run_of(path.parent))
+        return {"digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(), "token": token, "own": flat.own}
+
+    said = together(ranks, what, describe)
+    flat, facts, writers = found[0]
+    if len({x["digest"] for x in said}) > 1:
+        raise _difference(ranks.gather(facts), ranks)
+    run, draft = directories.run_of(path.parent), Draft(path, said[0]["token"])
+    entries = [
+        _entry(name, flat.tensors[name], writer, platform)
+        for name, pieces in writers.items()
+        for writer in pieces
+        if writer.rank == ranks.rank
+    ]
+    job = Job(draft, _index(flat, writers, run, platform), entries, [x["own"] for x in said], keep, checksums)
+
+    def open_draft() -> None:
+        if is_first:
+            directories.remove_drafts(path.parent, run)
+            draft.open(exchange)
+
+    def look() -> None:
+        draft.check()
+        if exchange:
+            job.entries = [_copied(entry) for entry in entries]
+
+    with _discarded_on_failure(draft, is_first):
+        together(ranks, what, open_draft)
+        together(ranks, what, look)
+    return job
+
+
+@contextmanager
+def _discarded_on_failure(draft: Draft, is_first: bool) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if is_first:
+            draft.discard()
+        raise
+
+
+def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
+    """What must be equal on all ranks, by what it is about."""
+    facts = {}
+    for name, x in flat.tensors.items():
+        layout = layout_of(x)
+        if platform.is_meta(x):
+            raise ValueError(f"{name!r} has no values: it is on the meta device. Make them first, with to_empty()")
+        dtype = _dtype(x, platform)
+        facts[name] = f"{dtype} of shape {tuple(x.shape)}, {_place(layout)}"
+        if layout is None and 0 < math.prod(x.shape) * _itemsize(x, platform) <= COMPARED_UP_TO:
+            facts[name] += f", values {hashlib.sha256(platform.bytes_of(x)).hexdigest()[:16]}"
+    facts["the names of tied tensors"] = str(sorted(flat.aliases.items()))
+    for path, value in _leaves(flat.values, ""):
+        facts[f"value {path}"] = json.dumps(value)
+    return facts
+
+
+def _place(layout: Any) -> str:
+    """How a tensor lies: the same on all ranks that hold it, and on those of other slices of the same mesh."""
+    if layout is None:
+        return "plain"
+    mesh = layout.mesh
+    along = "" if mesh.get_root_mesh() is mesh else f" along its dimensions {mesh._along}"
+    return f"placed {list(layout.placements)} on {mesh.get_root_mesh()}{along}"
+
+
+def _leaves(values: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(values, dict) and KIND not in values:
+        return [leaf for key, value in values.items() for leaf in _leaves(value, f"{path}[{key!r}]")]
+    return [(path, values)]
+
+
+def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
+    """The first thing in which a rank differs from the first one."""
+    first = all_facts[0]
+    for rank, facts in zip(ranks.members, all_facts, strict=True):
+        for name in {**first, **facts}:
+            mine, other = first.get(name), facts.get(name)
+            if mine != other:
+                return ValueError(
+                    f"ranks {ranks.members[0]} and {rank} do not save the same: {name} is {_short(mine)} on the one, "
+                    f"{_short(other)} on the other. Save what all ranks have alike, DTensors, and objects with "
+                    "`per_rank`, such as RandomState()"
+                )
+    raise RuntimeError("digests differ, and what they are of does not")
+
+
+def _short(text: str | None) -> str:
+    if text is None:
+        return "missing"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _dtype(x: Any, platform: Platform) -> str:
+    name = next((name for name, dtype in platform.dtypes.items() if dtype == x.dtype), None)
+    if name not in ITEMSIZES:
+        raise TypeError(
+            f"a tensor of {x.dtype} cannot be saved: the format of safetensors has no such dtype. Save another view of "
+            "its data, such as real and imaginary part"
+        )
+    return name
+
+
+def _itemsize(x: Any, platform: Platform) -> int:
+    return ITEMSIZES[_dtype(x, platform)]
+
+
+def _index(flat: Flat, writers: dict[str, list[Writer]], run: str, platform: Platform) -> Index:
+    tensors = {}
+    for name, x in flat.tensors.items():
+        shape, layout = tuple(x.shape), layout_of(x)
+        parts = tuple(
+            Part(w.rectangle.offsets, w.rectangle.sizes, _file(w.rank), entry_name(name, shape, w.rectangle))
+            for w in writers[name]
+        )
+        placement = "plain" if layout is None else f"{list(layout.placements)} on a mesh {tuple(layout.mesh.shape)}"
+        tensors[name] = StoredTensor(_dtype(x, platform), shape, placement, parts)
+    return Index(run, 0, {}, tensors, flat.aliases, flat.values)
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _entry(name: str, x: Any, writer: Writer, platform: Platform) -> Entry:
+    shape, r, dtype = tuple(x.shape), writer.rectangle, _dtype(x, platform)
+
+    def read() -> memoryview:
+        with platform.no_dispatch(), platform.no_grad():
+            local = platform.detach(x)
+            held = np.frombuffer(platform.host_memory(local), element_type(dtype)).reshape(platform.shape_of(local))
+        part = held[tuple(slice(o, o + n) for o, n in zip(r.local_offsets, r.sizes, strict=True))]
+        return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+
+    return Entry(entry_name(name, shape, r), dtype, tuple(r.sizes), read)
+
+
+def _copied(entry: Entry) -> Entry:
+    """The same with the bytes that there are now."""
+    data = bytearray(entry.read())
+    return entry._replace(read=lambda: memoryview(data))
+
+
+# ---------------------------------------------------------------------- writing
+def write(job: Job, ranks: Ranks) -> None:
+    """Write this rank's file; the first rank also the index. The checkpoint has its name when this returns.
+
+    Raises:
+        CheckpointError: on all ranks, when one could not; what was there before is there.
+    """
+    draft, is_first = job.draft, ranks.rank == ranks.members[0]
+
+    def write_tensors_of_rank() -> Any:
+        if not job.entries:
+            return None
+        with Progress(f"saving {draft.path.name}", job.nbytes, is_first) as progress:
+            return write_tensors(draft.directory / _file(ranks.rank), job.entries, job.checksums, progress.advance)
+
+    def publish() -> None:
+        if is_first:
+            job.index.time = _time(draft.path.parent, job.index.run)
+            job.index.values = _with_own(job.index.values, job.own)
+            with disk.NewFile(draft.directory / INDEX) as file:
+                file.write(job.index.to_json().encode())
+            draft.publish()
+
+    with _discarded_on_failure(draft, is_first):
+        results = together(ranks, f"writing {draft.path}", write_tensors_of_rank)
+        for rank, written in zip(ranks.members, results, strict=True):
+            if written is not None:
+                job.index.files[_file(rank)] = written[0]
+                if job.checksums:
+                    job.index.checksums[_file(rank)] = written[1]
+        together(ranks, f"completing {draft.path}", publish)
+    if is_first and job.keep is not None:
+        try:
+            directories.remove_old(draft.path.parent, job.index.run, job.keep)
+        except OSError as error:
+            warnings.warn(f"{draft.path} is saved; an older checkpoint could not be removed: {error}", stacklevel=2)
+
+
+def _time(directory: Path, run: str) -> int:
+    """Now, and later than all checkpoints that the run has in the directory, whatever clocks say."""
+    before = (index.time for _, index in directories.checkpoints_in(directory) if index.run == run)
+    return max(time.time_ns(), max(before, default=0) + 1)
+
+
+def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
+    """``values`` with what each rank alone has: each different value once, and for every rank which it is."""
+    if isinstance(values, list):
+        return [_with_own(value, own) for value in values]
+    if not isinstance(values, dict):
+        return values
+    if values.get(KIND) == "ranks":
+        of_ranks = [json.dumps(x[values["path"]], sort_keys=True) for x in own]
+        distinct = [*dict.fromkeys(of_ranks)]
+        return {**values, "values": [json.loads(x) for x in distinct], "of": [distinct.index(x) for x in of_ranks]}
+    return {key: _with_own(value, own) for key, value in values.items()}
