@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint: whole state dicts are gathered and loaded, shards are refused before writing."""
+"""torch.distributed.checkpoint: shards are saved, loaded and cut anew, whole state dicts gathered and loaded."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, distribute_tensor, parallelize_module
-from hyper_parallel.testing.spmd import on_mesh
-from tests.torch.support import close, device
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    PackedShard,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    fully_shard,
+    parallelize_module,
+)
+from hyper_parallel.testing.spmd import device_mesh, on_mesh
+from hyper_parallel.torch import from_torch_dtensor, to_torch_dtensor
+from tests.torch.support import close, device, full
 
 
 def make_model(seed: int = 0) -> torch.nn.Module:
@@ -21,15 +35,24 @@ def make_model(seed: int = 0) -> torch.nn.Module:
     )
 
 
+def batch() -> torch.Tensor:
+    return torch.arange(12.0).reshape(2, 6).to(device())
+
+
 def trained(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.arange(12.0).reshape(2, 6).to(device())).square().mean().backward()
+    model(batch()).square().mean().backward()
     optimizer.step()
     return model, optimizer
 
 
 def parallel(mesh: Any, seed: int = 0) -> torch.nn.Module:
-    return parallelize_module(make_model(seed), mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    model = parallelize_module(make_model(seed), mesh if mesh.ndim == 1 else mesh["tp"], plan())
+    return model if mesh.ndim == 1 else fully_shard(model, mesh=mesh["dp"])
+
+
+def plan() -> dict[str, Any]:
+    return {"1": ColwiseParallel(), "3": RowwiseParallel()}
 
 
 def same(got: Any, wanted: Any, what: str = "") -> None:
@@ -45,6 +68,262 @@ def same(got: Any, wanted: Any, what: str = "") -> None:
         assert got == wanted, what
 
 
+def equal(got: Any, wanted: Any, what: str) -> None:
+    """The same bits, whole."""
+    got, wanted = full(got), full(wanted)
+    assert got.dtype is wanted.dtype and got.shape == wanted.shape and torch.equal(got, wanted), what
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return device_mesh(*shape, names=("tp",) if len(shape) == 1 else ("dp", "tp"))
+
+
+def group_of(mesh: Any) -> Any:
+    """What the planners of torch are to take for all ranks: None is the world."""
+    return mesh.get_group() if mesh.ndim == 1 else None
+
+
+# ---------------------------------------------------------------------- shards, from any placement to any other
+#: name -> (tensor, placements on one dimension, placements on two).
+PLACED: dict[str, tuple[Any, Any, Any]] = {
+    "rows": (torch.arange(35.0).reshape(7, 5), [Shard(0)], [Shard(0), Shard(1)]),
+    "columns": (torch.arange(14).reshape(2, 7), [Shard(1)], [Replicate(), Shard(1)]),
+    "strided": (torch.arange(21.0).reshape(7, 3), [Shard(0)], [StridedShard(0, split_factor=2), Shard(0)]),
+    "packed": (torch.arange(40.0).reshape(10, 4), [PackedShard(0, (6, 4))], [Shard(1), PackedShard(0, (6, 4))]),
+    "packed and cut": (
+        torch.arange(39.0).reshape(13, 3),
+        [PackedShard(0, (6, 7))],
+        [StridedShard(0, split_factor=2), PackedShard(0, (6, 7))],
+    ),
+    "one row": (torch.arange(3.0).reshape(1, 3).bfloat16(), [Shard(0)], [Shard(0), Shard(0)]),
+    "whole": (torch.arange(3.0), [Replicate()], [Replicate(), Replicate()]),
+    "number": (torch.tensor(7), [Replicate()], [Replicate(), Replicate()]),
+    "nothing": (torch.zeros(0, 3), [Shard(0)], [Shard(1), Shard(0)]),
+}
+
+
+def placed(mesh: Any, values: bool, other: bool = False) -> dict[str, Any]:
+    """The tensors of `PLACED`, or zeros; ``other``: each with the placements of the next."""
+    found: dict[str, Any] = {"step": 3 if values else 0}
+    for name, (x, *choices) in PLACED.items():
+        placements = choices[mesh.ndim - 1]
+        if other and x.ndim == 2:
+            placements = [Replicate()] * (mesh.ndim - 1) + [Shard(1)]
+        x = (x if values else torch.zeros_like(x)).to(device())
+        found[name] = distribute_tensor(x, mesh, placements)
+    return found
+
+
+def save_placed(shape: tuple[int, ...], folder: str, how: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    mesh = mesh_of(shape)
+    if mesh is None:
+        return
+    state = placed(mesh, values=True)
+    if how == "save":
+        dcp.save(state, checkpoint_id=folder, process_group=group_of(mesh))
+        return
+    if device().type != "cpu":  # torch's own, before anything else
+        with pytest.raises(AssertionError, match="A CPU backend must be enabled for async save"):
+            dcp.async_save(state, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=folder)
+        return
+    under_way: Any = dcp.async_save(state, checkpoint_id=folder, process_group=group_of(mesh))
+    for x in state.values():
+        if isinstance(x, DTensor):
+            x.zero_()  # what was staged is not what the program has
+    under_way.result()
+
+
+def load_placed(shape: tuple[int, ...], folder: str, other: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    mesh = mesh_of(shape)
+    if mesh is None:
+        return
+    state = placed(mesh, values=False, other=other)
+    before = dict(state)
+    dcp.load(state, checkpoint_id=folder, process_group=group_of(mesh))
+    assert state["step"] == 3
+    for name, (x, *_) in PLACED.items():
+        assert state[name] is before[name], name
+        equal(state[name], x.to(device()), name)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "how"),
+    [((4,), (2, 2), "save"), ((2, 2), (2,), "save"), ((3,), (4,), "save"), ((2, 2), (4,), "async_save")],
+)
+def test_shards(pool: Any, tmp_path: Path, saved: tuple, loaded: tuple, how: str) -> None:
+    folder = str(tmp_path / "checkpoint")
+    pool.run(4, save_placed, saved, folder, how)
+    for other in (False, True):
+        pool.run(4, load_placed, loaded, folder, other)
+
+
+# ---------------------------------------------------------------------- torch's own DTensors
+@on_mesh(2, 2, names=("dp", "tp"))
+def exchanged(mesh: Any, folder: str, ours_saved: bool) -> None:
+    """What the one library's DTensors saved, the other's load."""
+    import torch.distributed.checkpoint as dcp
+
+    def state(values: bool, ours: bool, flip: bool) -> dict[str, Any]:
+        found = {}
+        for name in ("rows", "columns", "strided", "whole"):
+            x, _, placements = PLACED[name]
+            if flip:
+                placements = placements[:: 1 if any(isinstance(p, StridedShard) for p in placements) else -1]
+            y = distribute_tensor((x if values else torch.zeros_like(x)).to(device()), mesh, placements)
+            found[name] = y if ours else to_torch_dtensor(y)
+        return found
+
+    dcp.save(state(True, ours_saved, False), checkpoint_id=folder)
+    loaded = state(False, not ours_saved, True)
+    dcp.load(loaded, checkpoint_id=folder)
+    for name, x in loaded.items():
+        equal(from_torch_dtensor(x) if ours_saved else x, PLACED[name][0].to(device()), name)
+
+
+@pytest.mark.parametrize("ours_saved", [True, False])
+def test_with_native_dtensors(pool: Any, tmp_path: Path, ours_saved: bool) -> None:
+    pool.run(4, exchanged, str(tmp_path / "checkpoint"), ours_saved)
+
+
+# ---------------------------------------------------------------------- a training job
+def job_state(mesh: Any, seed: int) -> tuple[Any, Any, dict[str, Any]]:
+    from torch.distributed.checkpoint import state_dict as helpers
+
+    model, optimizer = trained(parallel(mesh, seed))
+    of_model, of_optimizer = helpers.get_state_dict(model, optimizer)
+    return model, optimizer, {"model": of_model, "optimizer": of_optimizer}
+
+
+def save_job(shape: tuple[int, ...], folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    mesh = mesh_of(shape)
+    if mesh is not None:
+        dcp.save(job_state(mesh, 0)[2], checkpoint_id=folder, process_group=group_of(mesh))
+
+
+def load_job(shape: tuple[int, ...], folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as helpers
+
+    mesh = mesh_of(shape)
+    if mesh is None:
+        return
+    model, optimizer, state = job_state(mesh, 1)
+    dcp.load(state, checkpoint_id=folder, process_group=group_of(mesh))
+    helpers.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    whole, its_optimizer = trained(make_model(0))
+    for _ in range(2):
+        for m, o in ((whole, its_optimizer), (model, optimizer)):
+            o.zero_grad()
+            m(batch()).square().mean().backward()
+            o.step()
+    for name, p in model.state_dict().items():
+        close(p, whole.state_dict()[name], name)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2,), (2, 2)), ((2, 2), (4,))])
+def test_training_goes_on(pool: Any, tmp_path: Path, saved: tuple, loaded: tuple) -> None:
+    """With `fully_shard` on two dimensions."""
+    folder = str(tmp_path / "checkpoint")
+    pool.run(4, save_job, saved, folder)
+    pool.run(4, load_job, loaded, folder)
+
+
+# ---------------------------------------------------------------------- the Hugging Face writer and reader
+FLOATS = ("rows", "packed", "packed and cut", "one row", "whole")
+
+
+def write_huggingface(shape: tuple[int, ...], folder: str, consolidated: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    mesh = mesh_of(shape)
+    if mesh is None:
+        return
+    state = {name: x for name, x in placed(mesh, values=True).items() if name in FLOATS}
+    files = {name: 1 + i % 2 for i, name in enumerate(FLOATS)} if consolidated else None
+    writer = HuggingFaceStorageWriter(folder, files, save_distributed=True, enable_consolidation=consolidated)
+    dcp.save(state, storage_writer=writer, process_group=group_of(mesh))
+
+
+def read_huggingface(shape: tuple[int, ...], folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    mesh = mesh_of(shape)
+    if mesh is None:
+        return
+    state = {name: x for name, x in placed(mesh, values=False, other=True).items() if name in FLOATS}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder), process_group=group_of(mesh))
+    for name, x in state.items():
+        equal(x, PLACED[name][0].to(device()), name)
+
+
+@pytest.mark.parametrize("consolidated", [True, False])
+def test_huggingface_files(pool: Any, tmp_path: Path, consolidated: bool) -> None:
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "checkpoint"
+    pool.run(4, write_huggingface, (2, 2), str(folder), consolidated)
+    if consolidated:
+        files = sorted(folder.glob("*.safetensors"))
+        assert len(files) == 2
+        found = {name: x for file in files for name, x in load_file(file).items()}
+        assert found.keys() == set(FLOATS)
+        for name, x in found.items():
+            equal(x, PLACED[name][0], name)
+    for shape in ((2,), (2, 2)):
+        pool.run(4, read_huggingface, shape, str(folder))
+
+
+@on_mesh(2)
+def one_file_of_parts(mesh: Any, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    state = {"rows": placed(mesh, values=True)["rows"]}
+    with pytest.raises(BaseException, match=r"'rows' of shape \(7, 5\) is cut: give it save_distributed=True"):
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder), process_group=mesh.get_group())
+
+
+@on_mesh(2)
+def sums(mesh: Any, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"sum": DTensor.from_local(torch.ones(2, device=device()), mesh, [Partial()])}
+    with pytest.raises(BaseException, match="each rank holds a summand: redistribute it"):
+        dcp.save(state, checkpoint_id=folder, process_group=mesh.get_group())
+
+
+@pytest.mark.parametrize("job", [one_file_of_parts, sums], ids=lambda job: job.__name__)
+def test_refusals(pool: Any, tmp_path: Path, job: Any) -> None:
+    pool.run(2, job, str(tmp_path / "checkpoint"))
+
+
+@on_mesh(2)
+def misplaced(mesh: Any) -> None:
+    """What a planner of somebody else asks for."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    x = placed(mesh, values=True)["rows"]
+    start = 4 * mesh.get_local_rank()
+    assert torch.equal(x.__get_tensor_shard__(MetadataIndex("rows")), x.to_local())
+    assert x.__get_tensor_shard__(MetadataIndex("rows", torch.Size([start, 0]))).data_ptr() == x.to_local().data_ptr()
+    with pytest.raises(ValueError, match=r"no part of 'rows' that begins at torch.Size\(\[1, 0\]\)"):
+        x.__get_tensor_shard__(MetadataIndex("rows", torch.Size([1, 0])))
+
+
+def test_parts_that_are_elsewhere(pool: Any) -> None:
+    pool.run(2, misplaced)
+
+
+# ---------------------------------------------------------------------- whole state dicts
 @on_mesh(2)
 def whole_state_dicts(mesh: Any, offload: bool) -> None:
     from torch.distributed.checkpoint import state_dict as helpers
@@ -87,44 +366,22 @@ def test_whole_state_dicts_are_loaded(pool: Any, from_first: bool) -> None:
 
 
 @on_mesh(2)
-def saved(mesh: Any, folder: str, name: str) -> None:
-    import torch.distributed.checkpoint as dcp
+def offloaded(mesh: Any) -> None:
+    from torch.distributed.checkpoint import state_dict as helpers
 
-    state = {"plain": torch.zeros(2), "model": parallel(mesh).state_dict()}
-    # async_save copies before it plans, which a shard refuses by itself.
-    message = r"(?s)cannot save or load a DTensor.*full_state_dict=True.*one file a rank|full_tensor\(\) to save"
-    if name == "async_save" and device().type != "cpu":
-        message += "|A CPU backend must be enabled for async save"  # torch's own, before anything else
-    with pytest.raises(BaseException, match=message):
-        if name == "save":
-            dcp.save(state, checkpoint_id=folder, process_group=mesh.get_group())
-        elif name == "async_save":
-            dcp.async_save(state, checkpoint_id=folder, process_group=mesh.get_group()).result()
-        else:
-            dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
-    assert not [file for file in Path(folder).rglob("*") if file.suffix in (".distcp", ".metadata") and name != "load"]
+    model, optimizer = trained(parallel(mesh))
+    options = helpers.StateDictOptions(cpu_offload=True)
+    states = helpers.get_state_dict(model, optimizer, options=options)
+    for name, p in model.state_dict().items():
+        x = states[0][name]
+        assert x.device.type == "cpu" and type(x) is type(p)
+        assert getattr(x, "placements", None) == getattr(p, "placements", None)
+    moment: Any = states[1]["state"]["1.weight"]["exp_avg"]
+    assert moment.device.type == "cpu" and moment.placements == (Shard(0),)
 
 
-@pytest.mark.parametrize("name", ["save", "async_save"])
-def test_shards_are_not_saved(pool: Any, tmp_path: Path, name: str) -> None:
-    pool.run(2, saved, str(tmp_path / "checkpoint"), name)
-
-
-@on_mesh(2)
-def write_plain(mesh: Any, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(
-        {"plain": torch.zeros(2), "model": make_model().state_dict()},
-        checkpoint_id=folder,
-        process_group=mesh.get_group(),
-    )
-
-
-def test_shards_are_not_loaded(pool: Any, tmp_path: Path) -> None:
-    """Of a checkpoint of whole tensors; these can be read into plain tensors."""
-    pool.run(2, write_plain, str(tmp_path / "checkpoint"))
-    pool.run(2, saved, str(tmp_path / "checkpoint"), "load")
+def test_shards_on_the_host(pool: Any) -> None:
+    pool.run(2, offloaded)
 
 
 @on_mesh(2)
@@ -139,3 +396,92 @@ def nested(mesh: Any) -> None:
 
 def test_nested_entries(pool: Any) -> None:
     pool.run(2, nested)
+
+
+# ---------------------------------------------------------------------- load_state_dict(assign=True)
+@on_mesh(2)
+def assigned(mesh: Any, of: str, meta: bool) -> None:
+    """Whole tensors, DTensors of other placements, and torch's own, into a module with values and one on meta."""
+    wanted, model = make_model(0), make_model(1)
+    if meta:
+        model = model.to("meta")
+    model = parallelize_module(model, mesh, plan())
+    state: dict[str, Any] = dict(wanted.state_dict())
+    if of != "whole":
+        for name in ("1.weight", "3.weight"):
+            state[name] = distribute_tensor(state[name], mesh, [Replicate()])
+    if of == "native":
+        state["1.weight"] = to_torch_dtensor(state["1.weight"])
+    placements = {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    frozen = model.get_parameter("3.weight").requires_grad_(False)
+    model.load_state_dict(state, assign=True)
+    for name, p in model.named_parameters():
+        equal(p, wanted.get_parameter(name), name)
+        assert isinstance(p, torch.nn.Parameter) and p.requires_grad == (name != "3.weight"), name
+        assert getattr(p, "placements", None) == placements.get(name), name
+    assert model.get_parameter("3.weight") is not frozen
+    close(model(batch()), wanted(batch()))
+    model(batch()).sum().backward()
+    assert model.get_parameter("1.weight").grad.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize(("of", "meta"), [("whole", False), ("whole", True), ("others", True), ("native", False)])
+def test_assigned_tensors(pool: Any, of: str, meta: bool) -> None:
+    pool.run(2, assigned, of, meta)
+
+
+@on_mesh(2, 2, names=("dp", "tp"))
+def assigned_to_units(mesh: Any, folder: str) -> None:
+    """Parameters of `fully_shard`; a state that was saved by each rank for itself is one, too."""
+    file = Path(folder) / f"{dist.get_rank()}.pt"
+    wanted, model = make_model(0), parallel(mesh, 1)
+    model.load_state_dict(wanted.state_dict(), assign=True)
+    torch.save(model.state_dict(), file)
+    again = parallel(mesh, 2)
+    again.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    for m in (model, again):
+        single = copy.deepcopy(wanted)
+        optimizers = [torch.optim.AdamW(x.parameters(), lr=0.1) for x in (m, single)]
+        for _ in range(2):
+            for x, optimizer in zip((m, single), optimizers, strict=True):
+                optimizer.zero_grad()
+                x(batch()).square().mean().backward()
+                optimizer.step()
+        for name, p in m.named_parameters():
+            close(p, single.get_parameter(name), name)
+
+
+def test_assigned_to_units(pool: Any, tmp_path: Path) -> None:
+    pool.run(4, assigned_to_units, str(tmp_path))
+
+
+def assigned_from_elsewhere() -> None:
+    first, whole = device_mesh(2), device_mesh(4)
+    if first is None:
+        return
+    model = parallelize_module(make_model(), first, plan())
+    state = parallelize_module(make_model(), whole, plan(), src_data_rank=None).state_dict()
+    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): '1.weight' is on .* Load without assign"):
+        model.load_state_dict(state, assign=True)
+
+
+def test_assigned_on_another_mesh(pool: Any) -> None:
+    pool.run(4, assigned_from_elsewhere)
+
+
+@on_mesh(4)
+def from_first_onto_meta(mesh: Any) -> None:
+    from torch.distributed.checkpoint import state_dict as helpers
+
+    wanted = make_model()
+    model = parallelize_module(make_model(1).to("meta"), mesh, plan())
+    options = helpers.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state = copy.copy(wanted.state_dict()) if dist.get_rank() == 0 else {}
+    helpers.set_model_state_dict(model, state, options=options)
+    for name, p in model.named_parameters():
+        equal(p, wanted.get_parameter(name), name)
+    assert model.get_parameter("1.weight").placements == (Shard(0),)
+
+
+def test_broadcast_onto_meta(pool: Any) -> None:
+    pool.run(4, from_first_onto_meta)

@@ -56,6 +56,7 @@ def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
     """After training, too; then optimizers step plain parameters as before, and hooks are called."""
     code = """
 import warnings
+import torch.distributed.checkpoint  # some patches wait for it
 from torch import nn
 from hyper_parallel.platform.torch.patches import PATCHES
 warnings.simplefilter("error")

@@ -55,7 +55,7 @@ def exchanged(mesh: Any) -> None:
     x = randn(3, 6)
 
     _, sharded = both(mesh)
-    sharded.load_state_dict(plain, assign=True)
+    sharded.up.weight = nn.Parameter(plain["up.weight"])
     refused(lambda: sharded(x), "'weight'", "'up'", "plain tensor", "state dict", "distribute_tensor")
     _, sharded = both(mesh)
     torch.utils.swap_tensors(sharded.up.weight, nn.Parameter(randn(12, 6)))
@@ -69,7 +69,7 @@ def exchanged(mesh: Any) -> None:
         model.up.bias = model.down.bias = None
     close(sharded(x), single(x), "without biases")
 
-    # A state dict that is copied, or assigned as DTensors, is right.
+    # A state dict that is copied, or assigned, is right.
     single, sharded = both(mesh)
     single.load_state_dict(plain)
     sharded.load_state_dict(plain)
@@ -77,6 +77,8 @@ def exchanged(mesh: Any) -> None:
     _, other = both(mesh)
     other.load_state_dict(sharded.state_dict(), assign=True)
     close(other(x), single(x), "assigned")
+    other.load_state_dict(plain, assign=True)
+    close(other(x), single(x), "whole ones assigned")
 
     # Vectors of plain values are refused by name of the operation; placed as the parameters they are right.
     vector = nn.utils.parameters_to_vector(single.parameters())

@@ -86,18 +86,18 @@ class UnitParameters:
         """
         if self._values is not None or not self._plan.slots or self._under_way:
             return False
-        parameters = self.shards() if parameters is None else parameters
-        if LISTENERS:
-            run_in_module(current_module() if self.scope is None else self.scope, lambda: self._begin(parameters))
-        else:
-            self._begin(parameters)
+        with self._platform.no_dispatch():
+            given = self.shards() if parameters is None else parameters
+            if LISTENERS:
+                run_in_module(current_module() if self.scope is None else self.scope, lambda: self._begin(given))
+            else:
+                self._begin(given)
         self._under_way = True
         return True
 
     def _begin(self, parameters: Sequence[Any]) -> None:
-        with self._platform.no_dispatch():
-            for buffer, members in zip(self.buffers, self.members, strict=True):
-                buffer.start([parameters[i] for i in members])
+        for buffer, members in zip(self.buffers, self.members, strict=True):
+            buffer.start([parameters[i] for i in members])
 
     def drop(self) -> None:
         """Forget what was begun and not needed."""

@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.communication import local_collectives, norms, 
 from hyper_parallel.core.dtensor.communication.coalesce import open_block
 from hyper_parallel.core.dtensor.layouts import memory_order, nesting
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
+from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
 from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
 from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
@@ -59,6 +60,11 @@ class Services:
         """See `platform.contract.Core`."""
         mesh = device_mesh.DeviceMesh._of_native(get_platform_for_device(device_type), native)
         return get_layout(mesh, tuple(described(*each) for each in placements), shape)
+
+    def held_rectangles(self, layout: Layout) -> tuple[Rectangle, ...]:
+        """See `platform.contract.Core`."""
+        coordinate = layout.mesh.get_coordinate()
+        return () if coordinate is None else held_rectangles(layout, coordinate)
 
     def strides_of_whole(self, x: Any) -> tuple[int, ...]:
         """See `platform.contract.Core`."""

@@ -163,6 +163,11 @@ class Core(Protocol):
         the other along dimension 0, on local tensors as on global ones."""
 
     # ------------------------------------------------------------------------------------ copies
+    def held_rectangles(self, layout: Layout) -> Sequence[Any]:
+        """The boxes of a tensor of ``layout`` that this rank holds, each with ``offsets`` and ``sizes`` in the whole
+        tensor and ``local_offsets`` in this rank's part. None where its part is empty, or it is not in the mesh."""
+        ...
+
     @property
     def restore(self) -> Callable:
         """``restore(rebuild, layout, coordinate, *parts)``, the function to be pickled with a DTensor: gives

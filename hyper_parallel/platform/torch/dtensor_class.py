@@ -92,7 +92,7 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
         "__reduce_ex__": handlers.reduce_dtensor,
         "set_": handlers.composite.set_method,
         "_is_flat_param": wrappers.refuse_flat_parameter,
-        **checkpoints.REFUSALS,
+        **checkpoints.PROTOCOL,
         **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, recover),
         **make_operators(table, recover),
     }

@@ -29,7 +29,9 @@ __all__ = ["PATCHES"]
 
 _TESTED = "2.13 to 2.15"
 _STATES = "torch.distributed._state_dict_utils"
+_DCP = "torch.distributed.checkpoint"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
+_OF_STATE = "state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs"
 _OF_PARAMETERS = "mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
 
 
@@ -157,6 +159,34 @@ PATCHES = PatchSet(
             check=takes("group tag"),
             everywhere=True,
             after="torch.distributed._functional_collectives",
+        ),
+        _patch(
+            "torch.nn.Module._load_from_state_dict",
+            "``load_state_dict(assign=True)`` of whole tensors takes the parameters of a module out of its plan",
+            calling(checkpoints.assign_distributed),
+            check=takes(f"self {_OF_STATE}"),
+        ),
+        _patch(
+            f"{_DCP}._state_dict_stager.StateDictStager._offload_tensor",
+            "``torch.distributed.checkpoint.async_save`` refuses DTensors",
+            calling(checkpoints.offload_local),
+            check=takes("self x memo non_blocking"),
+            after=f"{_DCP}._state_dict_stager",
+            required=False,
+        ),
+        _patch(
+            f"{_DCP}.hf_storage.HuggingFaceStorageWriter.prepare_global_plan",
+            "without ``save_distributed`` ranks write their shards into one file, and the last one stays",
+            calling(checkpoints.refuse_parts_in_one_file),
+            check=takes("self plans"),
+            after=f"{_DCP}.hf_storage",
+        ),
+        _patch(
+            f"{_DCP}.hf_storage.HuggingFaceStorageWriter.write_data",
+            "of a packed tensor, of which a rank holds several parts, the last one is written",
+            calling(checkpoints.write_chunks_apart),
+            check=takes("self plan planner"),
+            after=f"{_DCP}.hf_storage",
         ),
         _transform("torch._functorch.eager_transforms._wrap_for_grad", transforms.remember_wrapping),
         _transform("torch._functorch.eager_transforms._wrap_functional_tensor", transforms.remember_wrapping),
