@@ -51,7 +51,7 @@ class SendsNothing:
         """See `Platform.world_size`."""
         return self._need_world().size
 
-    def new_group(self, rank_lists: Sequence[Sequence[int]]) -> str:
+    def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> str:
         """See `Platform.new_group`. It costs the same for any number of ranks."""
         return "no group"
 
