@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.blocks import Block, columns_of
+from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
@@ -26,6 +27,9 @@ class FlatBuffer:
 
     Attributes:
         reduce_dtype: see there.
+        comms: what does its collectives.
+        part: while the parameters are sharded over fewer ranks than those of ``mesh``, this rank's part of `whole`, and
+            the mesh of these ranks, in its last dimension.
         whole: the storage, as a 1-D tensor, which has no memory while the parameters are sharded. None before it is
             first needed in a forward that is recorded; others have their own.
     """
@@ -41,6 +45,8 @@ class FlatBuffer:
         #: What every rank has whole.
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
+        self.comms = Comms()
+        self.part: tuple[Any, DeviceMesh] | None = None
         self._flat: Any = None  # the storage of this rank's shards, where they lie in one
         self.whole: Any = None
         self._views: list[Any] = []  # of `whole`
@@ -54,12 +60,34 @@ class FlatBuffer:
         `take`."""
         if self._under_way is not None:
             return
-        platform, work, gathered = self.platform, None, None
+        work, gathered = None, None
         if self._length:
-            gathered = platform.factory("empty", (self._size * self._length,), None, self._dtype)
-            work = asynchronous.start("all_gather", gathered, self._row(parameters), self.mesh, self._dim)
+            row = self.comms.operand("all_gather", self._row(parameters), self.mesh)
+            gathered = self.comms.buffer("all_gather", self._size * self._length, row, self.mesh)
+            work = self.comms.start("all_gather", gathered, row, self.mesh, self._dim)
         own = {i: self._sent(parameters[i]) for i in self._not_sent}
         self._under_way = work, gathered, own
+
+    def shrink(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's part of `whole`, which is freed then: parts of equal size over the last dimension of
+        ``mesh``."""
+        platform, count, size = self.platform, self.whole.shape[0], mesh.shape[-1]
+        width = -(-count // size)
+        start = min(mesh.get_local_rank(mesh.ndim - 1) * width, count)
+        length = min(width, count - start)
+        part = platform.clone(platform.narrow(platform.detach(self.whole), 0, start, length))
+        if length < width:
+            part = platform.join([part, platform.zeros((width - length,), part)])
+        self.part = part, mesh
+
+    def start_from_part(self) -> None:
+        """Begin to gather what `shrink` has kept, unless gathering has begun."""
+        if self._under_way is None:
+            assert self.part is not None
+            part, mesh = self.part
+            gathered = self.comms.buffer("all_gather", mesh.shape[-1] * part.shape[0], part, mesh)
+            work = self.comms.start("all_gather", gathered, part, mesh, mesh.ndim - 1)
+            self._under_way = work, gathered, None
 
     def _sent(self, x: Any) -> Any:
         """A shard as it is gathered."""
@@ -86,6 +114,10 @@ class FlatBuffer:
         """Wait for what was begun: the storage of whole parameters; with ``keep`` it is `whole`."""
         platform, (work, gathered, own) = self.platform, self._under_way
         self._under_way = None
+        if own is None:
+            work.wait()
+            platform.refill_storage(self.whole, [platform.narrow(gathered, 0, 0, self.whole.shape[0])])
+            return self.whole
         rows = None
         if work is not None:
             work.wait()
@@ -156,7 +188,7 @@ class FlatBuffer:
         length = sum(b.reduced for b in blocks) + flags
         summands = self._packed(blocks, cotangents, flags)
         if summands is not None:
-            return Reduction(self.mesh, blocks, used, summands, length, op)
+            return Reduction(self.mesh, blocks, used, summands, length, op, self.comms)
         like = next((g for g in cotangents if g is not None), None)
         if like is None:
             like = platform.factory("empty", (0,), None, self.reduce_dtype)
@@ -172,7 +204,7 @@ class FlatBuffer:
         if flags:
             rows.extend(_flags(used, size, platform, like))
         summands = platform.cat(rows, 1).reshape((-1,))
-        return Reduction(self.mesh, blocks, used, summands, length, op)
+        return Reduction(self.mesh, blocks, used, summands, length, op, self.comms)
 
     def _packed(self, blocks: Sequence[Block], cotangents: Sequence[Any], flags: int) -> Any:
         """The rows of all ranks by the platform's short way; None where there is none."""
@@ -205,15 +237,23 @@ class Reduction:
         summands: the rows of all ranks, one after the other.
         length: of a row.
         op: as in `FlatBuffer.reduce`.
+        comms: of the buffer.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, blocks: Sequence[Block], used: Sequence[bool], summands: Any, length: int, op: str
+        self,
+        mesh: DeviceMesh,
+        blocks: Sequence[Block],
+        used: Sequence[bool],
+        summands: Any,
+        length: int,
+        op: str,
+        comms: Comms,
     ) -> None:
         self.mesh, self.platform, self.blocks, self.used = mesh, mesh.platform, blocks, used
-        self._op, self._mine = op, self.platform.factory("empty", (length,), None, summands.dtype)
-        self._summands = summands  # until it was sent
-        self._work: Any = asynchronous.start("reduce_scatter", self._mine, summands, mesh, mesh.ndim - 1, op)
+        self._op, self._comms, self._mine = op, comms, comms.buffer("reduce_scatter", length, summands, mesh)
+        self._summands = comms.operand("reduce_scatter", summands, mesh)  # until it was sent
+        self._work: Any = comms.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
 
     def row(self) -> Any:
         """Wait. This rank's row."""
@@ -228,9 +268,12 @@ class Reduction:
         self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
 
     def shards(self, factor: float = 1.0) -> list[Any]:
-        """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used."""
+        """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used, as far as nothing
+        has been added to it since."""
         platform, whole = self.platform, self.row()
-        flags = sum(b.reduced for b in self.blocks)
+        flags, hook = sum(b.reduced for b in self.blocks), self._comms.all_reduce_hook
+        if hook is not None:
+            hook(whole if whole.shape[0] == flags else platform.narrow(whole, 0, 0, flags))
         mine = whole if factor == 1.0 else whole * factor
         if all(self.used) and all(b.local_count == b.reduced for b in self.blocks):
             return platform.part(platform.narrow(mine, 0, 0, flags), [b.local_shape for b in self.blocks])
@@ -241,7 +284,10 @@ class Reduction:
             start += block.reduced
             # Another rank may have used it; those that have know without looking.
             unused = (
-                platform.tells_unused and not self.used[i] and not float(platform.narrow(whole, 0, flags + i, 1).sum())
+                hook is None
+                and platform.tells_unused
+                and not self.used[i]
+                and not float(platform.narrow(whole, 0, flags + i, 1).sum())
             )
             found.append(None if unused else block.shard_from(row))
         return found

@@ -19,6 +19,7 @@ class Slot:
 
     Attributes:
         path: of the module, from that of the unit.
+        root: which of the unit's modules that is, where it is of several.
         name: of the parameter there.
         index: which of the unit's parameters it is; modules that share one have slots of the same index.
         layout: of the shard.
@@ -28,25 +29,25 @@ class Slot:
     name: str
     index: int
     layout: Layout
+    root: int = 0
 
     def __str__(self) -> str:
         return repr(f"{self.path}.{self.name}" if self.path else self.name)
 
 
 class Places:
-    """The slots of one module object. It keeps none of the modules alive.
+    """The slots of the module objects of a unit. It keeps none of the modules alive.
 
     Args:
-        module: that of the unit.
+        modules: those of the unit.
         slots: all of the unit.
         what: the unit, for messages.
     """
 
-    def __init__(self, platform: Any, module: Any, slots: Sequence[Slot], what: str) -> None:
+    def __init__(self, platform: Any, modules: Sequence[Any], slots: Sequence[Slot], what: str) -> None:
         self._exchange, self._own, self._what = platform.exchange_parameter, platform.own_parameters, what
         self._slots = [
-            (weakref.ref(attrgetter(slot.path)(module) if slot.path else module), slot.name, slot.index, slot)
-            for slot in slots
+            (weakref.ref(_module_at(modules[slot.root], slot.path)), slot.name, slot.index, slot) for slot in slots
         ]
         self._count = 1 + max((slot.index for slot in slots), default=-1)
         #: The parameters, while something else stands in their place.
@@ -96,3 +97,7 @@ class Places:
             module = holder()
             if module is not None:
                 self._exchange(module, name, x)
+
+
+def _module_at(module: Any, path: str) -> Any:
+    return attrgetter(path)(module) if path else module
