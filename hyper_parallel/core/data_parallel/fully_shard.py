@@ -75,8 +75,8 @@ def fully_shard(
         ``module``, which is an `FSDPModule` too, as are the modules of a list.
 
     Raises:
-        TypeError: for a module of another framework, and arguments of other types; when it is called, for a result that
-            is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
+        TypeError: for a module of another framework, and arguments of other types; on MindSpore when it is called, for
+            a result that is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
         ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module to which it was
             applied already, a parameter that belongs to another unit, and a number of ranks that does not divide
             theirs. When the module is called, before communication, where something has taken the place of a

@@ -285,11 +285,15 @@ class Unit:
                 found.append(x)
             return x
 
-        output = map_tensors(output, collect, platform, self._refuse_unknown)
+        output = map_tensors(output, collect, platform, self._unknown)
         new = through(platform, self._returned, call, found)
-        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
-    def _refuse_unknown(self, x: Any) -> Any:
+    def _unknown(self, x: Any) -> Any:
+        """A result that may hold tensors in a way that is not known, such as a cache: what comes back to them comes
+        around the results."""
+        if self.platform.tells_beginning:
+            return x
         raise TypeError(
             f"{self.what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of them"
         )
