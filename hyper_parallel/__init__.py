@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` and `_MODULES` say the same at run time
     from hyper_parallel import checkpoint as checkpoint
     from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard
+    from hyper_parallel.core.data_parallel.meshes import DataParallelMeshDims as DataParallelMeshDims
     from hyper_parallel.core.data_parallel.module_methods import FSDPModule as FSDPModule
     from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
@@ -84,6 +85,7 @@ _HOME_OF = {
     "CommTrace": "hyper_parallel.debug.comm_trace",
     "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
+    "DataParallelMeshDims": "hyper_parallel.core.data_parallel.meshes",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
     "FSDPModule": "hyper_parallel.core.data_parallel.module_methods",
     "HeadNormParallel": "hyper_parallel.core.tensor_parallel.style",

@@ -30,6 +30,10 @@ ON_FOUR = (
 )
 
 
+#: Of `fully_shard` on top.
+SHARDED = ["llama", "llama, odd sizes", "qwen3", "gpt2", "mixtral"] if DEVICE == "cpu" else ["llama"]
+
+
 @pytest.mark.parametrize("case", ON_TWO)
 def test_two_ranks(pool: Any, case: str) -> None:
     pool.run(2, f"{JOBS}:equals", case, {})
@@ -48,6 +52,16 @@ def test_three_ranks_and_a_vocabulary_that_does_not_divide(pool: Any, case: str)
 @pytest.mark.parametrize("case", ["llama", "llama, odd sizes", "qwen3"])
 def test_fully_shard_of_torch(pool: Any, case: str) -> None:
     pool.run(4, f"{JOBS}:fully_sharded", case)
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_fully_shard(pool: Any, case: str) -> None:
+    pool.run(4, f"{JOBS}:sharded_on_both", case, {})
+
+
+@pytest.mark.parametrize(("world_size", "case"), list(zip((2, 3, 4, 2, 3), SHARDED, strict=False)))
+def test_fully_shard_without_tensor_parallelism(pool: Any, world_size: int, case: str) -> None:
+    pool.run(world_size, f"{JOBS}:sharded_alone", case)
 
 
 def test_llama_communicates_as_megatron_does(pool: Any) -> None:

@@ -14,6 +14,7 @@ from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     DeviceMesh,
     DTensor,
     FSDPModule,
@@ -117,6 +118,7 @@ def train(model: Any, x: Any) -> None:
     distribute_module(model, mesh)
     unit = fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(), offload_policy=OFFLOAD)
     assert isinstance(unit, FSDPModule)
+    fully_shard([model], mesh=mesh, reshard_after_forward=2, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     unit.set_requires_gradient_sync(False)
     y = distribute_tensor(x, mesh, placements)
     assert isinstance(y, DTensor)

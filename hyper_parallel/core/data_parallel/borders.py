@@ -10,7 +10,16 @@ from hyper_parallel.core.data_parallel.trees import map_tensors
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call
 
-__all__ = ["Guard", "through"]
+__all__ = ["Guard", "cast", "through"]
+
+
+def cast(tree: Any, dtype: Any, platform: Any) -> Any:
+    """``tree`` with floating point tensors of ``dtype``."""
+
+    def convert(x: Any) -> Any:
+        return platform.to_dtype(x, dtype) if platform.is_floating_point(x) and x.dtype != dtype else x
+
+    return map_tensors(tree, convert, platform, lambda x: x)
 
 
 def through(platform: Any, function: Callable[..., Sequence[Any]], call: Call, xs: Sequence[Any]) -> dict[int, Any]:

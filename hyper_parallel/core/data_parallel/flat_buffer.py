@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.blocks import Block, columns_of
+from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
@@ -26,6 +27,9 @@ class FlatBuffer:
 
     Attributes:
         reduce_dtype: see there.
+        comms: what does its collectives.
+        part: while the parameters are sharded over fewer ranks than those of ``mesh``, this rank's part of `whole`, and
+            the mesh of these ranks, in its last dimension.
         whole: the storage, as a 1-D tensor, which has no memory while the parameters are sharded. None before it is
             first needed in a forward that is recorded; others have their own.
     """
@@ -41,6 +45,8 @@ class FlatBuffer:
         #: What every rank has whole.
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
+        self.comms = Comms()
+        self.part: tuple[Any, DeviceMesh] | None = None
         self._flat: Any = None  # the storage of this rank's shards, where they lie in one
         self._sent_flat: Any = None  # the same as it is gathered, where that is the same memory
         self.whole: Any = None
@@ -57,11 +63,33 @@ class FlatBuffer:
             return
         work, gathered, own = None, None, {}
         if self._length:
-            gathered = self.platform.factory("empty", (self._size * self._length,), None, self._dtype)
-            work = asynchronous.start("all_gather", gathered, self._row(parameters), self.mesh, self._dim)
+            row = self.comms.operand("all_gather", self._row(parameters), self.mesh)
+            gathered = self.comms.buffer("all_gather", self._size * self._length, row, self.mesh)
+            work = self.comms.start("all_gather", gathered, row, self.mesh, self._dim)
         if self._not_sent:
             own = {i: self._sent(parameters[i]) for i in self._not_sent}
         self._under_way = work, gathered, own
+
+    def shrink(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's part of `whole`, which is freed then: parts of equal size over the last dimension of
+        ``mesh``."""
+        platform, count, size = self.platform, self.whole.shape[0], mesh.shape[-1]
+        width = -(-count // size)
+        start = min(mesh.get_local_rank(mesh.ndim - 1) * width, count)
+        length = min(width, count - start)
+        part = platform.clone(platform.narrow(platform.detach(self.whole), 0, start, length))
+        if length < width:
+            part = platform.join([part, platform.zeros((width - length,), part)])
+        self.part = part, mesh
+
+    def start_from_part(self) -> None:
+        """Begin to gather what `shrink` has kept, unless gathering has begun."""
+        if self._under_way is None:
+            assert self.part is not None
+            part, mesh = self.part
+            gathered = self.comms.buffer("all_gather", mesh.shape[-1] * part.shape[0], part, mesh)
+            work = self.comms.start("all_gather", gathered, part, mesh, mesh.ndim - 1)
+            self._under_way = work, gathered, None
 
     def _sent(self, x: Any) -> Any:
         """A shard as it is gathered."""
@@ -93,6 +121,12 @@ class FlatBuffer:
         """Wait for what was begun: the storage of whole parameters; with ``keep`` it is `whole`."""
         work, gathered, own = self._under_way
         self._under_way = None
+        if own is None:
+            work.wait()
+            with self.platform.no_grad():
+                pieces = [self.platform.narrow(gathered, 0, 0, self.whole.shape[0])]
+                self.platform.refill_storage(self.whole, pieces)
+            return self.whole
         if work is not None:
             work.wait()
         if keep and self._unpack is not None:
@@ -171,7 +205,8 @@ class FlatBuffer:
         if selection is None:
             selection = self._selections[key] = Selection(self, [self.blocks[i] for i in key])
         used = [g is not None for g in cotangents]
-        return Reduction(self.mesh, selection, used, selection.rows_of(cotangents, used), op)
+        rows = selection.rows_of(cotangents, used)
+        return Reduction(self.mesh, selection, used, rows, op, self.comms)
 
 
 class Selection:
@@ -242,13 +277,16 @@ class Reduction:
         used: of each, whether this rank has a cotangent.
         summands: the rows of all ranks, one after the other.
         op: as in `FlatBuffer.reduce`.
+        comms: of the buffer.
     """
 
-    def __init__(self, mesh: DeviceMesh, selection: Selection, used: Sequence[bool], summands: Any, op: str) -> None:
-        self.mesh, self._selection, self.used, self._op = mesh, selection, used, op
-        self._mine = mesh.platform.factory("empty", (selection.length,), None, summands.dtype)
-        self._summands = summands  # until it was sent
-        self._work: Any = asynchronous.start("reduce_scatter", self._mine, summands, mesh, mesh.ndim - 1, op)
+    def __init__(
+        self, mesh: DeviceMesh, selection: Selection, used: Sequence[bool], summands: Any, op: str, comms: Comms
+    ) -> None:
+        self.mesh, self._selection, self.used, self._op, self._comms = mesh, selection, used, op, comms
+        self._mine = comms.buffer("reduce_scatter", selection.length, summands, mesh)
+        self._summands = comms.operand("reduce_scatter", summands, mesh)  # until it was sent
+        self._work: Any = comms.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
 
     def row(self) -> Any:
         """Wait. This rank's row."""
@@ -263,12 +301,15 @@ class Reduction:
         self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
 
     def shards(self, factor: float = 1.0) -> list[Any]:
-        """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used."""
-        selection, whole = self._selection, self.row()
-        platform = selection.platform
+        """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used, as far as nothing
+        has been added to it since."""
+        selection, whole, hook = self._selection, self.row(), self._comms.all_reduce_hook
+        platform, flags = selection.platform, selection.width
+        if hook is not None:
+            hook(whole if whole.shape[0] == flags else platform.narrow(whole, 0, 0, flags))
         mine = whole if factor == 1.0 else whole * factor
         if selection.shapes is not None and all(self.used):
-            return platform.part(platform.narrow(mine, 0, 0, selection.width), selection.shapes)
+            return platform.part(platform.narrow(mine, 0, 0, flags), selection.shapes)
         found: list[Any] = []
         start = 0
         for i, block in enumerate(selection.blocks):
@@ -276,9 +317,10 @@ class Reduction:
             start += block.reduced
             # Another rank may have used it; those that have know without looking.
             unused = (
-                platform.tells_unused
+                hook is None
+                and platform.tells_unused
                 and not self.used[i]
-                and not float(platform.narrow(whole, 0, selection.width + i, 1).sum())
+                and not float(platform.narrow(whole, 0, flags + i, 1).sum())
             )
             found.append(None if unused else block.shard_from(row))
         return found

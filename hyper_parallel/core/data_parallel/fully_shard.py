@@ -5,16 +5,17 @@ Each call makes a unit (`unit.py`) of the parameters below a module that belong 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.meshes import DataParallelMeshDims, data_parallel_mesh, fewer_ranks
 from hyper_parallel.core.data_parallel.module_methods import FSDPModule
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.data_parallel.units import is_unit, make_unit, unit_of
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
@@ -33,11 +34,12 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[Any], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - cannot be changed
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: Iterable[Any] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard the parameters of a module over data-parallel ranks (ZeRO-3), in place.
 
@@ -54,26 +56,31 @@ def fully_shard(
     module returns and nothing else: not through an auxiliary loss that its forward sets as an attribute.
 
     Args:
-        module: module of the selected platform.
+        module: module of the selected platform, or a list of some that are one unit: its parameters are gathered when
+            the first of them runs, and given back when all have run, or the outermost unit's forward is over.
         mesh: of one dimension, over which is sharded, or of two, of which the first replicates and the second shards.
             None is the one entered with ``with mesh:``, or else all ranks in one dimension.
         reshard_after_forward: give the whole parameters back after forward, and gather again in backward. None is True
-            for all but the outermost unit, with which backward begins.
+            for all but the outermost unit, with which backward begins. A number n, which divides that of the ranks that
+            shard, has each n ranks that follow each other keep the parameters between them, to gather them faster. All
+            ranks of the world call it then.
         shard_placement_fn: ``shard_placement_fn(parameter)`` gives the `Shard` by which a parameter is cut; None is
             ``Shard(0)``. Sizes need not divide.
         mp_policy: in which dtypes to compute and communicate.
         offload_policy: where shards are kept.
         ignored_params: parameters that are left as they are.
+        dp_mesh_dims: which dimensions of ``mesh``, then the mesh of the whole job, shard and replicate.
 
     Returns:
-        ``module``, which is an `FSDPModule` too.
+        ``module``, which is an `FSDPModule` too, as are the modules of a list.
 
     Raises:
-        TypeError: for a module of another framework, and arguments of other types; when it is called, for a result that
-            is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
+        TypeError: for a module of another framework, and arguments of other types; on MindSpore when it is called, for
+            a result that is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
         ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module to which it was
-            applied already, and a parameter that belongs to another unit. When the module is called, before
-            communication, where something has taken the place of a parameter.
+            applied already, a parameter that belongs to another unit, and a number of ranks that does not divide
+            theirs. When the module is called, before communication, where something has taken the place of a
+            parameter.
         RuntimeError: when it is called inside what a compiler traces; for gradients of gradients; for a parameter that
             was changed between forward and backward.
 
@@ -89,45 +96,73 @@ def fully_shard(
 
     Source: ``torch.distributed.fsdp.fully_shard``; Rajbhandari et al. 2020.
     """
-    mesh = _mesh(mesh)
+    mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     platform = bind_platform(mesh.platform)
-    if not isinstance(module, platform.Module):
-        raise TypeError(
-            f"fully_shard takes a {platform.Module.__name__} of the platform {platform.name!r}, got "
-            f"{type(module).__name__}"
-        )
-    _check_options(reshard_after_forward, mp_policy, offload_policy)
+    modules = _listed(module, platform)
+    _check_options(mp_policy, offload_policy)
     mesh.require_member("fully_shard")
-    name_of_unit = type(module).__name__
-    if is_unit(module):
-        raise ValueError(f"fully_shard was applied to this {name_of_unit} already")
+    name_of_unit = " and ".join(type(one).__name__ for one in modules)
+    fewer = fewer_ranks(mesh, reshard_after_forward)
     ignored = {id(p) for p in ignored_params or ()}
     slots: list[Slot] = []
     placed: dict[int, tuple[int, Layout, Layout | None, int | None]] = {}  # by id: index, layouts, dimension
     parameters: list[tuple[Any, str, Any]] = []
-    for path, holder in _modules_of(module, platform):
+    for root, path, holder in _modules_of(modules, platform):
         for name, p in platform.named_parameters(holder):
             if id(p) in ignored:
                 continue
-            what = f"fully_shard: parameter {_join(path, name)!r} of {name_of_unit}"
+            what = f"fully_shard: parameter {_join(path, name)!r} of {type(modules[root]).__name__}"
             if id(p) not in placed:
                 placed[id(p)] = (len(parameters), *_placement(p, mesh, shard_placement_fn, what))
                 parameters.append((holder, name, p))
             index, layout, _, _ = placed[id(p)]
-            slots.append(Slot(path, name, index, layout))
+            slots.append(Slot(path, name, index, layout, root))
     entries = list(placed.values())
     shapes = [tuple(platform.shape_of(p)) for _, _, p in parameters]
     inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
-    plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy)
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None:
+        reshard_after_forward = reshard_after_forward > 1
+    plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer)
     for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
         with platform.no_grad(), platform.no_dispatch():
             local = plan.kept(_shard_of(platform.detach(p), mesh, dim))
         platform.set_distributed_parameter(holder, name, local, layout)
         _OWNED.set(platform.own_parameters(holder)[name], f"{name!r} of {type(holder).__name__}")
-    make_unit(module, plan)
+    make_unit(modules, plan)
     what = f"{name_of_unit} under fully_shard"
-    platform.replace_forward(module, lambda forward: _sharded(forward, platform, what), FSDPModule)
+    for one in modules:
+        platform.replace_forward(one, lambda forward: _sharded(forward, platform, what), FSDPModule)
     return module
+
+
+def _listed(module: Any, platform: Any) -> list[Any]:
+    """The modules that are to be one unit.
+
+    Raises:
+        TypeError: for what is no module, nor several.
+        ValueError: for modules of which one is inside of another, or is in a unit already.
+    """
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for one in modules:
+        if not isinstance(one, platform.Module):
+            raise TypeError(
+                f"fully_shard takes a {platform.Module.__name__} of the platform {platform.name!r}, or a list of them, "
+                f"got {type(one).__name__}"
+            )
+        if is_unit(one):
+            raise ValueError(f"fully_shard was applied to this {type(one).__name__} already")
+    if not modules or _meet(modules, platform):
+        raise ValueError(
+            "fully_shard takes a list of modules of which none is, or is inside of, another one, got "
+            f"{[type(one).__name__ for one in modules]}"
+        )
+    return modules
+
+
+def _meet(modules: Sequence[Any], platform: Any) -> bool:
+    """Whether one of the modules is another one, or inside of it."""
+    below = [{id(inner) for _, inner in platform.named_modules(one)} for one in modules]
+    return any(id(one) in inner for i, one in enumerate(modules) for j, inner in enumerate(below) if i != j)
 
 
 def buffers_of(module: Any) -> list[FlatBuffer]:
@@ -146,24 +181,7 @@ def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[
     return run
 
 
-def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    if mesh is None:
-        mesh = current_mesh() or init_device_mesh()
-    mesh = resolve_mesh(mesh, "fully_shard")
-    if mesh.ndim > 2:
-        raise ValueError(
-            "fully_shard takes a mesh of one dimension, which shards, or of two, of which the first replicates; got "
-            f"one of shape {mesh.shape}: pass mesh['dp'], or mesh['dp_replicate', 'dp_shard']"
-        )
-    return mesh
-
-
-def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise TypeError(
-            f"fully_shard(reshard_after_forward=...) is True, False or None, got {reshard_after_forward!r}; to "
-            "shard over fewer ranks after forward, which is what a number means elsewhere, is not supported"
-        )
+def _check_options(mp_policy: Any, offload_policy: Any) -> None:
     for keyword, given, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -175,16 +193,18 @@ def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: A
             )
 
 
-def _modules_of(module: Any, platform: Any) -> Iterator[tuple[str, Any]]:
-    """The modules below that are in no unit yet, with their paths."""
-    inside: tuple[str, ...] = ()
-    for path, submodule in platform.named_modules(module):
-        if path.startswith(inside):
-            continue
-        if is_unit(submodule):
-            inside = (*inside, f"{path}.")
-        else:
-            yield path, submodule
+def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, str, Any]]:
+    """The modules below that are in no unit yet, with the number of the one of ``modules`` that they are below, and
+    their paths from there."""
+    for root, module in enumerate(modules):
+        inside: tuple[str, ...] = ()
+        for path, submodule in platform.named_modules(module):
+            if path.startswith(inside):
+                continue
+            if is_unit(submodule):
+                inside = (*inside, f"{path}.")
+            else:
+                yield root, path, submodule
 
 
 def _placement(

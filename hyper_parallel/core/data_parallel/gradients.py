@@ -85,7 +85,7 @@ class Gradients:
                 self._sums[buffer] = kept
                 return nothing
             cotangents = [kept.get(i) for i in indices]
-        op, factor = self._scale(model)
+        op, factor = self._scale(model, buffer)
         if model.delayed:
             # What it sends is as large as the unit: one reduction is under way at a time.
             model.delayed[-1][0].row()
@@ -116,13 +116,15 @@ class Gradients:
         model.delayed.append((reduction, deliver))
         return nothing
 
-    def _scale(self, model: Model) -> tuple[str, float]:
+    def _scale(self, model: Model, buffer: FlatBuffer) -> tuple[str, float]:
         """The operation by which gradients are reduced, and what the result is to be multiplied by."""
         if model.one_loss:
             return "sum", 1.0
         if self.divide_factor is not None:
             return "sum", 1 / self.divide_factor
-        return ("sum", 1 / self._plan.mesh.size()) if self.force_sum else ("avg", 1.0)
+        # What a program brings may know sums alone, as gloo does.
+        force_sum = self.force_sum or buffer.comms.reduce_scatter is not None
+        return ("sum", 1 / self._plan.mesh.size()) if force_sum else ("avg", 1.0)
 
 
 def _add_to_gradient(parameter: Any, gradient: Any) -> None:

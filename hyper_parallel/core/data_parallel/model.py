@@ -69,6 +69,8 @@ class Model:
 
     def end(self, complete: bool) -> None:
         """It has ended, or failed."""
+        for unit in self._began:
+            unit.forward_is_over()
         if complete:
             self._order = tuple(self._began)
         self.drop_ahead()
@@ -82,10 +84,10 @@ class Model:
         elif at + 1 < len(order) and order[at] is unit:
             self.gather_ahead(order[at + 1 : at + 2])
 
-    def gather_ahead(self, units: Sequence[Unit]) -> None:
-        """Begin to gather the parameters of units that are needed next."""
+    def gather_ahead(self, units: Sequence[Unit], again: bool = False) -> None:
+        """Begin to gather the parameters of units that are needed next, ``again`` in backward."""
         for unit in units:
-            if unit.parameters.start():
+            if unit.parameters.start(again=again):
                 self._ahead.append(unit)
 
     def drop_ahead(self) -> None:
@@ -177,14 +179,14 @@ class BackwardPass:
         unit.open(call)
         order, model = self._model.order, self._model
         if unit.backward_prefetch:
-            model.gather_ahead(unit.backward_prefetch)
+            model.gather_ahead(unit.backward_prefetch, True)
             return
         at = next((i for i in range(min(self._position, len(order)) - 1, -1, -1) if order[i] is unit), None)
         if at is not None:
             self._position = at
             before = next((u for u in reversed(order[:at]) if u not in self._open), None)
             if before is not None:
-                model.gather_ahead((before,))
+                model.gather_ahead((before,), True)
 
     def hold(self, unit: Unit, call: Call) -> None:
         """Have ``unit`` whole until the pass is over."""

@@ -71,7 +71,7 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward, unit.fewer = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are sharded again after backward. When they are not, the next forward gathers nothing, for
@@ -149,38 +149,80 @@ class FSDPModule:
         """
         unit_of(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
-    # ---------------------------------------------------------------------- what there is not
+    # ---------------------------------------------------------------------- communication
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Not supported.
+        """Let ``comm`` gather the parameters of this unit.
+
+        Args:
+            comm: has ``allocate(size, *, dtype, device)``, which gives a buffer, and ``__call__(output_tensor,
+                input_tensor, group, async_op=True)``, which begins to gather the 1-D ``input_tensor`` of every rank of
+                ``group``, a group of the framework's own, into ``output_tensor``, and returns what has ``wait()``, or
+                None when that is done. None is the platform's own again.
 
         Raises:
-            NotImplementedError: always.
+            TypeError: for what has neither.
+
+        Source: ``torch.distributed.fsdp.FSDPModule.set_custom_all_gather``.
         """
-        raise _not_there("set_custom_all_gather", "collectives are those of the platform: see docs/platform.md")
+        unit_of(self).parameters.comms.all_gather = _comm(comm, "set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Not supported.
+        """Let ``comm`` reduce the gradients of this unit and scatter them. They are summed, and divided after.
+
+        Args:
+            comm: as in `set_custom_all_gather`, with ``__call__(output_tensor, input_tensor, group, op,
+                async_op=True)``, where ``op`` is the framework's own.
 
         Raises:
-            NotImplementedError: always.
+            TypeError: for what has neither.
+
+        Source: ``torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter``.
         """
-        raise _not_there("set_custom_reduce_scatter", "collectives are those of the platform: see docs/platform.md")
+        unit_of(self).parameters.comms.reduce_scatter = _comm(comm, "set_custom_reduce_scatter")
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Not supported.
+        """Have ``hook(row)`` called for each reduction of gradients of this unit.
+
+        Parameters that no rank has used count as used then, with gradients of zeros: the hook may add to them.
+
+        Args:
+            hook: gets the plain 1-D tensor that holds this rank's shards of the gradients, one after the other, reduced
+                over all dimensions of the mesh. What it writes there in place counts. None is no hook.
+            stream: None. The hook runs where gradients are waited for.
 
         Raises:
-            NotImplementedError: always.
+            TypeError: for what cannot be called.
+            ValueError: for a stream.
+
+        Source: ``torch.distributed.fsdp.FSDPModule.set_all_reduce_hook``.
         """
-        raise _not_there("set_all_reduce_hook", "give a mesh of two dimensions, of which the first replicates")
+        if hook is not None and not callable(hook):
+            raise TypeError(f"set_all_reduce_hook takes a function of a tensor, got {hook!r}")
+        if stream is not None:
+            raise ValueError(
+                "set_all_reduce_hook(stream=...): reductions are waited for on the current stream, where the hook "
+                "runs. Let the hook enter a stream of its own, and wait for it at its end"
+            )
+        unit_of(self).parameters.comms.all_reduce_hook = hook
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Not supported.
+        """Have the next forward wait for ``event``, recorded after the optimizer's step, before it gathers parameters.
+        For the outermost unit, and one forward.
+
+        Without it, gathers come after all that was begun before them on the current stream: that is enough where the
+        optimizer steps there.
+
+        Args:
+            event: has ``wait()``, which lets the current stream wait.
 
         Raises:
-            NotImplementedError: always.
+            TypeError: for what has not.
+
+        Source: ``torch.distributed.fsdp.FSDPModule.set_post_optim_event``.
         """
-        raise _not_there("set_post_optim_event", "gathers begin in the order of the program, and need no event")
+        if not callable(getattr(event, "wait", None)):
+            raise TypeError(f"set_post_optim_event takes an event, which has wait(), got {event!r}")
+        unit_of(self).post_optim_event = event
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         if not recurse:
@@ -198,5 +240,10 @@ def _units_of(modules: Sequence[Any], method: str) -> list[Unit]:
     return [unit_of(module) for module in modules]
 
 
-def _not_there(method: str, why: str) -> NotImplementedError:
-    return NotImplementedError(f"{method} is not supported: {why}")
+def _comm(comm: Any, method: str) -> Any:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(
+            f"{method} takes an object with allocate(size, *, dtype, device) and __call__(output_tensor, input_tensor, "
+            f"group, ..., async_op), as torch.distributed.fsdp has them, got {comm!r}"
+        )
+    return comm

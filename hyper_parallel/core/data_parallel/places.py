@@ -19,6 +19,7 @@ class Slot:
 
     Attributes:
         path: of the module, from that of the unit.
+        root: which of the unit's modules that is, where it is of several.
         name: of the parameter there.
         index: which of the unit's parameters it is; modules that share one have slots of the same index.
         layout: of the shard.
@@ -28,24 +29,25 @@ class Slot:
     name: str
     index: int
     layout: Layout
+    root: int = 0
 
     def __str__(self) -> str:
         return repr(f"{self.path}.{self.name}" if self.path else self.name)
 
 
 class Places:
-    """The slots of one module object. It keeps none of the modules alive.
+    """The slots of the module objects of a unit. It keeps none of the modules alive.
 
     Args:
-        module: that of the unit.
+        modules: those of the unit.
         slots: all of the unit.
         what: the unit, for messages.
     """
 
-    def __init__(self, platform: Any, module: Any, slots: Sequence[Slot], what: str) -> None:
+    def __init__(self, platform: Any, modules: Sequence[Any], slots: Sequence[Slot], what: str) -> None:
         self._own, self._what = platform.own_parameters, what
         self._slots = [
-            (weakref.ref(attrgetter(slot.path)(module) if slot.path else module), slot.name, slot.index, slot.layout)
+            (weakref.ref(_module_at(modules[slot.root], slot.path)), slot.name, slot.index, slot.layout)
             for slot in slots
         ]
         self._described = slots
@@ -101,3 +103,7 @@ class Places:
         self._shards, found = kept
         for table, name, x in found:
             table[name] = x
+
+
+def _module_at(module: Any, path: str) -> Any:
+    return attrgetter(path)(module) if path else module

@@ -24,7 +24,8 @@ class Plan:
         inner: of each, its layout on another mesh, as a tensor-parallel style has placed it; None for a plain one.
         shapes: of each, the local shape under that.
         dims: of each, the dimension that is cut, None for what every rank has whole.
-        reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them.
+        reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them. A number of ranks is True.
+        fewer: the mesh of these ranks, in its last dimension; None where there is none.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Plan:
         reshard_after_forward: bool | None,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
+        fewer: DeviceMesh | None = None,
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
-        self.shapes, self.dims = tuple(shapes), tuple(dims)
+        self.shapes, self.dims, self.fewer = tuple(shapes), tuple(dims), fewer
         self.reshard_after_forward, self.mp_policy, self.offload_policy = (
             reshard_after_forward,
             mp_policy,

@@ -58,15 +58,19 @@ class Results:
                 found.append(x)
             return x
 
-        output = map_tensors(output, collect, platform, self._refuse_unknown)
+        output = map_tensors(output, collect, platform, self._unknown)
         new = through(platform, self._identity, call, found)
-        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._refuse_unknown)
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
     def _holds(self, x: Any) -> bool:
         """Whether a plain tensor lies in memory that is given back."""
         return any(buffer.holds(x) for buffer in self._parameters.buffers)
 
-    def _refuse_unknown(self, x: Any) -> Any:
+    def _unknown(self, x: Any) -> Any:
+        """A result that may hold tensors in a way that is not known, such as a cache: what comes back to them comes
+        around the results."""
+        if self._platform.tells_beginning:
+            return x
         raise TypeError(
             f"{self._what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of "
             "them"

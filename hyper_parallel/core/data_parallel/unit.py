@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import is_distributed, whole_for_all
-from hyper_parallel.core.data_parallel.borders import Guard
+from hyper_parallel.core.data_parallel.borders import Guard, cast
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.results import Results
+from hyper_parallel.core.data_parallel.together import Together
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module
@@ -31,29 +32,37 @@ __all__ = ["Unit"]
 
 
 class Unit:
-    """The unit of one module object.
+    """The unit of one module object, or of several.
+
+    Args:
+        plan: what is the same for modules and their copies.
+        modules: these. They are not kept alive.
 
     Attributes:
         plan: what is the same for a module and its copies.
         what: the unit, for messages.
+        fewer: the mesh, in its last dimension, of the ranks over which parameters are sharded after forward, or None.
         reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
         reshard_after_backward: whether parameters are sharded again after backward.
         gradients: how they are reduced.
         parameters: sharded or whole.
         model: what it shares with the other units below the outermost one; None before the first forward.
         forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
+        post_optim_event: what the next forward waits for; None is nothing.
     """
 
-    def __init__(self, plan: Plan, module: Any) -> None:
-        self.plan, self.platform = plan, plan.mesh.platform
-        self.what = f"{type(module).__name__} under fully_shard"
+    def __init__(self, plan: Plan, modules: Sequence[Any]) -> None:
+        self.plan, self.platform, self.fewer = plan, plan.mesh.platform, plan.fewer
+        self.what = f"{' and '.join(type(module).__name__ for module in modules)} under fully_shard"
         self.reshard_after_forward = plan.reshard_after_forward
         self.reshard_after_backward = True
         self.gradients = Gradients(plan)
         self.forward_prefetch: Sequence[Unit] = ()
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
-        self.parameters = UnitParameters(plan, module, self.what)
+        self.parameters = UnitParameters(plan, modules, self.what)
+        self._together = Together(len(modules))
+        self.post_optim_event: Any = None
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
         #: The buffers of these, and of each buffer those that gradients are asked for.
@@ -77,7 +86,7 @@ class Unit:
         model: Any = self.model
         policy = self.plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = self._cast((args, kwargs), policy.param_dtype)
+            args, kwargs = cast((args, kwargs), policy.param_dtype, platform)
         inputs = tensors_in((args, kwargs), platform)
         self._check_batch(inputs, not running and not again)
         outermost = not running and not again and model.outermost() is self
@@ -85,12 +94,15 @@ class Unit:
             self.parameters.scope = current_module()
         if outermost:
             model.begin()
+        if self.post_optim_event is not None:
+            event, self.post_optim_event = self.post_optim_event, None
+            event.wait()
         token, summed = RUNNING.set((*running, self)), SUMMED_OVER.set(self.plan.mesh if model.one_loss else None)
         complete = False
         try:
             output = self._run(module, forward, args, kwargs, inputs, running, again)
             complete = True
-            return output if policy.output_dtype is None else self._cast(output, policy.output_dtype)
+            return output if policy.output_dtype is None else cast(output, policy.output_dtype, platform)
         finally:
             RUNNING.reset(token)
             SUMMED_OVER.reset(summed)
@@ -109,15 +121,6 @@ class Unit:
                 f"{self.what} was called with {given}, and the outermost module under fully_shard with {others}: "
                 "whether the data-parallel ranks have one loss or one each depends on which, so give all units the same"
             )
-
-    def _cast(self, tree: Any, dtype: Any) -> Any:
-        """``tree`` with floating point tensors of ``dtype``."""
-        platform = self.platform
-
-        def cast(x: Any) -> Any:
-            return platform.to_dtype(x, dtype) if platform.is_floating_point(x) and x.dtype != dtype else x
-
-        return map_tensors(tree, cast, platform, lambda x: x)
 
     def _run(
         self,
@@ -138,29 +141,48 @@ class Unit:
             asked = any(platform.requires_grad(parameters[of_buffer[0]]) for of_buffer in trained if of_buffer)
             recorded = asked or any(map(platform.requires_grad, inputs))
             call = Call(parameters, trained, recorded, running)
-            self.parameters.check_kept(parameters)
-            values = self.parameters.gather(recorded and platform.frees_storage, parameters)
-            wholes = self._wholes(call, values, asked)
+            first, shared = True, self._together.call_of(module, asked, again)
+            if shared is not None:
+                first, (call, wholes) = False, shared
+            else:
+                if not again:
+                    self.forward_is_over()
+                    self.parameters.drop_parts()
+                self.parameters.check_kept(parameters)
+                values = self.parameters.gather(recorded and platform.frees_storage, parameters)
+                wholes = self._wholes(call, values, asked)
+                self._together.begin(module, call, wholes, asked, again)
         try:
             self.parameters.show(wholes, parameters)
             del wholes
             if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
                 args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
-            elif asked and not again and platform.frees_storage:
+            elif asked and first and not again and platform.frees_storage:
                 args, kwargs = self._watched(args, kwargs, inputs)
             try:
-                if not again:
+                if first and not again:
                     model.entered(self)
                 output = forward(module, *args, **kwargs)
             finally:
                 self.parameters.hide()
             return self._results.opening(output, call, model.one_loss) if recorded and self.plan.slots else output
         finally:
-            if recorded and self.plan.slots:
+            if first and recorded and self.plan.slots:
                 model.recorded(self, call)
-            if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
-                call.freed = True
-                self.parameters.free()
+            if self._together.is_over or not running:
+                self.forward_is_over(call)
+
+    def forward_is_over(self, call: Call | None = None) -> None:
+        """Give the whole parameters back, unless they are to stay; of the call of several modules that runs where none
+        is given."""
+        call, model = self._together.end() or call, self.model
+        if call is None or model is None:
+            return
+        if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
+            call.freed = True
+            if self.fewer is not None:
+                self.parameters.shrink(self.fewer)
+            self.parameters.free()
 
     def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
         """The arguments, such that backward tells when the cotangent of the input is there. Of several inputs, or a
@@ -242,11 +264,9 @@ class Unit:
     def _check_reached(self, call: Call) -> None:
         """Raise RuntimeError where backward has come to the parameters and not through what the call has returned, on a
         platform that did not say so before, when they could still be made whole."""
-        assert self.model is not None
-        running = self.model.this_pass()
-        if running is None or call.reached == running.number:
-            return
-        call.check_whole(self.what)
+        running = None if self.model is None else self.model.this_pass()
+        if running is not None and call.reached != running.number:
+            call.check_whole(self.what)
 
     def _one_less_awaited(self) -> None:
         """The cotangents of one buffer are there, or that of the input. After all of them nothing reads the whole
@@ -331,6 +351,11 @@ class Unit:
                 for i in trained:
                     self._leaves[i].grad = None
                 self._reduce(b, self.parameters.places.parameters(), trained, cotangents, True)
+        self.parameters.drop_parts()
+        if self.reshard_after_backward:
+            self.parameters.free()
+        else:
+            self.parameters.keep()
 
     def abandon(self) -> None:
         """Backward has failed."""

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.call import versions_of
+from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 __all__ = ["UnitParameters"]
 
@@ -22,7 +24,7 @@ class UnitParameters:
 
     Args:
         plan: that of the unit.
-        module: that of the unit. It is not kept alive.
+        modules: those of the unit. They are not kept alive.
         what: the unit, for messages.
 
     Attributes:
@@ -31,15 +33,17 @@ class UnitParameters:
         places: where modules look for them.
         is_open: whether a backward needs the whole parameters.
         scope: the module that is recorded with the gathering, also where another unit has it begin; None until known.
+        comms: what does the collectives of the buffers.
     """
 
-    def __init__(self, plan: Plan, module: Any, what: str) -> None:
+    def __init__(self, plan: Plan, modules: Sequence[Any], what: str) -> None:
         self._plan, self._platform, self._what = plan, plan.mesh.platform, what
-        self.places = Places(self._platform, module, plan.slots, what)
+        self.places = Places(self._platform, modules, plan.slots, what)
         self.buffers: list[FlatBuffer] = []
         self.members: list[list[int]] = []
         self.is_open = False
         self.scope: str | None = None
+        self.comms = Comms()
         self._dtypes: list[Any] | None = None
         #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
@@ -55,6 +59,8 @@ class UnitParameters:
         if self._dtypes != dtypes:
             self.drop()
             self.buffers, self.members = self._plan.buffers(parameters)
+            for buffer in self.buffers:
+                buffer.comms = self.comms
             self._dtypes = dtypes
         return parameters
 
@@ -78,26 +84,31 @@ class UnitParameters:
             )
 
     # ---------------------------------------------------------------------- whole and sharded
-    def start(self, parameters: Sequence[Any] | None = None) -> bool:
+    def start(self, parameters: Sequence[Any] | None = None, again: bool = False) -> bool:
         """Begin to gather; returns False where nothing is to be done.
 
         Args:
             parameters: what `shards` has said right now, if anybody has asked.
+            again: in a backward: from what was kept on fewer ranks, if anything was.
         """
         if self._values is not None or not self._plan.slots or self._under_way:
             return False
         with self._platform.no_dispatch():
             given = self.shards() if parameters is None else parameters
             if LISTENERS:
-                run_in_module(current_module() if self.scope is None else self.scope, lambda: self._begin(given))
+                scope = current_module() if self.scope is None else self.scope
+                run_in_module(scope, lambda: self._begin(given, again))
             else:
-                self._begin(given)
+                self._begin(given, again)
         self._under_way = True
         return True
 
-    def _begin(self, parameters: Sequence[Any]) -> None:
+    def _begin(self, parameters: Sequence[Any], again: bool) -> None:
         for buffer, members in zip(self.buffers, self.members, strict=True):
-            buffer.start([parameters[i] for i in members])
+            if again and buffer.part is not None:
+                buffer.start_from_part()
+            else:
+                buffer.start([parameters[i] for i in members])
 
     def drop(self) -> None:
         """Forget what was begun and not needed."""
@@ -146,8 +157,21 @@ class UnitParameters:
     def open(self) -> None:
         """A backward begins: be whole until `is_open` is False again."""
         if self._values is None:
+            self.start(again=True)
             self.gather(True)
         self.is_open = True
+
+    def shrink(self, mesh: DeviceMesh) -> None:
+        """Before `free`: keep a part of the whole parameters on each rank of the last dimension of ``mesh``."""
+        if self._values is not None and not self.is_open and self._kept is None and self._platform.frees_storage:
+            with self._platform.no_grad(), self._platform.no_dispatch():
+                for buffer in self.buffers:
+                    buffer.shrink(mesh)
+
+    def drop_parts(self) -> None:
+        """Forget what `shrink` has kept."""
+        for buffer in self.buffers:
+            buffer.part = None
 
     def free(self) -> None:
         """Give the whole parameters back."""

@@ -1,7 +1,8 @@
-"""Which module is a unit."""
+"""Which module is a unit, or one of the modules of one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.plan import Plan
@@ -13,11 +14,24 @@ __all__ = ["is_unit", "make_unit", "shows_whole_parameters", "unit_of"]
 
 #: module -> its `Unit`. A copy of a module, which has the plan, makes its own.
 _UNITS = WeakTable()
+#: Attribute of a module of a unit of several: the `_Together` of it.
+_TOGETHER = "_fully_sharded_together"
 
 
-def make_unit(module: Any, plan: Plan) -> None:
-    """Make ``module`` a unit."""
-    object.__setattr__(module, UNIT, plan)
+class _Together:
+    """The modules of one unit. What copies one of them copies them all."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.modules = list(modules)
+
+
+def make_unit(modules: Sequence[Any], plan: Plan) -> None:
+    """Make ``modules`` a unit."""
+    together = _Together(modules)
+    for module in modules:
+        object.__setattr__(module, UNIT, plan)
+        if len(modules) > 1:
+            object.__setattr__(module, _TOGETHER, together)
 
 
 def is_unit(module: Any) -> bool:
@@ -29,8 +43,11 @@ def unit_of(module: Any) -> Unit:
     """The unit of a module to which `fully_shard` was applied, made when it is first asked for."""
     unit = _UNITS.get(module)
     if unit is None:
-        unit = Unit(getattr(module, UNIT), module)
-        _UNITS.set(module, unit)
+        together = vars(module).get(_TOGETHER)
+        modules = [module] if together is None else together.modules
+        unit = Unit(getattr(module, UNIT), modules)
+        for one in modules:
+            _UNITS.set(one, unit)
     return unit
 
 

@@ -43,6 +43,11 @@ class CollectiveRole(ABC):
         more, it is what it brings."""
         return getattr(type(self), collective) is not getattr(CollectiveRole, collective)
 
+    def native_op(self, op: str) -> Any:
+        """What the framework's own collectives take for the reduction ``op``, as in `supports`: for users who bring
+        theirs."""
+        return op
+
     def all_reduce(self, local: Tensor, op: str, group: Group) -> Tensor:
         """Reduce over the group. ``local`` is contiguous and may be overwritten; the result is returned."""
         raise self._missing("all_reduce")

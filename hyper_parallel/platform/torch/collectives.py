@@ -73,6 +73,10 @@ class _Group:
 class CommunicationVerbs(Platform):
     """The verbs of `Platform` about process groups and collectives; a group is a `_Group`."""
 
+    def native_op(self, op: str) -> Any:
+        """See `Platform.native_op`."""
+        return getattr(dist.ReduceOp, op.upper())
+
     #: dtypes that the backend moves natively; others travel as bytes.
     moved_dtypes: ClassVar[frozenset[torch.dtype]]
     #: reduce op -> dtypes that the backend reduces, for all_reduce and for reduce_scatter.

@@ -143,8 +143,17 @@ def refusals(mesh: Any) -> None:
         fully_shard(tensor_parallel, mesh=mesh)
     with fails(TypeError, "takes a"):
         fully_shard(x, mesh=mesh)
-    with fails(TypeError, "reshard_after_forward", "2"):
-        fully_shard(adapter.linear_module(4, 4), mesh=mesh, reshard_after_forward=2)
+    with fails(TypeError, "reshard_after_forward", "2.0"):
+        fully_shard(adapter.linear_module(4, 4), mesh=mesh, reshard_after_forward=2.0)
+    for number in (3, 0, -1):
+        with fails(ValueError, "reshard_after_forward", "does not divide 2"):
+            fully_shard(adapter.linear_module(4, 4), mesh=mesh, reshard_after_forward=number)
+    mlp = adapter.Mlp(4, 4)
+    for modules in ([], [mlp, mlp.up], [mlp.up, mlp.up]):
+        with fails(ValueError, "list of modules"):
+            fully_shard(modules, mesh=mesh)
+    with fails(TypeError, "list of them"):
+        fully_shard([mlp, 3], mesh=mesh)
     with fails(TypeError, "mp_policy"):
         fully_shard(adapter.linear_module(4, 4), mesh=mesh, mp_policy=OffloadPolicy())
     with fails(TypeError, "shard_placement_fn", "Replicate"):

@@ -213,8 +213,10 @@ def methods(mesh: Any) -> None:
         "set_all_reduce_hook",
         "set_post_optim_event",
     ):
-        with pytest.raises(NotImplementedError, match=refused):
-            getattr(block, refused)(None)
+        with fails(TypeError, refused):
+            getattr(block, refused)(3)
+    with fails(ValueError, "stream"):
+        block.set_all_reduce_hook(print, stream=3)
     with fails(ValueError, "set_modules_to_forward_prefetch", "fully_shard was applied"):
         block.set_modules_to_forward_prefetch([single])
     with fails(ValueError, "set_gradient_divide_factor"):

@@ -29,7 +29,10 @@ class Output:
 
 
 class Unknown:
-    """Could hold tensors."""
+    """Holds a tensor where nobody looks for one."""
+
+    def __init__(self, y: Any) -> None:
+        self.y = y
 
 
 #: What a linear module returns in place of y -> what is to be compared of it.
@@ -94,10 +97,23 @@ def test_results_in_nests(pool: Any, world_size: int) -> None:
 @spmd.on_mesh()
 def refused(mesh: Any) -> None:
     adapter = get_adapter()
-    sharded = fully_shard(returning(mesh, lambda y, w: Unknown()), mesh=mesh)
     x = np.ones((2, SIZES[0]), np.float32)
-    with pytest.raises(TypeError, match=r"Unknown.*return tensors"):
-        adapter.model_value_and_grads(sharded, lambda x: (adapter.call(sharded, x), None), x)
+    single = returning(mesh, lambda y, w: y)
+    sharded = fully_shard(returning(mesh, lambda y, w: Unknown(y)), mesh=mesh, reshard_after_forward=True)
+
+    def loss(x: Any) -> Any:
+        return adapter.sum(adapter.square(adapter.call(sharded, x).y)), None
+
+    if mesh.platform.frees_storage and not mesh.platform.tells_beginning:
+        with pytest.raises(TypeError, match=r"Unknown.*return tensors"):
+            adapter.model_value_and_grads(sharded, loss, x)
+    elif mesh.platform.tells_beginning:
+        _, _, got = adapter.model_value_and_grads(sharded, loss, x)
+        _, _, grads = adapter.model_value_and_grads(
+            single, lambda x: (adapter.sum(adapter.square(adapter.call(single, x))), None), x
+        )
+        for name, whole in grads.items():
+            same(adapter.numpy(got[name]), adapter.numpy(whole), f"gradient of {name} through an object", 1e-4)
     block = shard_block(adapter.load(block_of((8, 12)), np.random.default_rng(3)), mesh)
     with fails(RuntimeError, "set_is_last_backward", "after the first forward"):
         block.set_is_last_backward(True)

@@ -1,0 +1,57 @@
+"""The collectives of a unit of `fully_shard`: those of the platform, or what a program has brought in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.dtensor.communication import asynchronous
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
+from hyper_parallel.platform.contract.collectives import FINISHED, Work
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["Comms"]
+
+
+class Comms:
+    """What the collectives of one unit are done by.
+
+    Attributes:
+        all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
+            input_tensor, group[, op], async_op=True)``, as ``torch.distributed.fsdp`` has it; None is the platform.
+        all_reduce_hook: is called with this rank's row of reduced gradients, and may change it in place; None is none.
+    """
+
+    def __init__(self) -> None:
+        self.all_gather: Any = None
+        self.reduce_scatter: Any = None
+        self.all_reduce_hook: Callable[[Any], object] | None = None
+
+    def buffer(self, collective: str, count: int, like: Any, mesh: DeviceMesh) -> Any:
+        """Where a collective is to read or to write ``count`` elements of the dtype of ``like``, a plain tensor."""
+        comm = getattr(self, collective)
+        if comm is None:
+            return mesh.platform.factory("empty", (count,), None, like.dtype)
+        return comm.allocate((count,), dtype=like.dtype, device=getattr(like, "device", None))
+
+    def operand(self, collective: str, x: Any, mesh: DeviceMesh) -> Any:
+        """``x``, where the collective is to read it."""
+        platform = mesh.platform
+        if getattr(self, collective) is None:
+            return x
+        found = self.buffer(collective, platform.shape_of(x)[0], x, mesh)
+        platform.write(found, x)
+        return found
+
+    def start(self, collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
+        """As `asynchronous.start`."""
+        comm = getattr(self, collective)
+        if comm is None or mesh.shape[mesh_dim] == 1:
+            return asynchronous.start(collective, out, x, mesh, mesh_dim, op)
+        if LISTENERS:
+            record(collective, mesh, mesh_dim, x, op)
+        ops = (mesh.platform.native_op(op),) if op else ()
+        work: Work | None = comm(out, x, mesh.get_group(mesh_dim), *ops, async_op=True)
+        return FINISHED if work is None else work

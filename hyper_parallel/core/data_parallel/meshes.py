@@ -1,0 +1,145 @@
+"""The meshes of `fully_shard`: the one over which it shards, and the one of fewer ranks after forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
+from hyper_parallel.core.dtensor.mesh_arrays import rows_along
+
+__all__ = ["DataParallelMeshDims", "data_parallel_mesh", "fewer_ranks"]
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dimensions of the mesh of a job data parallelism is about.
+
+    Attributes:
+        shard: name of the dimension over which parameters are sharded, or names of several, which are flattened into
+            one.
+        replicate: the same of the dimension over which they are replicated; None for none.
+
+    Raises:
+        ValueError: for no dimension that shards: `replicate` is for that.
+
+    Example:
+        >>> from hyper_parallel import DataParallelMeshDims
+        >>> DataParallelMeshDims(shard=("dp", "cp"), replicate="node").shard_names
+        ('dp', 'cp')
+
+    Source: ``torch.distributed.fsdp.DataParallelMeshDims``, as of torch 2.15.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names:
+            raise ValueError(
+                "DataParallelMeshDims names no dimension to shard over: give shard, or apply replicate(module, mesh) "
+                "where parameters are to be whole on each rank"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names of `shard`."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names of `replicate`."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DeviceMesh:
+    """The mesh that `fully_shard` was given, or that of ``dims`` in it: of one dimension or two.
+
+    Raises:
+        TypeError: for dimensions that are none of `DataParallelMeshDims`.
+        ValueError: for a mesh of more dimensions, or without those that are named.
+    """
+    if mesh is None:
+        mesh = current_mesh() or init_device_mesh()
+    mesh = resolve_mesh(mesh, "fully_shard")
+    if dims is not None:
+        return _along(mesh, dims)
+    if mesh.ndim > 2:
+        raise ValueError(
+            "fully_shard takes a mesh of one dimension, which shards, or of two, of which the first replicates; got "
+            f"one of shape {mesh.shape}: pass mesh['dp'], or mesh['dp_replicate', 'dp_shard'], or say in dp_mesh_dims "
+            "which dimensions are which"
+        )
+    return mesh
+
+
+def _along(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
+    if not hasattr(dims, "shard_names") or not hasattr(dims, "replicate_names"):
+        raise TypeError(f"fully_shard(dp_mesh_dims=...) takes a DataParallelMeshDims, got {dims!r}")
+    missing = [n for n in (*dims.shard_names, *dims.replicate_names) if n not in (mesh.mesh_dim_names or ())]
+    if missing:
+        raise ValueError(f"fully_shard(dp_mesh_dims={dims!r}): {mesh} has no dimension {missing[0]!r}")
+    if not dims.shard_names:
+        raise ValueError(f"fully_shard(dp_mesh_dims={dims!r}) names no dimension to shard over: apply replicate")
+    meshes = [_joined(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
+    return meshes[0] if len(meshes) == 1 else _in_order(meshes, dims)
+
+
+def _joined(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    part: DeviceMesh = mesh[tuple(names)]
+    return part if part.ndim == 1 else part._flatten("_".join(names))
+
+
+def _in_order(meshes: Sequence[DeviceMesh], dims: DataParallelMeshDims) -> DeviceMesh:
+    joined = DeviceMesh._concatenate(meshes)
+    if joined.mesh_dim_names != tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"fully_shard(dp_mesh_dims={dims!r}): the dimension that replicates comes first in a mesh, and here it "
+            "comes after the one that shards: make the mesh with both in that order"
+        )
+    return joined
+
+
+def fewer_ranks(mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | None:
+    """The mesh of the ranks between which each keeps a part after forward, in its last dimension; None for all of them,
+    or for each having all.
+
+    Args:
+        mesh: of data parallelism, whose last dimension shards.
+        reshard_after_forward: as `fully_shard` was given it.
+
+    Raises:
+        TypeError: for what is no bool, number or None.
+        ValueError: for a number that does not divide that of ranks, and where not all ranks of the world are in a mesh
+            of which ``mesh`` is a slice: all of them have to make the new groups.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    if not isinstance(reshard_after_forward, int):
+        raise TypeError(
+            "fully_shard(reshard_after_forward=...) is True, False, None, or the number of ranks over which to shard "
+            f"after forward, got {reshard_after_forward!r}"
+        )
+    size, count = mesh.shape[-1], reshard_after_forward
+    if count < 1 or size % count:
+        raise ValueError(
+            f"fully_shard(reshard_after_forward={count}): {count} does not divide {size}, the number of ranks that "
+            f"{mesh} shards over: give True, False, or one that does"
+        )
+    if count in (1, size):
+        return None
+    root = mesh.get_root_mesh()
+    if root.ranks.size != mesh.platform.world_size():
+        raise ValueError(
+            f"fully_shard(reshard_after_forward={count}) makes new groups of ranks, in which all ranks of the world "
+            f"take part, and {root} has {root.ranks.size} of {mesh.platform.world_size()}: give True or False"
+        )
+    rows = np.array(rows_along(root.ranks, mesh._along[-1])).reshape(-1, count)
+    return DeviceMesh(mesh.device_type, rows, mesh_dim_names=("after_forward_groups", "after_forward"))
