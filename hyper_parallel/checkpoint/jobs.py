@@ -120,19 +120,19 @@ def prepare(
         if exchange:
             job.entries = [_copied(entry) for entry in entries]
 
-    with _discarded_on_failure(draft, is_first):
+    with _discarded_on_failure(draft, is_first, exchange):
         together(ranks, what, open_draft)
         together(ranks, what, look)
     return job
 
 
 @contextmanager
-def _discarded_on_failure(draft: Draft, is_first: bool) -> Iterator[None]:
+def _discarded_on_failure(draft: Draft, is_first: bool, exchange: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException:
         if is_first:
-            draft.discard()
+            draft.discard(exchange)
         raise
 
 

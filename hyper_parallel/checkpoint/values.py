@@ -11,7 +11,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 
-__all__ = ["KIND", "decode", "encode", "is_plain"]
+__all__ = ["KIND", "decode", "encode", "is_key", "is_plain"]
 
 #: The key of a JSON object that stands for something that JSON does not have.
 KIND = "$"
@@ -22,8 +22,17 @@ def is_plain(x: Any) -> bool:
     return x is None or isinstance(x, (bool, int, float, str, bytes, bytearray, np.ndarray, np.generic))
 
 
+def is_key(x: Any) -> bool:
+    """Whether ``x`` may be the key of a dict: a value that is none of NumPy's, or a tuple of such."""
+    if isinstance(x, tuple):
+        return all(map(is_key, x))
+    return is_plain(x) and not isinstance(x, (np.ndarray, bytearray))
+
+
 def encode(x: Any) -> Any:
-    """A plain value as JSON."""
+    """A plain value, or a tuple of such, as JSON."""
+    if isinstance(x, tuple):
+        return {KIND: "tuple", "items": [encode(value) for value in x]}
     if isinstance(x, np.generic):
         return {KIND: "scalar", "dtype": x.dtype.str, "data": _text(x.tobytes())}
     if isinstance(x, np.ndarray):
