@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +82,11 @@ class Entry(NamedTuple):
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], checksums: bool, advance: Callable[[int], None]
+    path: Path,
+    entries: Sequence[Entry],
+    checksums: bool,
+    advance: Callable[[int], None],
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[int, dict[str, int]]:
     """Write a file, which is on the disk when this returns.
 
@@ -91,11 +95,12 @@ def write_tensors(
         entries: in the order in which they lie in it.
         checksums: whether to compute them.
         advance: called with numbers of bytes that have been written.
+        metadata: what the header says besides.
 
     Returns:
         The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
         start, end = end, end + entry.nbytes
@@ -172,7 +177,8 @@ class TensorFile:
             CheckpointError: when the disk does not give them.
         """
         source = self.array(name)
-        inside = source[(*box, ...)]
+        place: Any = (*box, ...)
+        inside = source[place]
         if not (inside.flags.c_contiguous and target.flags.c_contiguous):
             target[...] = inside
             return
