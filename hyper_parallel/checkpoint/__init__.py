@@ -8,6 +8,16 @@ from hyper_parallel.checkpoint.directories import latest
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.loading import load
 from hyper_parallel.checkpoint.random_state import RandomState
+from hyper_parallel.checkpoint.sampler import StatefulDistributedSampler
 from hyper_parallel.checkpoint.saving import AsyncSave, async_save, save
 
-__all__ = ["AsyncSave", "CheckpointError", "RandomState", "async_save", "latest", "load", "save"]
+__all__ = [
+    "AsyncSave",
+    "CheckpointError",
+    "RandomState",
+    "StatefulDistributedSampler",
+    "async_save",
+    "latest",
+    "load",
+    "save",
+]

@@ -115,24 +115,24 @@ def prepare(
             directories.remove_drafts(path.parent, run)
             draft.open(exchange)
 
-    def look() -> None:
+    def copy() -> None:
         draft.check()
-        if exchange:
-            job.entries = [_copied(entry) for entry in entries]
+        job.entries = [_copied(entry) for entry in entries]
 
-    with _discarded_on_failure(draft, is_first):
+    with _discarded_on_failure(draft, is_first, exchange):
         together(ranks, what, open_draft)
-        together(ranks, what, look)
+        if exchange:
+            together(ranks, what, copy)
     return job
 
 
 @contextmanager
-def _discarded_on_failure(draft: Draft, is_first: bool) -> Iterator[None]:
+def _discarded_on_failure(draft: Draft, is_first: bool, exchange: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException:
         if is_first:
-            draft.discard()
+            draft.discard(exchange)
         raise
 
 
@@ -249,6 +249,7 @@ def write(job: Job, ranks: Ranks) -> None:
     draft, is_first = job.draft, ranks.rank == ranks.members[0]
 
     def write_tensors_of_rank() -> Any:
+        draft.check()
         if not job.entries:
             return None
         with Progress(f"saving {draft.path.name}", job.nbytes, is_first) as progress:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +82,11 @@ class Entry(NamedTuple):
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], checksums: bool, advance: Callable[[int], None]
+    path: Path,
+    entries: Sequence[Entry],
+    checksums: bool,
+    advance: Callable[[int], None],
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[int, dict[str, int]]:
     """Write a file, which is on the disk when this returns.
 
@@ -89,11 +95,12 @@ def write_tensors(
         entries: in the order in which they lie in it.
         checksums: whether to compute them.
         advance: called with numbers of bytes that have been written.
+        metadata: what the header says besides.
 
     Returns:
         The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
         start, end = end, end + entry.nbytes
@@ -126,7 +133,8 @@ class TensorFile:
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            self._file = path.open("rb", buffering=0)
+            with _closed_on_failure(self._file) as file:
                 found = file.seek(0, 2)
                 if size is not None and found != size:
                     raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
@@ -157,9 +165,44 @@ class TensorFile:
         start = self._start + self._entries[name][2]
         return np.frombuffer(self._memory, element_type(dtype), math.prod(shape), start).reshape(shape)
 
+    def read(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
+        """Fill an array with a box of a tensor: bytes that lie one after the other are read at once, straight into it.
+
+        Args:
+            name: of the tensor.
+            box: a slice of each dimension, with bounds.
+            target: of the shape of the box and of `element_type`.
+
+        Raises:
+            CheckpointError: when the disk does not give them.
+        """
+        source = self.array(name)
+        place: Any = (*box, ...)
+        inside = source[place]
+        if not (inside.flags.c_contiguous and target.flags.c_contiguous):
+            target[...] = inside
+            return
+        start = self._start + self._entries[name][2]
+        start += sum(s.start * stride for s, stride in zip(box, source.strides, strict=True))
+        left = target.reshape(-1).view(np.uint8).data
+        while left:
+            count = os.preadv(self._file.fileno(), [left], start)
+            if not count:
+                raise CheckpointError(f"{self.path} has become shorter while it was read")
+            left, start = left[count:], start + count
+
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor."""
         return self.array(name).reshape(-1).view(np.uint8).data
+
+
+@contextmanager
+def _closed_on_failure(file: Any) -> Iterator[Any]:
+    try:
+        yield file
+    except BaseException:
+        file.close()
+        raise
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:

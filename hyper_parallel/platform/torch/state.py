@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ _FLOAT8 = "float8_e4m3fn float8_e5m2"
 class StateVerbs(Platform):
     """The verbs of `Platform` about checkpoints."""
 
-    dtypes: ClassVar[dict[str, torch.dtype]] = {
+    dtypes: Mapping[str, torch.dtype] = {
         name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)
     }
 
