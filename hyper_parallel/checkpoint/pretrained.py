@@ -1,6 +1,5 @@
 """Weights as Hugging Face keeps them: files of whole tensors in the format of safetensors, one or several.
 
-
 Each rank reads what it holds, and writes what it holds into files that all ranks share: nobody has a whole tensor.
 """
 
