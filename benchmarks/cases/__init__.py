@@ -20,6 +20,7 @@ NAMES = (
     "fully_shard",
     "replicate",
     "loading",
+    "checkpoint",
     "mindspore",
     "cuda",
 )

@@ -148,10 +148,11 @@ class Draft:
             if _visible(beside.name) == self.path.name:
                 disk.remove_tree(beside)
 
-    def discard(self) -> None:
-        """Remove what was written, on one rank."""
-        if self.directory.exists():
-            disk.remove_tree(self.directory)
+    def discard(self, exchange: bool) -> None:
+        """Remove what was written, on one rank; ``exchange``: also the directory through which ranks talk."""
+        for directory in (self.directory, self.exchange) if exchange else (self.directory,):
+            if directory.exists():
+                disk.remove_tree(directory)
 
 
 def new_token(run: str) -> str:

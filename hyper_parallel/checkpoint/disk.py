@@ -46,8 +46,11 @@ class NewFile:
         self._path = path
 
     def __enter__(self) -> NewFile:
-        step("open", self._path)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            step("open", self._path)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except OSError as error:
+            raise self._failure(error) from error
         return self
 
     def write(self, data: memoryview | bytes) -> None:
@@ -66,7 +69,10 @@ class NewFile:
             error = failed
         os.close(self._file)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{self._path} cannot be written: {error.strerror or error}") from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path} cannot be written: {error.strerror or error}")
 
 
 def rename(old: Path, new: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES
+from hyper_parallel.checkpoint.values import check
 
 __all__ = ["INDEX", "Index", "Part", "StoredTensor", "read_index"]
 
@@ -110,11 +111,11 @@ def read_index(directory: Path) -> Index:
     path = directory / INDEX
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(_missing(directory)) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is the index of something else: its format is not {_FORMAT!r}")
@@ -156,7 +157,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     tensors = {}
     for name, x in content["tensors"].items():
         shape = _sizes(x["shape"])
-        parts = tuple(Part(_sizes(at), _sizes(n), names[file], str(entry)) for at, n, file, entry in x["parts"])
+        parts = tuple(Part(_sizes(at), _sizes(n), names[_sizes([f])[0]], str(entry)) for at, n, f, entry in x["parts"])
         stored = StoredTensor(str(x["dtype"]), shape, str(x["placement"]), parts)
         if stored.dtype not in ITEMSIZES:
             raise ValueError(f"tensor {name!r} has the unknown dtype {stored.dtype!r}")
@@ -165,9 +166,11 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     if lost := [target for target in aliases.values() if target not in tensors]:
         raise ValueError(f"tensor {lost[0]!r}, which has another name, is not there")
-    return Index(
-        str(content["run"]), int(content["time"]), files, tensors, aliases, content["values"], content["checksums"]
-    )
+    check(content["values"])
+    sums = content["checksums"]
+    if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
+        raise ValueError("the checksums are no table")
+    return Index(str(content["run"]), int(content["time"]), files, tensors, aliases, content["values"], sums)
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:

@@ -86,14 +86,14 @@ def prepare(
     found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
 
     def describe() -> dict[str, Any]:
-        if is_first and path.exists() and not overwrite:
-            raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
         flat = flatten(state, platform)
         wanted = [
             Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
         ]
         facts = _facts(flat, platform) | {"the path": str(path)}
         found.append((flat, facts, share_out(wanted, ranks.members)))
+        if is_first and path.exists() and not overwrite:
+            raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
         token = directories.new_token(directories.run_of(path.parent))
         return {"digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(), "token": token, "own": flat.own}
 
@@ -115,24 +115,24 @@ def prepare(
             directories.remove_drafts(path.parent, run)
             draft.open(exchange)
 
-    def look() -> None:
+    def copy() -> None:
         draft.check()
-        if exchange:
-            job.entries = [_copied(entry) for entry in entries]
+        job.entries = [_copied(entry) for entry in entries]
 
-    with _discarded_on_failure(draft, is_first):
+    with _discarded_on_failure(draft, is_first, exchange):
         together(ranks, what, open_draft)
-        together(ranks, what, look)
+        if exchange:
+            together(ranks, what, copy)
     return job
 
 
 @contextmanager
-def _discarded_on_failure(draft: Draft, is_first: bool) -> Iterator[None]:
+def _discarded_on_failure(draft: Draft, is_first: bool, exchange: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException:
         if is_first:
-            draft.discard()
+            draft.discard(exchange)
         raise
 
 
@@ -249,6 +249,7 @@ def write(job: Job, ranks: Ranks) -> None:
     draft, is_first = job.draft, ranks.rank == ranks.members[0]
 
     def write_tensors_of_rank() -> Any:
+        draft.check()
         if not job.entries:
             return None
         with Progress(f"saving {draft.path.name}", job.nbytes, is_first) as progress:
@@ -261,6 +262,8 @@ def write(job: Job, ranks: Ranks) -> None:
             with disk.NewFile(draft.directory / INDEX) as file:
                 file.write(job.index.to_json().encode())
             draft.publish()
+            if job.keep is not None:
+                _remove_old(draft.path, job.index.run, job.keep)
 
     with _discarded_on_failure(draft, is_first):
         results = together(ranks, f"writing {draft.path}", write_tensors_of_rank)
@@ -270,11 +273,13 @@ def write(job: Job, ranks: Ranks) -> None:
                 if job.checksums:
                     job.index.checksums[_file(rank)] = written[1]
         together(ranks, f"completing {draft.path}", publish)
-    if is_first and job.keep is not None:
-        try:
-            directories.remove_old(draft.path.parent, job.index.run, job.keep)
-        except OSError as error:
-            warnings.warn(f"{draft.path} is saved; an older checkpoint could not be removed: {error}", stacklevel=2)
+
+
+def _remove_old(path: Path, run: str, keep: int) -> None:
+    try:
+        directories.remove_old(path.parent, run, keep)
+    except OSError as error:  # the new one is there, which is what was asked for
+        warnings.warn(f"{path} is saved, and an older checkpoint could not be removed: {error}", stacklevel=2)
 
 
 def _time(directory: Path, run: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.saving import wait_for_saves
 from hyper_parallel.checkpoint.targets import Filling, Target
-from hyper_parallel.checkpoint.tensor_files import TensorFile, element_type
+from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, TensorFile, element_type
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
 from hyper_parallel.platform import Platform, get_platform
@@ -130,9 +131,9 @@ class Files:
                 f"{part.sizes}: the files are of different checkpoints"
             )
 
-    def array(self, part: Part) -> np.ndarray:
-        """The data of a part."""
-        return self._file(part).array(part.entry)
+    def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
+        """Fill an array with a box of a part."""
+        self._file(part).read(part.entry, box, target)
 
     def _file(self, part: Part) -> TensorFile:
         if part.file not in self._open:
@@ -146,7 +147,7 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
     Args:
         target: what to fill.
         there: the tensor in the checkpoint.
-        files: gives ``array(part)``.
+        files: has ``read(part, box, target)``, as `Files`.
         platform: of the tensor.
     """
     x, layout = target.tensor, layout_of(target.tensor)
@@ -158,18 +159,25 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
     if not held or 0 in there.shape:
         return
     with platform.no_dispatch(), platform.no_grad():
-        local_shape = platform.shape_of(x)
-        local = np.empty(local_shape, element_type(there.dtype))
-        for part in there.parts:
-            for rectangle in held:
-                _copy_overlap(rectangle, local, part, files)
-        values = platform.from_bytes(local.reshape(-1).view(np.uint8), local_shape, platform.dtypes[there.dtype])
-        platform.write(x, platform.to_dtype(values, x.dtype))
+        local_shape, dtype = platform.shape_of(x), platform.dtypes[there.dtype]
+
+        def fill(memory: Any) -> None:
+            local = np.frombuffer(memory, element_type(there.dtype)).reshape(local_shape)
+            for part in there.parts:
+                for rectangle in held:
+                    _copy_overlap(rectangle, local, part, files)
+
+        if x.dtype == dtype:
+            platform.write_bytes(x, math.prod(local_shape) * ITEMSIZES[there.dtype], fill)
+        else:
+            values = np.empty(math.prod(local_shape) * ITEMSIZES[there.dtype], np.uint8)
+            fill(values)
+            platform.write(x, platform.to_dtype(platform.from_bytes(values, local_shape, dtype), x.dtype))
     platform.clear_cache(x)
 
 
 def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> None:
-    """Copy what a rectangle of this rank and a part of the checkpoint have in common."""
+    """Read what a rectangle of this rank and a part of the checkpoint have in common."""
     source, target = [], []
     for offset, size, at, part_offset, part_size in zip(
         r.offsets, r.sizes, r.local_offsets, part.offsets, part.sizes, strict=True
@@ -179,7 +187,7 @@ def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> No
             return
         source.append(slice(first - part_offset, last - part_offset))
         target.append(slice(at + first - offset, at + last - offset))
-    local[tuple(target)] = files.array(part)[tuple(source)]
+    files.read(part, tuple(source), local[(*target, ...)])
 
 
 def _verify(directory: Path, index: Index, rank: int, size: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hyper_parallel.checkpoint.values import KIND, encode, is_plain
+from hyper_parallel.checkpoint.values import KIND, encode, is_key, is_plain
 from hyper_parallel.core.data_parallel.units import shows_whole_parameters
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform import Platform
@@ -19,7 +19,7 @@ __all__ = ["Flat", "Kinds", "flatten", "joined", "layout_of"]
 
 def joined(path: str, name: str) -> str:
     """The path of something inside of something."""
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name
 
 
 def layout_of(x: Any) -> Any:
@@ -171,7 +171,7 @@ def flatten(state: Any, platform: Platform) -> Flat:
             if all(isinstance(key, str) for key in x) and KIND not in x:
                 return {key: visit(value, joined(path, key), alone) for key, value in x.items()}
             for key in x:
-                if not is_plain(key):
+                if not is_key(key):
                     raise TypeError(f"a key of {path or 'the state'} is a {type(key).__name__}: use strings")
             return {KIND: "dict", "items": [[encode(k), visit(v, joined(path, str(k)), alone)] for k, v in x.items()]}
         items = [visit(value, joined(path, str(i)), alone) for i, value in enumerate(x)]

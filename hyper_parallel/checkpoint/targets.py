@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index
 from hyper_parallel.checkpoint.nest import Kinds, joined, layout_of
 from hyper_parallel.checkpoint.values import KIND, decode
@@ -29,8 +30,8 @@ class Target(NamedTuple):
     stored: str
 
 
-class _Missing(Exception):
-    """The checkpoint has nothing at a path."""
+class _MisfitError(Exception):
+    """What the checkpoint has at a place cannot come there."""
 
 
 class Filling:
@@ -61,8 +62,8 @@ class Filling:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._wrong: list[str] = []
-        self._names: dict[int, list[str]] = {}  # id of a tensor -> all its names
-        self._found: set[int] = set()
+        self._keys: set[str] = set()  # what the checkpoint has where something is missing
+        self._wanted: dict[int, tuple[Any, list[str]]] = {}  # id of a tensor -> it, and all its names
         self._finish: list[Any] = []
         self._asked: set[str] = set()  # names of the checkpoint that something in the nest stands for
         self._owned: list[str] = []  # prefixes below which nothing else may be
@@ -74,12 +75,10 @@ class Filling:
         Raises:
             ValueError: where something does not fit; all of it is listed.
         """
-        names = self._kinds.parameter_names(state)
-        self._parameter_names = names
-        for path, module in self._kinds.modules(state):
-            for name, x in self.platform.saved_tensors(module):
-                self._names.setdefault(id(x), []).append(joined(path, name))
+        self._parameter_names = self._kinds.parameter_names(state)
         result = self._visit(state, self.index.values, "")
+        for x, names in self._wanted.values():
+            self._choose(x, names)
         self._look_for_unexpected()
         self._raise_problems()
         return result
@@ -107,7 +106,7 @@ class Filling:
         if kind == "object":
             self._object(x, saved, path)
             return x
-        if kind == "dict" and isinstance(saved, dict):
+        if kind == "dict":
             inside = _items(saved)
             if inside is not None:
                 return {key: self._below(value, inside, key, joined(path, str(key))) for key, value in x.items()}
@@ -131,9 +130,11 @@ class Filling:
 
     def _below(self, value: Any, inside: dict[Any, Any], key: Any, path: str) -> Any:
         if key not in inside:
-            if self._kinds.of(value, path) in ("module", "tensor"):
-                return self._visit(value, None, path)  # in a checkpoint of plain tensors names are all there is
+            kind = self._kinds.of(value, path)
+            if kind in ("module", "tensor") or (kind == "dict" and self._to_be_filled(value, path)):
+                return self._visit(value, {}, path)  # below a module, and in a file of weights, names are all there is
             self._missing.append(path)
+            self._keys.update(joined(path.removesuffix(str(key)).removesuffix("."), str(other)) for other in inside)
             return value
         return self._visit(value, inside[key], path)
 
@@ -147,11 +148,11 @@ class Filling:
                 return decode(x["state"], special)
             if x[KIND] == "ranks":
                 return self._own(x)
-            raise ValueError(f"a {x[KIND]} was saved here, and the state has a value in its place")
+            raise _MisfitError(f"a {x[KIND]} was saved here, and the state has a value in its place")
 
         try:
             return decode(saved, special)
-        except ValueError as error:
+        except _MisfitError as error:
             self._wrong.append(f"{path}: {error}")
             return None
 
@@ -196,23 +197,25 @@ class Filling:
     def _want(self, x: Any, name: str) -> None:
         """``x`` is to be filled with the tensor of that name, or of another name that it has."""
         self._kinds.check_tensor(x, name)
-        names = self._names.get(id(x), [name])
+        self._wanted.setdefault(id(x), (x, []))[1].append(name)
+
+    def _choose(self, x: Any, names: list[str]) -> None:
+        """Find the tensor of the checkpoint for one that has these names in the state."""
         stored = [*dict.fromkeys(found for n in names if (found := self.index.find(n)) is not None)]
         self._asked.update(names, stored)
-        if id(x) in self._found:
-            return
-        self._found.add(id(x))
         if not stored:
-            self._missing.append(name)
+            self._missing.extend(names)
         elif len(stored) > 1 and self._strict:
             self._wrong.append(
                 f"{' and '.join(map(repr, names))} are one tensor here, and {len(stored)} in the checkpoint: untie "
                 "them, or load with strict=False, which takes the first"
             )
         elif self.platform.is_meta(x) and not self.takes_meta:
-            self._wrong.append(f"{name} has no values to be replaced: it is on the meta device. Call to_empty() first")
+            self._wrong.append(
+                f"{names[0]} has no values to be replaced: it is on the meta device. Call to_empty() first"
+            )
         else:
-            self.fill(x, stored[0], name)
+            self.fill(x, stored[0], names[0])
 
     def fill(self, x: Any, stored: str, name: str) -> None:
         """Fill ``x`` with a tensor of the checkpoint, if shape and dtype fit."""
@@ -234,9 +237,11 @@ class Filling:
 
     def new_tensor(self, stored: str, layout: Any) -> Any:
         """A new tensor to be filled, plain or of ``layout``."""
+        if stored not in self.index.tensors:
+            raise CheckpointError(f"the index has a place for tensor {stored!r}, and no such tensor")
         there, platform = self.index.tensors[stored], self.platform
         if there.dtype not in platform.dtypes:
-            raise ValueError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
+            raise _MisfitError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
         dtype, shape = platform.dtypes[there.dtype], there.shape if layout is None else layout.local_shape
         x = platform.factory("empty", shape, None, dtype)
         if layout is not None:
@@ -274,7 +279,7 @@ class Filling:
     def _raise_problems(self) -> None:
         wrong = list(self._wrong)
         missing = [
-            f"missing: {name}{_near(name, self._unexpected or [*self.index.tensors])}"
+            f"missing: {name}{_near(name, [*(self._unexpected or self.index.tensors), *self._keys])}"
             for name in dict.fromkeys(self._missing)
         ]
         unexpected = [f"unexpected: {name}" for name in dict.fromkeys(self._unexpected)]
@@ -300,9 +305,11 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _items(saved: dict[str, Any]) -> dict[Any, Any] | None:
-    if KIND not in saved:
-        return saved
-    return {decode(key): value for key, value in saved["items"]} if saved[KIND] == "dict" else None
+    """What was saved as a dict, by its keys; nothing of a module, whose tensors have names; None for anything else."""
+    kind = saved.get(KIND, "") if isinstance(saved, dict) else None
+    if kind == "dict":
+        return {decode(key): value for key, value in saved["items"]}
+    return {"": saved, "module": {}}.get(kind) if isinstance(kind, str) else None
 
 
 def _fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], path: str) -> None:
@@ -349,6 +356,7 @@ def _fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], pat
                 elif not row:
                     new[moment] = _first_moment(filling, p, stored or here, here)
                 else:
+                    filling.asked(stored or here)
                     filling.wrong(f"{here} is in the checkpoint, and {type(optimizer).__name__} has no such state")
             for moment, value in row.items():
                 if moment not in new and platform.is_tensor(value):

@@ -1,8 +1,9 @@
-"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, it in JSON, the data.
+"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, then it and the data.
 
-The library of that name reads and writes whole tensors. A checkpoint needs more: slices of any dtype without a framework
-(NumPy has no bfloat16), and data that is written from where it is, buffer by buffer. Source of the format: the
-documentation of safetensors, https://huggingface.co/docs/safetensors.
+The library of that name reads and writes whole tensors. A checkpoint needs more: slices of any dtype without a
+framework (NumPy has no bfloat16), and data that is written from where it is, buffer by buffer.
+
+Source: the documentation of safetensors, https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +141,8 @@ class TensorFile:
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            self._file = path.open("rb", buffering=0)
+            with _closed_on_failure(self._file) as file:
                 found = file.seek(0, 2)
                 if size is not None and found != size:
                     raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
@@ -169,9 +173,43 @@ class TensorFile:
         start = self._start + self._entries[name][2]
         return np.frombuffer(self._memory, element_type(dtype), math.prod(shape), start).reshape(shape)
 
+    def read(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
+        """Fill an array with a box of a tensor: bytes that lie one after the other are read at once, straight into it.
+
+        Args:
+            name: of the tensor.
+            box: a slice of each dimension, with bounds.
+            target: of the shape of the box and of `element_type`.
+
+        Raises:
+            CheckpointError: when the disk does not give them.
+        """
+        source = self.array(name)
+        inside = source[(*box, ...)]
+        if not (inside.flags.c_contiguous and target.flags.c_contiguous):
+            target[...] = inside
+            return
+        start = self._start + self._entries[name][2]
+        start += sum(s.start * stride for s, stride in zip(box, source.strides, strict=True))
+        left = target.reshape(-1).view(np.uint8).data
+        while left:
+            count = os.preadv(self._file.fileno(), [left], start)
+            if not count:
+                raise CheckpointError(f"{self.path} has become shorter while it was read")
+            left, start = left[count:], start + count
+
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor."""
         return self.array(name).reshape(-1).view(np.uint8).data
+
+
+@contextmanager
+def _closed_on_failure(file: Any) -> Iterator[Any]:
+    try:
+        yield file
+    except BaseException:
+        file.close()
+        raise
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:

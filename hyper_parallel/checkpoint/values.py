@@ -11,7 +11,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 
-__all__ = ["KIND", "decode", "encode", "is_plain"]
+__all__ = ["KIND", "check", "decode", "encode", "is_key", "is_plain"]
 
 #: The key of a JSON object that stands for something that JSON does not have.
 KIND = "$"
@@ -22,8 +22,17 @@ def is_plain(x: Any) -> bool:
     return x is None or isinstance(x, (bool, int, float, str, bytes, bytearray, np.ndarray, np.generic))
 
 
+def is_key(x: Any) -> bool:
+    """Whether ``x`` may be the key of a dict: a value that is none of NumPy's, or a tuple of such."""
+    if isinstance(x, tuple):
+        return all(map(is_key, x))
+    return is_plain(x) and not isinstance(x, (np.ndarray, bytearray))
+
+
 def encode(x: Any) -> Any:
-    """A plain value as JSON."""
+    """A plain value, or a tuple of such, as JSON."""
+    if isinstance(x, tuple):
+        return {KIND: "tuple", "items": [encode(value) for value in x]}
     if isinstance(x, np.generic):
         return {KIND: "scalar", "dtype": x.dtype.str, "data": _text(x.tobytes())}
     if isinstance(x, np.ndarray):
@@ -58,7 +67,7 @@ def decode(x: Any, special: Callable[[dict[str, Any]], Any] | None = None) -> An
     try:
         return _decode(x, special)
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"a value of the checkpoint is damaged: {str(x)[:100]} ({error})") from error
+        raise CheckpointError(f"a value in the index is damaged: {str(x)[:100]} ({error})") from error
 
 
 def _decode(x: dict[str, Any], special: Callable[[dict[str, Any]], Any] | None) -> Any:
@@ -78,6 +87,51 @@ def _decode(x: dict[str, Any], special: Callable[[dict[str, Any]], Any] | None) 
     if special is None:
         raise ValueError(f"{kind!r} is unknown")
     return special(x)
+
+
+#: Kind -> the keys that it has besides, and their types.
+_KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "tuple": {"items": list},
+    "dict": {"items": list},
+    "float": {"value": str},
+    "bytes": {"data": str},
+    "scalar": {"dtype": str, "data": str},
+    "array": {"dtype": str, "shape": list, "data": str},
+    "tensor": {"name": str},
+    "module": {},
+    "object": {"state": (dict, list, str, int, float, type(None))},
+    "optimizer": {"groups": list, "numbers": dict},
+    "ranks": {"path": str, "values": list, "of": list},
+}
+
+
+def check(x: Any) -> None:
+    """Raise ValueError unless ``x``, read from an index, is made of what `encode` and a nest of modules give."""
+    if isinstance(x, list):
+        for value in x:
+            check(value)
+    if not isinstance(x, dict):
+        return
+    if KIND in x:
+        keys = _KEYS.get(x[KIND]) if isinstance(x[KIND], str) else None
+        if keys is None:
+            raise ValueError(f"a value is of the unknown kind {str(x[KIND])[:100]!r}")
+        if any(not isinstance(x.get(key), types) for key, types in keys.items()):
+            raise ValueError(f"a value is {str(x)[:100]}")
+        if x[KIND] == "dict" and any(not isinstance(pair, list) or len(pair) != 2 for pair in x["items"]):
+            raise ValueError(f"a dict is {str(x)[:100]}")
+        if x[KIND] == "ranks" and not {*x["of"]} <= {*range(len(x["values"]))}:
+            raise ValueError(f"what each rank has is missing for some: {str(x['of'])[:100]}")
+        if x[KIND] == "optimizer":
+            for group in x["groups"]:
+                if (
+                    not isinstance(group, dict)
+                    or not isinstance(group.get("parameters"), list)
+                    or "options" not in group
+                ):
+                    raise ValueError(f"a group of an optimizer is {str(group)[:100]}")
+    for value in x.values():
+        check(value)
 
 
 def _text(x: Any) -> str:

@@ -1,9 +1,8 @@
-"""What a training job saves: the tensors of modules, and the state of optimizers. Names are those that all backends share,
-which are torch's, so that what one framework has saved another can load."""
+"""What a training job saves: the tensors of modules, and the state of optimizers. Names are those that all backends
+share, which are torch's, so that what one framework has saved another can load."""
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ class OptimizerState:
     state: list[dict[str, Any]]
 
 
-class StateRole(ABC):
+class StateRole:
     """Modules and optimizers, as something to be saved."""
 
     def saved_tensors(self: Any, module: Module) -> Iterator[tuple[str, Tensor]]:

@@ -69,10 +69,17 @@ class TensorRole(ABC):
         return memoryview(self.bytes_of(x))
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:
-        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype: any
-        object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
+        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype, as
+        any object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
         with it; a backend without it reads none."""
         raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
+
+    def write_bytes(self: Any, x: Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
+        """`write` of values that ``fill`` puts, as the ``size`` bytes of `bytes_of`, into memory that it is given: that
+        of ``x`` itself where the host can write there, which saves copies. Called without interception."""
+        values = bytearray(size)
+        fill(memoryview(values))
+        self.write(x, self.from_bytes(values, self.shape_of(x), x.dtype))
 
     #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
     #: is gone that needs it, and neither verb is called.

@@ -16,16 +16,16 @@ __all__ = ["StateVerbs"]
 
 _NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _FLOAT8 = "float8_e4m3fn float8_e5m2"
+_BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
 #: Class of cells -> its names of what has another name in torch.
 _CELL_NAMES: dict[type, dict[str, str]] = {
     nn.Embedding: {"embedding_table": "weight"},
     nn.EmbeddingLookup: {"embedding_table": "weight"},
     nn.LayerNorm: {"gamma": "weight", "beta": "bias"},
     nn.GroupNorm: {"gamma": "weight", "beta": "bias"},
-    **dict.fromkeys(
-        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-        {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"},
-    ),
+    nn.BatchNorm1d: _BATCH_NORM,
+    nn.BatchNorm2d: _BATCH_NORM,
+    nn.BatchNorm3d: _BATCH_NORM,
 }
 #: Attributes of optimizers that hold a tensor for each parameter, and what torch calls it.
 _MOMENTS = {

@@ -114,6 +114,15 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
         dense = torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype)
         return dense.reshape(tuple(shape)).to(self.device())
 
+    def write_bytes(self, x: torch.Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
+        """See `Platform.write_bytes`."""
+        if x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
+            super().write_bytes(x, size, fill)
+            return
+        flat = x.detach().reshape(-1)
+        fill(flat.view(torch.uint8).numpy().data)
+        flat[:0].zero_()  # autograd is to know that the values are others
+
     frees_storage = True
 
     def free_storage(self, x: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ _FLOAT8 = "float8_e4m3fn float8_e5m2"
 class StateVerbs(Platform):
     """The verbs of `Platform` about checkpoints."""
 
-    dtypes = {name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)}
+    dtypes: Mapping[str, torch.dtype] = {
+        name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)
+    }
 
     def saved_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """See `Platform.saved_tensors`."""

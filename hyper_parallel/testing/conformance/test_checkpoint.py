@@ -1,4 +1,4 @@
-"""Checkpoints: what one mesh has saved another one loads, bit for bit, and training goes on as if there was no break."""
+"""Checkpoints: what one mesh has saved another one loads, bit for bit, and training goes on as if without a break."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 4
 
 
 class Setup(NamedTuple):
-    """A mesh, and what data parallelism does on its first dimension: on one of a single dimension that is all there is."""
+    """A mesh, and what data parallelism does on its first dimension; a mesh without it has a plan on the only one."""
 
     shape: tuple[int, ...]
     dp: str

@@ -1,0 +1,306 @@
+"""What is damaged, cut off, foreign or of another time is an error on all ranks that names file and entry."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import Shard, distribute_tensor
+from hyper_parallel.checkpoint import CheckpointError, latest, load, save
+from hyper_parallel.checkpoint.ranks import Collective
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+
+FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
+
+
+class OfRank:
+    """A state of each rank."""
+
+    per_rank = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state == {"value": 1}
+
+
+def state_of(mesh: Any, scale: int = 1) -> dict[str, Any]:
+    adapter = get_adapter()
+    whole = np.arange(24, dtype=np.float32).reshape(6, 4) * scale
+    return {
+        "a": distribute_tensor(adapter.tensor(whole), mesh, [Shard(0)]),
+        "b": adapter.tensor(np.arange(3, dtype=np.float32) * scale),
+        "step": 3,
+        "nest": {"bytes": b"123", "tuple": (1, 2), 5: 1.0, "inf": float("inf"), "array": np.ones(2)},
+        "own": OfRank(),
+    }
+
+
+# ---------------------------------------------------------------------- how to damage a checkpoint
+def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Change the parsed index; what is returned, if anything, takes its place."""
+
+    def damage(path: Path) -> None:
+        content = json.loads((path / "index.json").read_text())
+        changed = change(content)
+        (path / "index.json").write_text(json.dumps(content if changed is None else changed))
+
+    return damage
+
+
+def put(*keys: Any) -> Callable[[Path], None]:
+    """Put the last of ``keys`` where the others lead to in the index."""
+    *way, last, value = keys
+
+    def change(content: Any) -> None:
+        for key in way:
+            content = content[key]
+        content[last] = value
+
+    return index(change)
+
+
+def without(*keys: Any) -> Callable[[Path], None]:
+    """Remove something from the index."""
+    *way, last = keys
+
+    def change(content: Any) -> None:
+        for key in way:
+            content = content[key]
+        del content[last]
+
+    return index(change)
+
+
+def text(content: bytes, file: str = "index.json") -> Callable[[Path], None]:
+    """Another content of a file."""
+    return lambda path: (path / file).write_bytes(content) and None  # type: ignore[func-returns-value]
+
+
+def cut(file: str, count: int) -> Callable[[Path], None]:
+    """Bytes less at the end."""
+    return lambda path: (path / file).write_bytes((path / file).read_bytes()[:-count]) and None  # type: ignore[func-returns-value]
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Change the header of the first file of tensors, whose size stays what the index says."""
+
+    def damage(path: Path) -> None:
+        content = (path / FIRST).read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        parsed = json.loads(content[8 : 8 + length])
+        changed = change(parsed)
+        new = json.dumps(parsed if changed is None else changed, separators=(",", ":")).encode()
+        new += b" " * (length - len(new))
+        (path / FIRST).write_bytes(struct.pack("<Q", len(new)) + new + content[8 + length :])
+        put("files", FIRST, (path / FIRST).stat().st_size)(path)
+
+    return damage
+
+
+def entry(name: str, key: str, value: Any) -> Callable[[Path], None]:
+    """Change what the header says about an entry."""
+    return header(lambda parsed: parsed[name].__setitem__(key, value))
+
+
+def swap(path: Path) -> None:
+    """The files of two ranks in each other's place."""
+    first = (path / FIRST).read_bytes()
+    shutil.copy(path / SECOND, path / FIRST)
+    (path / SECOND).write_bytes(first)
+    index(lambda content: content.__setitem__("files", dict.fromkeys((FIRST, SECOND), 0)))(path)
+    for name in (FIRST, SECOND):
+        put("files", name, (path / name).stat().st_size)(path)
+
+
+def flip(path: Path) -> None:
+    """One bit of the data."""
+    content = bytearray((path / SECOND).read_bytes())
+    content[-1] ^= 1
+    (path / SECOND).write_bytes(content)
+
+
+def replaced_by(name: str) -> Callable[[Path], None]:
+    """A file instead of the directory, or the other way about."""
+
+    def damage(path: Path) -> None:
+        target = path / name if name else path
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        target.write_bytes(b"x") if not name else target.mkdir()
+
+    return damage
+
+
+def foreign(*names: str) -> Callable[[Path], None]:
+    """Only files of these names."""
+
+    def damage(path: Path) -> None:
+        shutil.rmtree(path)
+        path.mkdir()
+        for name in names:
+            (path / name).write_bytes(b"x")
+
+    return damage
+
+
+def nested(path: Path) -> None:
+    """The checkpoint one level further down."""
+    path.rename(path.with_name(f"{path.name}-moved"))
+    path.mkdir()
+    path.with_name(f"{path.name}-moved").rename(path / "step-3")
+
+
+PARTS = ("tensors", "a", "parts")
+#: name -> (how it is damaged, words of the error besides the path of the checkpoint)
+DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "nothing there": (shutil.rmtree, ("there is no checkpoint", "does not exist")),
+    "a file": (replaced_by(""), ("is a file", "is a directory")),
+    "an empty directory": (foreign(), ("has no index.json", "never completed")),
+    "never completed": (lambda path: (path / "index.json").unlink(), ("has no index.json", "never completed")),
+    "of torch": (foreign(".metadata", "__0_0.distcp"), ("another kind", "torch.distributed.checkpoint")),
+    "of Hugging Face": (foreign("model.safetensors"), ("another kind",)),
+    "the directory above": (nested, ("holds 1 checkpoint(s)", "step-3", "latest")),
+    "index is a directory": (replaced_by("index.json"), ("index.json cannot be read", "directory")),
+    "index empty": (text(b""), ("index.json is damaged", "not JSON")),
+    "index cut off": (cut("index.json", 20), ("index.json is damaged", "not JSON")),
+    "index of zeros": (text(bytes(100)), ("index.json is damaged", "not JSON")),
+    "index not UTF-8": (text(b"\xff\xfe{}"), ("index.json is damaged", "not JSON")),
+    "index too deep": (text(b"[" * 100_000), ("index.json is damaged", "not JSON")),
+    "index a list": (text(b"[]"), ("index.json is the index of something else",)),
+    "index of something else": (put("format", "other"), ("index.json is the index of something else",)),
+    "index without format": (without("format"), ("index.json is the index of something else",)),
+    "a later version": (put("version", 2), ("index.json is of version 2", "load it with the release")),
+    "no version": (without("version"), ("index.json is of version None",)),
+    "no tensors": (without("tensors"), ("index.json is damaged", "tensors")),
+    "no files": (without("files"), ("index.json is damaged", "files")),
+    "no values": (without("values"), ("index.json is damaged", "values")),
+    "no time": (without("time"), ("index.json is damaged", "time")),
+    "time is no number": (put("time", "noon"), ("index.json is damaged", "noon")),
+    "tensors a list": (put("tensors", []), ("index.json is damaged",)),
+    "no shape": (without("tensors", "a", "shape"), ("index.json is damaged", "shape")),
+    "negative shape": (put("tensors", "a", "shape", [-6, 4]), ("index.json is damaged", "[-6, 4]")),
+    "shape of fractions": (put("tensors", "a", "shape", [6.5, 4]), ("index.json is damaged", "[6.5, 4]")),
+    "shape a text": (put("tensors", "a", "shape", "64"), ("index.json is damaged", "'64'")),
+    "larger shape": (put("tensors", "a", "shape", [2**62, 4]), ("index.json is damaged", "'a'", "do not make it up")),
+    "unknown dtype": (put("tensors", "a", "dtype", "float7"), ("index.json is damaged", "'a'", "'float7'")),
+    "a part in no file": (put(*PARTS, 0, 2, 7), ("index.json is damaged",)),
+    "a part in a negative file": (put(*PARTS, 0, 2, -1), ("index.json is damaged", "-1")),
+    "a part outside": (put(*PARTS, 1, 0, [4, 0]), ("index.json is damaged", "'a'", "part of sizes (3, 4) at (4, 0)")),
+    "a part of other dimensions": (put(*PARTS, 1, [[3], [3], 1, "a"]), ("index.json is damaged", "'a'", "(3,)")),
+    "a part less": (without(*PARTS, 1), ("index.json is damaged", "'a'", "do not make it up")),
+    "a part twice": (index(lambda c: c["tensors"]["a"]["parts"].__setitem__(1, c["tensors"]["a"]["parts"][0])),
+                     ("index.json is damaged", "'a'", "overlap")),
+    "parts overlap": (put(*PARTS, 1, 0, [2, 0]), ("index.json is damaged", "'a'", "overlap")),
+    "part without a name": (put(*PARTS, 0, [[0, 0], [3, 4], 0]), ("index.json is damaged",)),
+    "another name of nothing": (put("aliases", "c", "nothing"), ("index.json is damaged", "'nothing'")),
+    "a file outside": (put("files", "../evil", 3), ("index.json is damaged", "outside")),
+    "a hidden file": (put("files", ".evil", 3), ("index.json is damaged", "outside")),
+    "size is no number": (put("files", FIRST, "many"), ("index.json is damaged", "many")),
+    "checksums a list": (put("checksums", []), ("index.json is damaged", "checksums")),
+    "unknown kind of value": (put("values", "step", {"$": "code"}), ("index.json is damaged", "'code'")),
+    "value without data": (put("values", "nest", {"$": "bytes"}), ("index.json is damaged", "bytes")),
+    "a pair of three": (put("values", "nest", {"$": "dict", "items": [[1, 2, 3]]}), ("index.json is damaged", "dict")),
+    "an optimizer without groups": (put("values", "step", {"$": "optimizer", "groups": [3], "numbers": {}}),
+                                    ("index.json is damaged", "optimizer")),
+    "a state of a rank is missing": (put("values", "own", "of", [0, 5]), ("index.json is damaged", "[0, 5]")),
+    "bytes that are none": (put("values", "nest", {"$": "bytes", "data": "!"}), ("value in the index is damaged", "!")),
+    "an array of objects": (put("values", "nest", {"$": "array", "dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA="}),
+                            ("value in the index is damaged", "|O")),
+    "an array of another size": (put("values", "nest", {"$": "array", "dtype": "<f4", "shape": [3], "data": "AAA="}),
+                                 ("value in the index is damaged", "[3]")),
+    "a place for a tensor": (put("values", "step", {"$": "tensor", "name": "lost"}), ("'lost'", "no such tensor")),
+    "a file is missing": (lambda path: (path / SECOND).unlink(), (f"{SECOND} cannot be read", "No such file")),
+    "a file is a directory": (replaced_by(SECOND), (SECOND, "directory")),
+    "a file is cut off": (cut(SECOND, 1), (SECOND, "bytes instead of", "cut off")),
+    "a file is longer": (lambda path: (path / FIRST).open("ab").write(b"x") and None, (FIRST, "bytes instead of")),
+    "a file is empty": (text(b"", SECOND), (SECOND, "0 bytes instead of")),
+    "files are swapped": (swap, (FIRST, "has no entry 'a[0:3, :]'")),
+    "the header is too long": (lambda path: header_length(path, 2**40), (FIRST, "header should have")),
+    "the header is no JSON": (lambda path: header_length(path, 16), (FIRST, "header is not JSON")),
+    "the header is a list": (header(lambda parsed: []), (FIRST, "header is not a table")),
+    "an entry of an unknown dtype": (entry("a[0:3, :]", "dtype", "F7"), (FIRST, "'a[0:3, :]'", "F7")),
+    "an entry of another dtype": (entry("a[0:3, :]", "dtype", "I32"), (FIRST, "'a[0:3, :]'", "int32", "float32")),
+    "an entry of another shape": (entry("a[0:3, :]", "shape", [4, 3]), (FIRST, "'a[0:3, :]'", "(4, 3)", "(3, 4)")),
+    "an entry of another size": (entry("a[0:3, :]", "shape", [3, 5]), (FIRST, "'a[0:3, :]'", "(3, 5)")),
+    "an entry that ends before it begins": (entry("a[0:3, :]", "data_offsets", [48, 0]), (FIRST, "'a[0:3, :]'")),
+    "an entry behind the end": (entry("a[0:3, :]", "data_offsets", [999, 1047]), (FIRST, "'a[0:3, :]'", "the file at")),
+    "an entry without offsets": (header(lambda parsed: parsed["a[0:3, :]"].pop("data_offsets") and None),
+                                 (FIRST, "'a[0:3, :]'")),
+    "an entry is missing": (header(lambda parsed: parsed.pop("a[0:3, :]") and None), (FIRST,)),
+}  # fmt: skip
+
+
+def header_length(path: Path, length: int) -> None:
+    content = (path / FIRST).read_bytes()
+    (path / FIRST).write_bytes(struct.pack("<Q", length) + content[8:])
+
+
+def load_error(path: Path, mesh: Any, **options: Any) -> str:
+    """What loading says; nothing has been changed."""
+    adapter, state = get_adapter(), state_of(mesh, 0)
+    try:
+        load(state, path, mesh=mesh, **options)
+    except CheckpointError as error:
+        assert not adapter.numpy(state["a"]).any() and not adapter.numpy(state["b"]).any()
+        return str(error)
+    raise AssertionError(f"{path.name}: no error")
+
+
+@spmd.on_mesh()
+def damaged(mesh: Any, directory: str) -> dict[str, str]:
+    """Error of each damage."""
+    ranks, whole = Collective(mesh), Path(directory) / "whole"
+    save(state_of(mesh), whole, mesh=mesh)
+    found = {}
+    for number, (name, (damage, _)) in enumerate(DAMAGES.items()):
+        path = Path(directory) / str(number) / "step-3"
+        if mesh.get_rank() == 0:
+            shutil.copytree(whole, path)
+            damage(path)
+        ranks.gather(None)
+        found[name] = load_error(path, mesh)
+        assert latest(path.parent) in (None, path), name
+    assert load(state_of(mesh, 0), whole, mesh=mesh)["step"] == 3
+    return found
+
+
+@spmd.on_mesh()
+def flipped(mesh: Any, directory: str) -> str:
+    """A bit of the data is found where checksums were saved and are compared."""
+    ranks, path = Collective(mesh), Path(directory) / "flipped"
+    save(state_of(mesh), path, mesh=mesh)
+    with pytest.raises(ValueError, match="was saved without checksums"):
+        load(state_of(mesh), path, mesh=mesh, verify=True)
+    path = save(state_of(mesh), path, mesh=mesh, checksums=True, overwrite=True)
+    load(state_of(mesh, 0), path, mesh=mesh, verify=True)
+    ranks.gather(None)
+    if mesh.get_rank() == 0:
+        flip(path)
+    ranks.gather(None)
+    load(state_of(mesh, 0), path, mesh=mesh)
+    return load_error(path, mesh, verify=True)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_damaged(pool: Any, tmp_path: Path, world_size: int) -> None:
+    assert len(DAMAGES) >= 40
+    found = pool.run(world_size, damaged, str(tmp_path))
+    for number, (name, (_, words)) in enumerate(DAMAGES.items()):
+        message = found[0][name]
+        assert all(of_rank[name] == message for of_rank in found), name
+        missing = [word for word in (str(tmp_path / str(number)), *words) if word not in message]
+        assert not missing, f"{name}: {missing} not in {message}"
+
+
+def test_checksums(pool: Any, tmp_path: Path) -> None:
+    messages = pool.run(2, flipped, str(tmp_path))
+    assert messages[0] == messages[1] and f"{SECOND}: entry 'a[3:6, :]' is damaged" in messages[0]
