@@ -33,6 +33,7 @@ ON_CPU_ONLY = {
     "test_fully_shard_training.py": "every optimizer in float64, which not every device has",
     "test_gpu_bodies.py": "what tests/cuda does, where there is no GPU",
     "test_huggingface.py": "models of a library",
+    "test_huggingface_files.py": "models of a library",
     "test_nested_parameters.py": "every optimizer in float64, which not every device has",
     "test_operator_table.py": "every operator, with torch's samples on the CPU",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",

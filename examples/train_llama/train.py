@@ -3,6 +3,8 @@
     python train.py --tp 2                                            # PyTorch
     python train.py --dp 2 --tp 2                                     # each layer fully sharded over dp besides
     HYPER_PARALLEL_PLATFORM=mindspore python train.py --dp 2 --tp 2   # MindSpore
+    python train.py --until 50 --save run                             # stop there, with a checkpoint
+    HYPER_PARALLEL_PLATFORM=mindspore python train.py --tp 4 --resume run    # go on with it, on MindSpore
 
 Ends with a non-zero status when the sharded model does not train like the whole one, or does not
 predict its validation text better than byte frequencies do.
@@ -19,13 +21,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from config import VOCAB_SIZE, RunConfig
 from data import Corpus, load_corpus, training_batch, unigram_entropy, validation_windows
 from hyper_parallel import DeviceMesh, get_platform, init_device_mesh
+from hyper_parallel.checkpoint import latest, load, save
 from launch import launch, under_launcher
 from progress import Progress
 from weights import write_initial_weights
@@ -40,6 +43,9 @@ GRADIENT_TOLERANCE = 1e-5
 
 class Trainer(Protocol):
     """What `backend_torch` and `backend_mindspore` both offer, with numpy at the border."""
+
+    model: Any
+    optimizer: Any
 
     def step(self, inputs: np.ndarray, targets: np.ndarray, learning_rate: float) -> float: ...
 
@@ -59,6 +65,8 @@ class Record:
     platform: str
     processes: int
     weights: str
+    first_step: int = 0
+    complete: bool = True
     sharded_losses: list[float] = dataclasses.field(default_factory=list)
     unsharded_losses: list[float] = dataclasses.field(default_factory=list)
     gradient_difference: float = math.nan
@@ -84,7 +92,7 @@ class Record:
             for what, difference, allowed in promises
             if not difference <= allowed
         ]
-        if not self.validation_bits_per_byte < self.unigram_bits_per_byte:
+        if self.complete and not self.validation_bits_per_byte < self.unigram_bits_per_byte:
             broken.append(
                 f"validation at {self.validation_bits_per_byte:.3f} bits per byte does not beat"
                 f" the byte frequencies' {self.unigram_bits_per_byte:.3f}"
@@ -127,23 +135,27 @@ def generate(trainer: Trainer, run: RunConfig, prompts: Sequence[bytes], show: b
     return [bytes(text) for text in texts]
 
 
-def train(run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer | None, record: Record) -> None:
+def train(
+    run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer | None, record: Record, until: int
+) -> None:
     """Train both models step by step on the same batches. Only rank 0 has the unsharded one."""
     length = run.model.max_position_embeddings
     show = unsharded is not None
     validation = validation_windows(corpus, run.validation_windows, length)
     record.unigram_bits_per_byte = unigram_entropy(validation[1])
     seconds = 0.0
-    steps = Progress(run.steps, "train", show)
-    for step in steps:
+    first = record.first_step
+    steps = Progress(until - first, "train", show)
+    for done in steps:
+        step = first + done
         batch = training_batch(corpus, step, run.batch_size, length, run.seed)
         learning_rate = run.learning_rate_at(step)
         start = time.perf_counter()
         loss = sharded.step(*batch, learning_rate)
-        if step > 0:  # the first step warms up
+        if done > 0:  # the first step warms up
             seconds += time.perf_counter() - start
-            record.tokens_per_second = step * batch[0].size / seconds
-        gradients = sharded.gradients() if step == 0 else {}
+            record.tokens_per_second = done * batch[0].size / seconds
+        gradients = sharded.gradients() if done == 0 else {}
         validate = (step + 1) % run.validate_every == 0 or step + 1 == run.steps
         if validate:
             record.validation_bits_per_byte = bits_per_byte(sharded, *validation, run.validation_batch_size)
@@ -153,7 +165,7 @@ def train(run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer |
         record.sharded_losses.append(loss)
         record.unsharded_losses.append(unsharded.step(*batch, learning_rate))
         line = f"step {step + 1:4d}  sharded {loss:.6f}  unsharded {record.unsharded_losses[-1]:.6f}"
-        if step == 0:
+        if done == 0:
             record.gradient_difference = worst_difference(gradients, unsharded.gradients())
             line += f"  largest relative gradient difference {record.gradient_difference:.1e}"
         if validate:
@@ -197,8 +209,31 @@ def show_bytes(sharded: Trainer, unsharded: Trainer | None, mesh: DeviceMesh) ->
         print(f"{who:10} " + ", ".join(f"{count:,} bytes of {what}" for what, count in own.items()), flush=True)
 
 
-def work(run: RunConfig, dp: int, tp: int, out: Path | None) -> int:
+def save_run(folder: Path, trainer: Trainer, step: int) -> None:
+    """Save the sharded model as it is after ``step`` steps. Every process must call it."""
+    save({"model": trainer.model, "optimizer": trainer.optimizer, "step": step}, folder / f"step-{step}", keep=2)
+
+
+def resume(folder: Path, sharded: Trainer, unsharded: Trainer | None) -> int:
+    """Load the newest checkpoint in a folder; returns how many steps were trained before it.
+
+    It is loaded twice: by all processes, of which each reads its shards, and by the first one, as a mesh of its own,
+    into the unsharded model.
+    """
+    path = latest(folder)
+    if path is None:
+        raise SystemExit(f"there is no checkpoint in {folder}")
+    state = load({"model": sharded.model, "optimizer": sharded.optimizer, "step": 0}, path)
+    alone = DeviceMesh(None, [0])
+    if unsharded is not None:
+        load({"model": unsharded.model, "optimizer": unsharded.optimizer}, path, mesh=alone)
+        print(f"resumed from {path}", flush=True)
+    return int(state["step"])
+
+
+def work(run: RunConfig, arguments: argparse.Namespace) -> int:
     """One rank of the run. Returns its exit status."""
+    dp, tp, out = arguments.dp, arguments.tp, arguments.out
     platform = get_platform()
     platform.init_process_group()
     if platform.world_size() != dp * tp:
@@ -216,9 +251,17 @@ def work(run: RunConfig, dp: int, tp: int, out: Path | None) -> int:
     if first:
         print(f"{platform.name}: dp={dp}, tp={tp}, weights {weights.name}", flush=True)
 
-    train(run, load_corpus(), sharded, unsharded, record)
+    if arguments.resume is not None:
+        record.first_step = resume(arguments.resume, sharded, unsharded)
+    until = min(arguments.until or run.steps, run.steps)
+    if not record.first_step < until:
+        raise SystemExit(f"{record.first_step} steps are done, and the run ends after {until}")
+    record.complete = until == run.steps
+    train(run, load_corpus(), sharded, unsharded, record, until)
+    if arguments.save is not None:
+        save_run(arguments.save, sharded, until)
     show_bytes(sharded, unsharded, mesh)
-    samples = generate(sharded, run, PROMPTS, show=first)
+    samples = generate(sharded, run, PROMPTS, show=first) if record.complete else []
     kept = report(record, samples, out or RUNS / f"{platform.name}-{name}.json") if first else True
     platform.destroy_process_group()
     return 0 if kept else 1
@@ -229,7 +272,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small Llama with tensor and data parallelism.")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel processes")
     parser.add_argument("--dp", type=int, default=1, help="data parallel rows of them")
-    parser.add_argument("--steps", type=int, default=RunConfig.steps)
+    parser.add_argument("--steps", type=int, default=RunConfig.steps, help="of the whole run")
+    parser.add_argument("--until", type=int, help="stop after so many of them")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint there at the end")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the newest checkpoint there")
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()
     run = RunConfig(steps=arguments.steps)
@@ -239,7 +285,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     if under_launcher():
-        return work(run, arguments.dp, arguments.tp, arguments.out)
+        return work(run, arguments)
     status = launch(arguments.dp * arguments.tp)
     print("all checks passed" if status == 0 else "FAILED, see above", flush=True)
     return status

@@ -7,6 +7,7 @@ rectangle of which tensor lies where. Mesh, placements, framework and number of 
 from hyper_parallel.checkpoint.directories import latest
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.loading import load
+from hyper_parallel.checkpoint.pretrained import load_pretrained, save_pretrained
 from hyper_parallel.checkpoint.random_state import RandomState
 from hyper_parallel.checkpoint.sampler import StatefulDistributedSampler
 from hyper_parallel.checkpoint.saving import AsyncSave, async_save, save
@@ -19,5 +20,7 @@ __all__ = [
     "async_save",
     "latest",
     "load",
+    "load_pretrained",
     "save",
+    "save_pretrained",
 ]

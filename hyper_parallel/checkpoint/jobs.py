@@ -31,7 +31,7 @@ from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, Entry, element_typ
 from hyper_parallel.checkpoint.values import KIND
 from hyper_parallel.platform import Platform
 
-__all__ = ["Job", "prepare", "write"]
+__all__ = ["Job", "prepare", "share", "write"]
 
 #: Bytes of a plain tensor up to which ranks compare its values.
 COMPARED_UP_TO = 1 << 20
@@ -299,3 +299,41 @@ def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
         distinct = [*dict.fromkeys(of_ranks)]
         return {**values, "values": [json.loads(x) for x in distinct], "of": [distinct.index(x) for x in of_ranks]}
     return {key: _with_own(value, own) for key, value in values.items()}
+
+
+# ---------------------------------------------------------------------- for files of other kinds
+def share(state: Any, what: str, ranks: Ranks, platform: Platform) -> tuple[Flat, dict[str, list[tuple[Writer, Entry]]]]:
+    """All ranks take a nest apart and compare what they have.
+
+    Args:
+        state: as in `save`.
+        what: is done with it, for messages: "saving ...".
+        ranks: that do it.
+        platform: of the tensors.
+
+    Returns:
+        The nest, and for each tensor its pieces, which are the same on all ranks: the rank that writes it, where it
+        lies, and how that rank reads it.
+
+    Raises:
+        ValueError, TypeError: as `save`, on all ranks.
+    """
+    found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
+
+    def describe() -> str:
+        flat = flatten(state, platform)
+        wanted = [
+            Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
+        ]
+        facts = _facts(flat, platform) | {"what": what}
+        found.append((flat, facts, share_out(wanted, ranks.members)))
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    digests = together(ranks, what, describe)
+    flat, facts, writers = found[0]
+    if len({*digests}) > 1:
+        raise _difference(ranks.gather(facts), ranks)
+    return flat, {
+        name: [(writer, _entry(name, flat.tensors[name], writer, platform)) for writer in pieces]
+        for name, pieces in writers.items()
+    }

@@ -47,7 +47,10 @@ class Filling:
 
     Attributes:
         targets: in the order in which they were found.
+        takes_meta: whether tensors without values are among them, which get memory later.
     """
+
+    takes_meta = False
 
     def __init__(
         self, index: Index, platform: Platform, strict: bool, convert_dtypes: bool, rank: int, world_size: int
@@ -207,7 +210,7 @@ class Filling:
                 f"{' and '.join(map(repr, names))} are one tensor here, and {len(stored)} in the checkpoint: untie "
                 "them, or load with strict=False, which takes the first"
             )
-        elif self.platform.is_meta(x):
+        elif self.platform.is_meta(x) and not self.takes_meta:
             self._wrong.append(
                 f"{names[0]} has no values to be replaced: it is on the meta device. Call to_empty() first"
             )

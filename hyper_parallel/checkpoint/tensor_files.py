@@ -24,7 +24,7 @@ import numpy as np
 from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
 
-__all__ = ["ITEMSIZES", "Entry", "TensorFile", "element_type", "write_tensors"]
+__all__ = ["ITEMSIZES", "Entry", "TensorFile", "element_type", "header_of", "write_tensors"]
 
 #: dtype -> its name in the files.
 _CODES = {
@@ -81,6 +81,25 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
+def header_of(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """What a file of these tensors begins with, and where the data of each begins in the file; then where the file
+    ends.
+
+    Args:
+        entries: in the order in which they lie in it.
+        metadata: what else the header says.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    places = [0]
+    for entry in entries:
+        places.append(places[-1] + entry.nbytes)
+        header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": [*entry.shape], "data_offsets": places[-2:]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
+    text = struct.pack("<Q", len(text)) + text
+    return text, [len(text) + place for place in places]
+
+
 def write_tensors(
     path: Path,
     entries: Sequence[Entry],
@@ -100,23 +119,17 @@ def write_tensors(
     Returns:
         The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
     """
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.nbytes
-        header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": [*entry.shape], "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
+    header, places = header_of(entries, metadata)
     sums: dict[str, int] = {}
     with disk.NewFile(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header)
         for entry in entries:
             data = entry.read()
             if checksums:
                 sums[entry.name] = zlib.crc32(data)
             file.write(data)
             advance(data.nbytes)
-    return 8 + len(text) + end, sums
+    return places[-1], sums
 
 
 class TensorFile:

@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "dtensor": {*_BELOW_OPERATIONS, "operations"},
     "tensor_parallel": {*_BELOW_STYLES, "names"},  # its names are those of the package
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
-    "integrations": {*_BELOW_STYLES, "tensor_parallel"},
+    "integrations": {*_BELOW_STYLES, "tensor_parallel", "checkpoint"},
     "checkpoint": {*_BELOW_STYLES, "data_parallel"},
     "debug": _BELOW_STYLES,
     "explain": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "names"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -196,6 +197,9 @@ def check_src_data_rank(src_data_rank: int | None, mesh: DeviceMesh) -> None:
 def shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
     """This rank's part of a whole plain tensor: a new plain tensor."""
     mesh, platform = layout.mesh, layout.mesh.platform
+    if platform.is_meta(tensor) and not platform.keeps_meta:
+        shape = (0,) if mesh.get_coordinate() is None else layout.local_shape
+        return platform.factory("full", shape, math.nan if platform.is_floating_point(tensor) else 0, tensor.dtype)
     with platform.no_dispatch(), platform.no_grad():
         local = platform.to_device(platform.detach(tensor))
         if mesh.get_coordinate() is None:

@@ -1,12 +1,20 @@
-"""`full_state_dict`."""
+"""`full_state_dict`, `load_pretrained` and `save_pretrained`."""
 
 from __future__ import annotations
 
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from hyper_parallel import checkpoint
+from hyper_parallel.checkpoint.ranks import all_ranks, together
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.platform import get_platform
 
-__all__ = ["full_state_dict"]
+__all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
 
 
 def full_state_dict(model: Any) -> dict[str, Any]:
@@ -33,3 +41,103 @@ def full_state_dict(model: Any) -> dict[str, Any]:
             whole[id(value)] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
         state[name] = whole[id(value)]
     return state
+
+
+def load_pretrained(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    rename: Callable[[str], str | None] | None = None,
+    strict: bool = True,
+    convert_dtypes: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> None:
+    """`hyper_parallel.checkpoint.load_pretrained` for models of transformers, which have buffers besides that no file
+    has, such as frequencies of rotary embeddings: where they are on meta, the model computes them.
+
+    Args:
+        model: a ``transformers.PreTrainedModel``, parallelised or not, whose parameters may be on meta.
+        path: of a file in the format of safetensors, or of a directory with ``model.safetensors`` or
+            ``model.safetensors.index.json``.
+        rename: from names in the files to names in the model; None leaves a tensor out.
+        strict: whether the files must have every parameter and persistent buffer of the model, and nothing else.
+        convert_dtypes: whether tensors of another dtype than the model's are converted.
+        mesh: whose ranks load; None is all of the world.
+
+    Raises:
+        ValueError, CheckpointError: as there, on all ranks.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hyper_parallel import init_device_mesh
+        >>> from hyper_parallel.integrations.huggingface import load_pretrained, parallelize_model
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=4)
+        >>> directory = tempfile.mkdtemp()
+        >>> LlamaForCausalLM(config).save_pretrained(directory)
+        >>> with torch.device("meta"):
+        ...     model = LlamaForCausalLM(config)
+        >>> model = parallelize_model(model, init_device_mesh("cpu", (1,)))
+        >>> load_pretrained(model, directory)
+        >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, pad_token_id=0).shape
+        torch.Size([1, 4])
+    """
+    checkpoint.load_pretrained(model, path, rename=rename, strict=strict, convert_dtypes=convert_dtypes, mesh=mesh)
+    platform = get_platform()
+    for _, x in platform.saved_tensors(model):
+        x._is_hf_initialized = True  # what the model initialises now leaves these as they are
+    for _, module in platform.named_modules(model):
+        empty = [x for _, x in platform.named_buffers(module) if platform.is_meta(x)]
+        for x in empty:
+            platform.give_memory(x)
+        if empty:
+            model._init_weights(module)
+
+
+def save_pretrained(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "50GB",
+    mesh: DeviceMesh | None = None,
+) -> Path:
+    """Write weights and configuration of a model for ``from_pretrained``. All ranks of the world call it, or all of
+    ``mesh``; each writes what it holds, and nothing is gathered.
+
+    Args:
+        model: a ``transformers.PreTrainedModel``, parallelised or not.
+        directory: on a file system that all ranks share; it is made. Weights that are there are replaced.
+        max_shard_size: of a file, in bytes, or as ``"5GB"``.
+        mesh: whose ranks save; None is all of the world.
+
+    Returns:
+        ``directory``.
+
+    Raises:
+        ValueError, CheckpointError: as `hyper_parallel.checkpoint.save_pretrained`, on all ranks.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hyper_parallel import init_device_mesh
+        >>> from hyper_parallel.integrations.huggingface import parallelize_model, save_pretrained
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=4)
+        >>> model = parallelize_model(LlamaForCausalLM(config), init_device_mesh("cpu", (1,)))
+        >>> LlamaForCausalLM.from_pretrained(save_pretrained(model, tempfile.mkdtemp())).config.hidden_size
+        32
+    """
+    path = checkpoint.save_pretrained(model, directory, max_shard_size=max_shard_size, mesh=mesh)
+    ranks = all_ranks(get_platform(), mesh)
+
+    def write_configuration() -> None:
+        if ranks.rank == ranks.members[0]:
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(path)
+            if getattr(model, "generation_config", None) is not None and model.can_generate():
+                model.generation_config.save_pretrained(path)
+
+    together(ranks, f"saving {path}", write_configuration)
+    return path

@@ -40,6 +40,11 @@ class StateRole:
             for name, x in [*self.named_parameters(submodule), *self.named_buffers(submodule)]:
                 yield f"{path}.{name}" if path else name, x
 
+    def give_memory(self, x: Tensor) -> None:
+        """Give a parameter or buffer without values (`TensorRole.is_meta`) memory on this rank's device, of a
+        distributed one for this rank's part. It stays the same object, of the same layout, and has any values."""
+        raise TypeError(f"{type(self).__name__} gives tensors without values no memory")
+
     def is_optimizer(self, x: Any) -> bool:
         """Whether ``x`` is an optimizer of the framework."""
         return False

@@ -48,6 +48,10 @@ class TensorRole(ABC):
         """Whether ``x`` has a shape and dtype but no data."""
         return False
 
+    #: Whether what is detached, sliced or copied of a tensor without values is one without values. Otherwise a parameter
+    #: without values gets memory when it is distributed, for the rank's part, and is NaN until it is loaded.
+    keeps_meta: bool = True
+
     def has_values(self, x: Tensor) -> bool:
         """Whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where there
         are none (`is_meta`), nor in a format other than the usual one. Decided from what all ranks share."""

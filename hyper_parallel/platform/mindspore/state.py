@@ -63,6 +63,11 @@ class StateVerbs:
                     name = names.get(name, name)
                     yield f"{path}.{name}" if path else name, x
 
+    keeps_meta = False
+
+    def give_memory(self, x: Any) -> None:
+        x.init_data()
+
     def is_optimizer(self, x: Any) -> bool:
         return isinstance(x, (nn.Optimizer, ExperimentalOptimizer))  # those of mint.optim are of the latter
 

@@ -60,6 +60,7 @@ __all__ = [
     "set_order",
     "saved_tensor_hooks",
     "strided_shard",
+    "swap_implementation",
     "tracer",
     "transform_level",
     "unflatten",
@@ -255,6 +256,8 @@ chunk_cat: Callable[[Any, int, int], Tensor] = _take("_chunk_cat", inspect.isbui
 same_implementation: Callable[[Any, Any], bool] = _take(
     "_has_compatible_shallow_copy_type", callable, lambda x, y: x.device.type == y.device.type and x.layout == y.layout
 )
+#: Exchanges what is below two tensors that nothing else holds, as the last step of `torch.utils.swap_tensors`.
+swap_implementation: Callable[[Tensor, Tensor], None] = _take("_C._swap_tensor_impl", callable)
 #: None where nothing is being traced.
 tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None)
 

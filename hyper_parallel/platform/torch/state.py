@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import OptimizerState, Platform
+from hyper_parallel.platform.torch.private import swap_implementation
 
 __all__ = ["StateVerbs"]
 
@@ -35,6 +37,13 @@ class StateVerbs(Platform):
             for name, x in [*submodule._parameters.items(), *held]:
                 if x is not None:
                     yield f"{prefix}.{name}" if prefix else name, x
+
+    def give_memory(self: Any, x: Tensor) -> None:
+        """See `Platform.give_memory`."""
+        with no_dispatch(), torch.no_grad():
+            memory = torch.empty_like(x.detach().as_subclass(Tensor), device=self.device())
+            # What is below the Python object is exchanged: it keeps its class and attributes, and weak references to it.
+            swap_implementation(x, memory.requires_grad_(x.requires_grad))
 
     def is_optimizer(self, x: Any) -> bool:
         """See `Platform.is_optimizer`."""

@@ -10,6 +10,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
+from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel import DTensor
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
@@ -120,6 +121,11 @@ def load(module: nn.Cell, rng: np.random.Generator) -> nn.Cell:
     for _, p in sorted(dict(module.parameters_and_names()).items()):
         p.set_data(Tensor(rng.standard_normal(p.shape).astype(np.float32) * np.float32(0.3)))
     return module
+
+
+def without_values() -> Any:
+    """See `Adapter`."""
+    return no_init_parameters()
 
 
 def freeze(module: nn.Cell, name: str) -> None:

@@ -11,6 +11,7 @@ framework's own words: the suite checks that a user's code runs unchanged, so ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,6 +87,9 @@ class Adapter(Protocol):
     def load(self, module: Module, rng: np.random.Generator) -> Module:
         """Give every parameter 0.3 times standard normal numbers, drawn in the order of names; returns the module, on
         this rank's device."""
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """Inside, modules are made without memory for their parameters and buffers, where the framework can do that."""
 
     def freeze(self, module: Module, name: str) -> None:
         """Switch the gradient of a parameter off."""

@@ -96,6 +96,11 @@ def load(module: nn.Module, rng: np.random.Generator) -> nn.Module:
     return module.to(device())
 
 
+def without_values() -> Any:
+    """See `Adapter`."""
+    return torch.device("meta")
+
+
 def freeze(module: nn.Module, name: str) -> None:
     dict(module.named_parameters())[name].requires_grad_(False)
 
