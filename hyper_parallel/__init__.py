@@ -70,6 +70,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` and `_MODULES` sa
     from hyper_parallel.debug import CommDebugMode as CommDebugMode
     from hyper_parallel.debug.comm_trace import CommTrace as CommTrace
     from hyper_parallel.debug.description import describe as describe
+    from hyper_parallel.debug.plan_picture import visualize_plan as visualize_plan
     from hyper_parallel.explain.api import explain as explain
     from hyper_parallel.platform import Platform as Platform
     from hyper_parallel.platform import available_platforms as available_platforms
@@ -139,6 +140,7 @@ _HOME_OF = {
     "register_style": "hyper_parallel.core.tensor_parallel.style",
     "replicate": "hyper_parallel.core.data_parallel.replicate",
     "strict": "hyper_parallel.core.dtensor.operations.modes",
+    "visualize_plan": "hyper_parallel.debug.plan_picture",
     "vocab_parallel_cross_entropy": "hyper_parallel.core.tensor_parallel.loss",
     "zeros": "hyper_parallel.core.dtensor.factories",
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hyper_parallel.debug.collective import dtype_name
-from hyper_parallel.debug.text import format_bytes, format_table
+from hyper_parallel.debug.text import format_bytes
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.contract.modules import APPLIED
 
@@ -81,7 +80,7 @@ class ModuleDescription:
 
 @dataclass
 class Description:
-    """What `describe` gives; ``str`` and `print` show it as a table.
+    """What `describe` gives; ``str`` and ``print`` show it as a table.
 
     Attributes:
         modules: every module, parents first.
@@ -106,19 +105,19 @@ class Description:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = []
         for module in self.modules:
-            styles = "; ".join(module.styles) or "-"
-            if not module.tensors and not module.styles:
-                continue
-            first: tuple[str, ...] = (module.path or "(the model)", module.kind, styles)
+            if module.tensors or module.styles:
+                styles = f"  {'; '.join(module.styles)}" if module.styles else ""
+                rows.append((f"{module.path or '(the model)'}  {module.kind}{styles}", "", ""))
             for x in module.tensors:
-                size = "shared" if x.shared else format_bytes(x.local_bytes)
-                whole = "shared" if x.shared else format_bytes(x.bytes)
-                rows.append((*first, x.text, size, whole))
-                first = ("", "", "")
-            if not module.tensors:
-                rows.append((*first, "-", "", ""))
-        rows.append(("all", "", "", "", format_bytes(self.local_bytes), format_bytes(self.bytes)))
-        return format_table(("module", "class", "style", "tensor", "this rank", "whole"), rows, right=(4, 5))
+                sizes = ("shared", "") if x.shared else (format_bytes(x.local_bytes), format_bytes(x.bytes))
+                rows.append((f"    {x.text}", *sizes))
+        rows.append(("all", format_bytes(self.local_bytes), format_bytes(self.bytes)))
+        # The names of modules may be as long as they like.
+        width = max(len(text) for text, size, _ in rows if size)
+        return "\n".join(
+            text if not size else f"{text:<{width}}  {size:>10}  {whole:>10}".rstrip()
+            for text, size, whole in [("tensor", "this rank", "whole"), *rows]
+        )
 
     __repr__ = __str__
 
@@ -159,7 +158,7 @@ def describe_on(model: Any, platform: Platform) -> Description:
 def _modules(model: Any, platform: Platform) -> Iterator[ModuleDescription]:
     seen: set[int] = set()
     for path, module in platform.named_modules(model):
-        styles = tuple(style_text(style) for style, _ in getattr(module, APPLIED, ()))
+        styles = tuple(str(style) for style, _ in getattr(module, APPLIED, ()))
         found = ModuleDescription(path, type(module).__name__, styles)
         held = [("parameter", *named) for named in platform.named_parameters(module)]
         held += [("buffer", *named) for named in platform.named_buffers(module)]
@@ -192,25 +191,6 @@ def _describe_tensor(kind: str, name: str, x: Any, shared: bool, platform: Platf
         trained=kind == "parameter" and bool(x.requires_grad),
         shared=shared,
     )
-
-
-def style_text(style: Any) -> str:
-    """The call that makes a style, without the arguments that are as they are by default.
-
-    Example:
-        >>> from hyper_parallel import ColwiseParallel, Shard
-        >>> style_text(ColwiseParallel()), style_text(ColwiseParallel(input_layouts=Shard(1), heads=4))
-        ('ColwiseParallel()', 'ColwiseParallel(input_layouts=Shard(1), heads=4)')
-    """
-    given = []
-    for name, parameter in inspect.signature(type(style).__init__).parameters.items():
-        value = vars(style).get(name)
-        usual = getattr(type(style), name, parameter.default)
-        if value is None or value == usual or value == parameter.default or value == {}:
-            continue
-        value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-        given.append(f"{name}={value!r}".replace("dim=", ""))
-    return f"{type(style).__name__}({', '.join(given)})"
 
 
 def placements_text(placements: tuple[str, ...], mesh_dims: tuple[str, ...]) -> str:

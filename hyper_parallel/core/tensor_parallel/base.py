@@ -90,6 +90,17 @@ class ParallelStyle(ABC):
                 arguments.append(repr(value) if parameter.kind is not parameter.KEYWORD_ONLY else f"{name}={value!r}")
         return f"{type(self).__name__}({', '.join(arguments)})"
 
+    def __str__(self) -> str:
+        """The same without the arguments that are as they are by default, for texts that show many styles."""
+        arguments = []
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = vars(self).get(name)
+            usual = (None, {}, parameter.default, getattr(type(self), name, None))
+            if not any(value == other for other in usual):
+                value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+                arguments.append(f"{name}={value!r}".replace("dim=", ""))
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
 
 #: What a framework raises for an input that does not fit. Not every exception: torch's checkpointing ends a
 #: recomputation with one of its own, and nothing may be computed after it.
@@ -302,6 +313,7 @@ class ModuleStyle(ParallelStyle):
 def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
     """Remember on ``module`` that ``style`` was applied to it over ``mesh``."""
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (style, mesh)))
+    mesh.platform.show_styles(module)
 
 
 def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:

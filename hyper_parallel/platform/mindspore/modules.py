@@ -14,6 +14,7 @@ from hyper_parallel.platform.mindspore.collectives import dense, is_dense
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.private import CheckedCell
+from hyper_parallel.platform.module_text import text_of_plan
 
 __all__ = ["ModuleVerbs"]
 
@@ -85,6 +86,10 @@ class ModuleVerbs:
     def set_distributed_parameter(self, module: Any, name: str, local: Any, layout: Any) -> None:
         make_distributed(module._params[name], local, layout)
 
+    def show_styles(self, module: Any) -> None:
+        if not getattr(type(module), "_shows_styles", False):
+            module.__class__ = _class_with_styles(type(module))
+
     own_parameters: Any = staticmethod(attrgetter("_params"))
 
     def replace_forward(self, module: Any, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
@@ -111,6 +116,17 @@ def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     bases = (cls,) if mixin is None else (mixin, cls)
     return type(cls.__name__, bases, {**names, "construct": construct})
+
+
+@cache
+def _class_with_styles(cls: type) -> type:
+    """A subclass under the same name whose text says what the plan has made of a cell."""
+
+    def extend_repr(self: Any) -> str:
+        return text_of_plan(self, self._params, cls.extend_repr(self))  # type: ignore[attr-defined]
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, "extend_repr": extend_repr, "_shows_styles": True})
 
 
 _SPARSE = (COOTensor, CSRTensor)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.platform.module_text import text_of_plan
 from hyper_parallel.platform.torch.module_copies import copying_methods
 from hyper_parallel.platform.torch.private import (
     calls_quickly,
@@ -103,6 +104,12 @@ def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type
                 y = result
         return y
 
+    def extra_repr(self: Any) -> str:
+        usual = cls.extra_repr(self)
+        # What `cls` says of the plan is all there is to say.
+        return usual if getattr(cls, "_quick", False) else text_of_plan(self, self._parameters, usual)
+
+    methods = {"extra_repr": extra_repr, **methods}
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_quick": True}
     if calls_quickly and (cls.__call__ is nn.Module.__call__ or getattr(cls, "_quick", False)):
         methods = {**methods, "__call__": call}

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.platform.contract.dry import Usage
 from hyper_parallel.platform.torch.cpu import TorchCpuPlatform
 from hyper_parallel.platform.torch.fast import TorchFast
-from hyper_parallel.platform.torch.private import fused_attention
+from hyper_parallel.platform.torch.private import TorchDispatchMode, fused_attention
 from hyper_parallel.platform.torch.usage import UsageMode, resized
 
 __all__ = ["TorchMetaPlatform"]
@@ -48,7 +47,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
+    if fused_attention is None or dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
         return None
     if enable_gqa and query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]

@@ -70,6 +70,10 @@ class ModuleVerbs(Platform):
     #: See `Platform.replace_forward`.
     replace_forward: Any = staticmethod(calls.replace_forward)
 
+    def show_styles(self, module: nn.Module) -> None:
+        """See `Platform.show_styles`."""
+        calls.call_quickly(module)
+
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:

@@ -29,6 +29,7 @@ __all__ = [
     "REPLACED",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "UnknownTorchError",
     "any_autocast",
     "bare_apply",
@@ -315,9 +316,12 @@ def strided_shard() -> Any:
 # ---------------------------------------------------------------------------------------------- classes and transforms
 
 #: Attention with fused kernels, as (output, logarithm of the sums): the one of the CPU, which takes meta tensors too.
-fused_attention: Callable[..., tuple[Tensor, Tensor]] = _take(
-    "ops.aten._scaled_dot_product_flash_attention_for_cpu", callable
+#: Without it, dry runs count the scores of attention as kept.
+fused_attention: Callable[..., tuple[Tensor, Tensor]] | None = _take(
+    "ops.aten._scaled_dot_product_flash_attention_for_cpu", callable, None
 )
+#: What sees every operation below autograd.
+TorchDispatchMode: Any = _take("utils._python_dispatch.TorchDispatchMode", inspect.isclass)
 #: Whether a tensor is of a class that computes by other tensors inside of it.
 is_traceable_wrapper: Callable[[Any], bool] = _take("utils._python_dispatch.is_traceable_wrapper_subclass", callable)
 #: The innermost transform of `torch.func` and `torch.vmap` that is open in this thread, None outside of them.

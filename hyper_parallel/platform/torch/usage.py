@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hyper_parallel.platform.contract.dry import Usage
+from hyper_parallel.platform.torch.private import TorchDispatchMode
 
 __all__ = ["UsageMode", "resized"]
 

@@ -29,6 +29,7 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
     replicate,
+    visualize_plan,
 )
 from hyper_parallel.explain import DryStep
 from hyper_parallel.testing.adapters import get_adapter
@@ -142,6 +143,43 @@ def test_what_is_foreseen_is_seen(pool: Any, case: str, world_size: int) -> None
         assert foreseen == first
         assert sorted(second) == sorted(first)  # the second step knows what is to be gathered next
         assert foreseen
+
+
+@on_mesh(names=("tp",))
+def texts(mesh: Any, folder: str) -> tuple[str, str, str]:
+    adapter = get_adapter()
+    model = adapter.load(adapter.Mlp(4, 8), np.random.default_rng(3))
+    assert "weight (8, 4) float32" in str(describe(model)) and "ColwiseParallel" not in repr(model)
+    style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    parallelize_module(model, mesh, {"": style, "up": ColwiseParallel(), "down": RowwiseParallel(heads=2)})
+    found, path = describe(model), f"{folder}/plan{mesh.get_local_rank()}.svg"
+    assert found.as_dict()["local_bytes"] == found.local_bytes < found.bytes
+    assert found.bytes == sum(m.bytes for m in found.modules)
+    shown = visualize_plan(model, path=path)
+    with open(path, encoding="utf-8") as file:
+        assert file.read().startswith("<svg")
+    return str(found), repr(model), shown
+
+
+def test_texts(pool: Any, tmp_path: Any) -> None:
+    described, printed, shown = pool.run(2, texts, str(tmp_path))[0]
+    assert "up  Linear  ColwiseParallel()" in described.replace("Dense", "Linear")
+    assert "weight (8, 4) -> (4, 4) float32, Shard(0) on tp" in described
+    assert "ColwiseParallel(), weight: Shard(0) on tp, bias: Shard(0) on tp" in printed
+    assert "RowwiseParallel(heads=2), weight: Shard(1) on tp, bias: Replicate() on tp" in printed
+    assert "PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())" in printed
+    assert "   =   weight (8, 4) -> (4, 4)" in shown and "   ||| weight (4, 8) -> (4, 4)" in shown
+    assert "   []  bias (4,) float32, Replicate() on tp" in shown
+
+
+@on_mesh()
+def refused(mesh: Any) -> None:
+    with pytest.raises(TypeError, match="describe takes a"):
+        describe("model")
+
+
+def test_what_is_no_model(pool: Any) -> None:
+    pool.run(1, refused)
 
 
 def job_of_any_size(case: str, size: int) -> tuple[int, list[tuple]]:
