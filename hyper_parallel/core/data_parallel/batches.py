@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 
-__all__ = ["is_distributed", "lies_across", "whole_for_all"]
+__all__ = ["is_distributed", "lies_across", "mixed_batch", "whole_for_all"]
 
 
 #: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root.
@@ -73,6 +73,15 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str, plain_on
             f"{layout.mesh}, and its parameters are {beside} {mesh}: give {given}"
         )
     return True
+
+
+def mixed_batch(what: str, distributed: bool) -> ValueError:
+    """For a unit whose inputs are another kind of batch than those of the outermost one."""
+    given, others = ("DTensors", "plain tensors") if distributed else ("plain tensors", "DTensors")
+    return ValueError(
+        f"{what} was called with {given}, and the outermost module under fully_shard with {others}: whether the "
+        "data-parallel ranks have one loss or one each depends on which, so give all units the same"
+    )
 
 
 def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
+
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call
     from hyper_parallel.core.data_parallel.unit import Unit
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 __all__ = ["RUNNING", "BackwardPass", "Model"]
 
@@ -36,6 +39,7 @@ class Model:
         self.is_last_backward = True
         self.delayed: list[Any] = []
         self.one_loss = False
+        self._beside: tuple[DeviceMesh, ...] | None = None
         #: In the order in which their forwards began: of the last step, and of this one.
         self._order: Sequence[Unit] = ()
         self._began: list[Unit] = []
@@ -95,6 +99,14 @@ class Model:
         for unit in self._ahead:
             unit.parameters.drop()
         self._ahead = []
+
+    def meshes_beside(self, module: Any) -> tuple[DeviceMesh, ...]:
+        """The meshes on which tensor-parallel styles have placed parameters below ``module``, the outermost one."""
+        if self._beside is None:
+            plans = [getattr(below, UNIT, None) for _, below in self.platform.named_modules(module)]
+            inner = [layout for plan in plans if plan is not None for layout in plan.inner]
+            self._beside = tuple(dict.fromkeys(layout.mesh for layout in inner if layout is not None))
+        return self._beside
 
     def recorded(self, unit: Unit, call: Call) -> None:
         """A call of ``unit`` has ended of which there may be a backward."""

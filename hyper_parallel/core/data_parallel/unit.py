@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hyper_parallel.core.data_parallel.batches import is_distributed, whole_for_all
+from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batch, whole_for_all
 from hyper_parallel.core.data_parallel.borders import Guard, cast
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
@@ -25,6 +25,7 @@ from hyper_parallel.core.data_parallel.together import Together
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module
+from hyper_parallel.core.dtensor.operations.random import BESIDE
 from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
@@ -98,6 +99,7 @@ class Unit:
             event, self.post_optim_event = self.post_optim_event, None
             event.wait()
         token, summed = RUNNING.set((*running, self)), SUMMED_OVER.set(self.plan.mesh if model.one_loss else None)
+        beside = BESIDE.set(model.meshes_beside(module)) if outermost and model.one_loss else None
         complete = False
         try:
             output = self._run(module, forward, args, kwargs, inputs, running, again)
@@ -106,6 +108,8 @@ class Unit:
         finally:
             RUNNING.reset(token)
             SUMMED_OVER.reset(summed)
+            if beside is not None:
+                BESIDE.reset(beside)
             if outermost:
                 model.end(complete)
 
@@ -116,11 +120,7 @@ class Unit:
         if decides:
             model.one_loss = bool(distributed)
         elif self.plan.slots and distributed is not None and distributed is not model.one_loss:
-            given, others = ("plain tensors", "DTensors") if model.one_loss else ("DTensors", "plain tensors")
-            raise ValueError(
-                f"{self.what} was called with {given}, and the outermost module under fully_shard with {others}: "
-                "whether the data-parallel ranks have one loss or one each depends on which, so give all units the same"
-            )
+            raise mixed_batch(self.what, distributed)
 
     def _run(
         self,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication.collectives import all_gather_object, broadcast
@@ -24,6 +25,9 @@ from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.mesh_slices import MESHES
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+#: Meshes along which ranks compute the same with a tensor that is on another mesh beside them: under data parallelism
+#: a batch is shared by data-parallel ranks, and tensor-parallel ones have the same part of it.
+BESIDE: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("hyper_parallel_meshes_beside", default=())
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
@@ -55,6 +59,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
 def synchronize(mesh: DeviceMesh) -> None:
     """Give every rank of the mesh the generator state of its first rank; only the first call on a mesh does so. Inside
     `check_ranks` the others compare the states."""
+    mesh = _and_beside(mesh)
     if mesh in _SYNCHRONIZED or mesh.get_coordinate() is None:
         if CHECKS:
             check_generators(mesh)
@@ -70,10 +75,16 @@ def keep_states() -> None:
 
 def share_state(mesh: DeviceMesh) -> None:
     """Give every rank of the mesh the generator state of its first rank, now."""
+    mesh = _and_beside(mesh)
     if mesh.get_coordinate() is not None:
         platform = mesh.platform
         platform.set_rng_state(of_first_rank(platform.get_rng_state(), mesh))
         _SYNCHRONIZED.add(mesh)
+
+
+def _and_beside(mesh: DeviceMesh) -> DeviceMesh:
+    beside = BESIDE.get()
+    return (mesh._union(beside) or mesh) if beside and all(mesh.is_beside(other) for other in beside) else mesh
 
 
 def is_held_alike(layout: Layout) -> bool:

@@ -1,0 +1,167 @@
+"""Random numbers under data parallelism: what a distributed batch draws, and what each rank draws for its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    distribute_tensor,
+    fully_shard,
+    manual_seed,
+    parallelize_module,
+    replicate,
+)
+from hyper_parallel.core.dtensor.mesh_slices import MESHES
+from hyper_parallel.core.dtensor.operations import random
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.conformance.checks import same
+
+FEATURES, HIDDEN = 6, 8
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def build(mesh: Any) -> Any:
+    """An `Mlp` with dropout before and after it."""
+    adapter = get_adapter()
+    mlp = adapter.load(adapter.Mlp(FEATURES, HIDDEN), np.random.default_rng(5))
+
+    def dropping(forward: Any) -> Any:
+        return lambda self, x: adapter.dropout(forward(self, adapter.dropout(x, 0.5)), 0.25)
+
+    mesh.platform.replace_forward(mlp, dropping)
+    return mlp
+
+
+def forget_meshes() -> None:
+    """As if nothing had been drawn on any mesh."""
+    for mesh in MESHES.values():
+        random._SYNCHRONIZED.discard(mesh)
+
+
+def one_batch(mesh: Any, dp: Any, shard: Any, rows: int) -> None:
+    """Ranks whose generators differ draw what a single device with that of the first draws for the whole batch."""
+    adapter = get_adapter()
+    x = np.random.default_rng(3).standard_normal((rows, FEATURES)).astype(np.float32)
+    single, sharded = build(mesh), shard(build(mesh))
+    adapter.seed(100)
+    wanted = []
+    for _ in range(2):
+        y, grad_x, grads = adapter.model_value_and_grads(single, lambda x: squared(single, x), x)
+        wanted.append((adapter.numpy(y), grad_x, grads))
+    assert np.abs(wanted[0][0] - wanted[1][0]).max() > 1e-3  # other masks in each step
+    forget_meshes()
+    adapter.seed(100 + mesh.get_rank())
+
+    def distributed(x: Any) -> Any:
+        x = distribute_tensor(x, dp, [Shard(0)], src_data_rank=None)
+        loss, y = squared(sharded, x)
+        return loss.redistribute(placements=[Replicate()]), y
+
+    for y, _, grads in wanted:
+        got_y, _, got = adapter.model_value_and_grads(sharded, distributed, x)
+        same(adapter.numpy(got_y), y, "output", 1e-4)
+        for name, whole in grads.items():
+            same(adapter.numpy(got[name]), adapter.numpy(whole), f"gradient of {name}", 3e-4)
+
+
+def squared(module: Any, x: Any) -> Any:
+    adapter = get_adapter()
+    y = adapter.call(module, x)
+    return adapter.sum(adapter.square(y)), y
+
+
+@spmd.on_mesh()
+def on_one_dimension(mesh: Any, how: str, rows: int) -> None:
+    def shard(model: Any) -> Any:
+        return fully_shard(model, mesh=mesh) if how == "fully_shard" else replicate(model, mesh)
+
+    one_batch(mesh, mesh, shard, rows)
+
+
+@pytest.mark.parametrize("rows", [8, 5, 1], ids=["even", "uneven", "empty"])
+@pytest.mark.parametrize("how", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_batch(pool: Any, world_size: int, how: str, rows: int) -> None:
+    pool.run(world_size, on_one_dimension, how, rows)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def on_two_dimensions(mesh: Any, rows: int) -> None:
+    """Activations that are the same on all tensor-parallel ranks lose the same elements there."""
+
+    def shard(model: Any) -> Any:
+        return fully_shard(parallelize_module(model, mesh["tp"], PLAN), mesh=mesh["dp"])
+
+    one_batch(mesh, mesh["dp"], shard, rows)
+
+
+@pytest.mark.parametrize("rows", [8, 5, 2], ids=["even", "uneven", "small"])
+def test_one_batch_beside_tensor_parallelism(pool: Any, rows: int) -> None:
+    pool.run(4, on_two_dimensions, rows)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def own_parts(mesh: Any, how: str) -> None:
+    """With a seed for each data-parallel rank, each draws for its own part of the batch what a single device with that
+    seed does, on all its tensor-parallel ranks."""
+    adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
+    rank = dp.get_local_rank()
+    x = np.random.default_rng(3).standard_normal((2, 3, FEATURES)).astype(np.float32)
+    single, sharded = build(mesh), parallelize_module(build(mesh), tp, PLAN)
+    sharded = fully_shard(sharded, mesh=dp) if how == "fully_shard" else replicate(sharded, dp)
+    outputs, total = [], {}
+    for i in range(2):
+        adapter.seed(7 + i)
+        y, _, grads = adapter.model_value_and_grads(single, lambda x: squared(single, x), x[i])
+        outputs.append(adapter.numpy(y))
+        for name, g in grads.items():
+            total[name] = total.get(name, 0) + adapter.numpy(g) / 2
+    manual_seed(7 + rank, tp)
+    y, _, got = adapter.model_value_and_grads(sharded, lambda x: squared(sharded, x), x[rank])
+    same(adapter.numpy(y), outputs[rank], "output", 1e-4)
+    for name, whole in total.items():
+        same(adapter.numpy(got[name]), whole, f"gradient of {name}", 3e-4)
+    # Which elements are kept of the same input differs between the parts.
+    masks = []
+    for i in range(2):
+        adapter.seed(7 + i)
+        masks.append(adapter.numpy(adapter.dropout(adapter.tensor(np.ones((3, FEATURES), np.float32)), 0.5)))
+    assert np.abs(masks[0] - masks[1]).max() > 0
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "replicate"])
+def test_own_parts(pool: Any, how: str) -> None:
+    pool.run(4, own_parts, how)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def sequences(mesh: Any) -> None:
+    """Of a part of the sequence a rank drops what a single device drops there: parts have masks of their own."""
+    adapter, tp, rank = get_adapter(), mesh["tp"], mesh["dp"].get_local_rank()
+    probe = adapter.Probe()
+    mesh.platform.replace_forward(probe, lambda forward: lambda self, x: adapter.dropout(x, 0.5))
+    fully_shard(parallelize_module(probe, tp, SequenceParallel()), mesh=mesh["dp"])
+    x = np.ones((2, 6, 5), np.float32)
+    wanted = []
+    for i in range(2):
+        adapter.seed(7 + i)
+        wanted.append(adapter.numpy(adapter.dropout(adapter.tensor(x), 0.5)))
+    assert np.abs(wanted[0] - wanted[1]).max() > 0 and np.abs(wanted[0][:, :3] - wanted[0][:, 3:]).max() > 0
+    manual_seed(7 + rank, tp)
+    y = adapter.call(probe, adapter.tensor(x[:, :3]))
+    y = y if isinstance(y, DTensor) else DTensor.from_local(y, tp, [Shard(1)])
+    same(adapter.numpy(y), wanted[rank], "dropout of a sequence", 1e-6)
+
+
+def test_sequences(pool: Any) -> None:
+    pool.run(4, sequences)
