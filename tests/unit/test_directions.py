@@ -39,6 +39,7 @@ LAYERS = {
     "testing": ["testing"],
     "adapters": ["testing.adapters"],
     "names": [""],
+    "names of experimental": ["experimental"],
     "names of mindspore": ["mindspore"],
     "names of torch": ["torch"],
 }
@@ -61,9 +62,19 @@ MAY_IMPORT = {
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
     "debug": _BELOW_STYLES,
-    "testing": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "adapters", "names"},
+    "testing": {
+        *_BELOW_STYLES,
+        "tensor_parallel",
+        "data_parallel",
+        "integrations",
+        "debug",
+        "adapters",
+        "names",
+        "names of experimental",
+    },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
+    "names of experimental": _BELOW_STYLES,
     "names of mindspore": {"mindspore", "platforms"},
     "names of torch": {"torch", "platforms"},
 }
