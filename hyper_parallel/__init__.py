@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.dtensor.factories import rand as rand
     from hyper_parallel.core.dtensor.factories import randn as randn
     from hyper_parallel.core.dtensor.factories import zeros as zeros
+    from hyper_parallel.core.dtensor.local_map import local_map as local_map
     from hyper_parallel.core.dtensor.operations.custom_ops import register_sharding as register_sharding
     from hyper_parallel.core.dtensor.operations.modes import implicit_replication as implicit_replication
     from hyper_parallel.core.dtensor.operations.modes import strict as strict
@@ -68,6 +69,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.core.tensor_parallel.style import SequenceParallel as SequenceParallel
     from hyper_parallel.core.tensor_parallel.style import register_style as register_style
     from hyper_parallel.debug import CommDebugMode as CommDebugMode
+    from hyper_parallel.debug import visualize_sharding as visualize_sharding
     from hyper_parallel.debug.comm_trace import CommTrace as CommTrace
     from hyper_parallel.debug.description import describe as describe
     from hyper_parallel.debug.plan_picture import visualize_plan as visualize_plan
@@ -128,6 +130,7 @@ _HOME_OF = {
     "implicit_replication": "hyper_parallel.core.dtensor.operations.modes",
     "init_device_mesh": "hyper_parallel.core.dtensor.device_mesh",
     "linspace": "hyper_parallel.core.dtensor.factories",
+    "local_map": "hyper_parallel.core.dtensor.local_map",
     "logspace": "hyper_parallel.core.dtensor.factories",
     "loss_parallel": "hyper_parallel.core.tensor_parallel.loss",
     "manual_seed": "hyper_parallel.core.dtensor.operations.random",
@@ -142,6 +145,7 @@ _HOME_OF = {
     "replicate": "hyper_parallel.core.data_parallel.replicate",
     "strict": "hyper_parallel.core.dtensor.operations.modes",
     "visualize_plan": "hyper_parallel.debug.plan_picture",
+    "visualize_sharding": "hyper_parallel.debug",
     "vocab_parallel_cross_entropy": "hyper_parallel.core.tensor_parallel.loss",
     "zeros": "hyper_parallel.core.dtensor.factories",
 }

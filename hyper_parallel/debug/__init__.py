@@ -1,9 +1,11 @@
 """Looking at what the library does: `CommDebugMode` lists collectives, `check_ranks` compares them over the ranks,
-`cache_sizes` says what is kept."""
+`visualize_sharding` shows who holds what, `cache_sizes` says what is kept."""
 
 from hyper_parallel.core.caches import cache_sizes
 from hyper_parallel.core.dtensor.communication.rank_check import check_ranks
 from hyper_parallel.core.dtensor.communication.recorder import CollectiveEvent
+from hyper_parallel.debug.comm_counts import CommCounts
 from hyper_parallel.debug.comm_mode import CommDebugMode
+from hyper_parallel.debug.visualize import visualize_sharding
 
-__all__ = ["CollectiveEvent", "CommDebugMode", "cache_sizes", "check_ranks"]
+__all__ = ["CollectiveEvent", "CommCounts", "CommDebugMode", "cache_sizes", "check_ranks", "visualize_sharding"]

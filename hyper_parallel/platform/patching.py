@@ -312,7 +312,8 @@ class PatchSet:
         """
         if self._done is None:
             return
-        found = [] if abandon else live_objects(self._classes())
+        classes = self._classes()
+        found = [] if abandon or not classes else live_objects(classes)
         if found:
             raise RuntimeError(
                 f"there are {len(found)} DTensors, which would compute wrong numbers without the patches of "
@@ -320,8 +321,9 @@ class PatchSet:
                 "uninstall(abandon=True) (MindSpore itself keeps what an optimizer has stepped on)"
             )
         self._switch(False)
-        self._left_unusable = True
-        make_unusable(self._classes(), self.framework)
+        if classes:
+            self._left_unusable = True
+            make_unusable(classes, self.framework)
         for waiting in self._waiting:
             waiting.cancel()
         done, self._done = self._done, None

@@ -173,6 +173,12 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     out = np.zeros(6)
     platform.start_collective("all_gather", out, y + 1, "", None, 3).wait()
     assert out.tolist() == [1, 2, 2, 4, 3, 6]
+    assert platform.other_names(x) == () and platform.meta_tensor((2,), x.dtype) is None
+    assert platform.collective_kind(x) is None and platform.describe_native_placement(x) is None
+    with platform.observe(None):
+        pass
+    with pytest.raises(TypeError, match="takes no groups that others have made"):
+        platform.describe_group("tp")
     assert not platform.frees_storage and not platform.is_compiling()
     for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, [x])):
         with pytest.raises(TypeError, match="Plain frees no storage"):

@@ -42,6 +42,7 @@ LAYERS = {
     "testing": ["testing"],
     "adapters": ["testing.adapters"],
     "names": [""],
+    "names of experimental": ["experimental"],
     "names of mindspore": ["mindspore"],
     "names of torch": ["torch"],
 }
@@ -69,10 +70,12 @@ MAY_IMPORT = {
     "command line": {*_BELOW_STYLES, "debug", "explain", "testing", "names"},
     "testing": {
         *_BELOW_STYLES,
-        *("tensor_parallel", "data_parallel", "checkpoint", "integrations", "debug", "explain", "adapters", "names"),
+        *("tensor_parallel", "data_parallel", "checkpoint", "integrations", "debug", "explain"),
+        *("adapters", "names", "names of experimental"),
     },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
+    "names of experimental": _BELOW_STYLES,
     "names of mindspore": {"mindspore", "platforms"},
     "names of torch": {"torch", "platforms"},
 }

@@ -56,6 +56,7 @@ from hyper_parallel import (
     implicit_replication,
     init_device_mesh,
     linspace,
+    local_map,
     logspace,
     loss_parallel,
     manual_seed,
@@ -69,6 +70,7 @@ from hyper_parallel import (
     register_style,
     replicate,
     strict,
+    visualize_sharding,
     vocab_parallel_cross_entropy,
     zeros,
 )
@@ -88,6 +90,8 @@ STYLES: tuple[ParallelStyle, ...] = (
 )
 FACTORIES = (empty, full, linspace, logspace, ones, rand, randn, zeros)
 OTHERS = (
+    local_map,
+    visualize_sharding,
     compute_local_shape_and_global_offset,
     distribute_parameter,
     register_sharding,

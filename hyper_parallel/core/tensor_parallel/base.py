@@ -218,10 +218,10 @@ class ModuleStyle(ParallelStyle):
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         super().check(module, device_mesh, where)
-        for keyword in ("input_layouts", "desired_input_layouts", "output_layouts"):  # of classes that users write
-            given = getattr(self, keyword)
-            if given is not None and any(p is not None and not isinstance(p, Placement) for p in given):
-                setattr(self, keyword, own_placements(given))
+        # Classes that users write may have placements of the framework's own.
+        self.input_layouts = own_placements(self.input_layouts)
+        self.desired_input_layouts = own_placements(self.desired_input_layouts)
+        self.output_layouts = own_placements(self.output_layouts)
         own = dict(device_mesh.platform.named_parameters(module))
         for name, placement in self.parameter_placements(module, device_mesh).items():
             if name not in own:

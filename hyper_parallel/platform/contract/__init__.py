@@ -12,6 +12,7 @@ must bring:
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
   table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
 * `devices` - this rank's device, factories, random numbers;
+* `observation` - what is seen of the program around core;
 * `state` - what of modules and optimizers belongs into a checkpoint;
 * `dry` - tensors that have shapes and no data, and what operations on them would cost.
 
@@ -33,6 +34,7 @@ from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCo
 from hyper_parallel.platform.contract.groups import GroupRole, NativeGroup, NativeMesh
 from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
+from hyper_parallel.platform.contract.observation import ObservationRole
 from hyper_parallel.platform.contract.state import OptimizerState, StateRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
@@ -54,7 +56,16 @@ __all__ = [
 
 
 class Platform(
-    ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, StateRole, DryRole
+    ModuleRole,
+    GroupRole,
+    CollectiveRole,
+    AutogradRole,
+    TensorRole,
+    InterceptionRole,
+    DeviceRole,
+    StateRole,
+    ObservationRole,
+    DryRole,
 ):
     """What core asks of a backend: the sum of the roles. There is one instance of each backend in a process, which
     `hyper_parallel.get_platform` gives.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -96,6 +96,16 @@ class InterceptionRole(ABC):
         """Whether a compiler of the framework is tracing the caller: then what Python does besides calling operations
         is no part of what will run. False for a framework without a compiler, or where DTensors are kept from it."""
         return False
+
+    def other_names(self, function: Any) -> Sequence[Any]:
+        """Further native operations that compute what ``function`` does, of the same arguments, and that have no row:
+        they get its rule too, where users register one."""
+        return ()
+
+    def meta_tensor(self, shape: Sequence[int], dtype: Any) -> Tensor | None:
+        """A plain tensor of that shape and dtype without data, on which operations give such tensors; None in a
+        framework that has none."""
+        return None
 
     def why_no_rule(self, function: Any) -> str | None:
         """Why `register_sharding` cannot give a native operation that has no row a rule: the backend serves it before

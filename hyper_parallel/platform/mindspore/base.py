@@ -17,8 +17,10 @@ from hyper_parallel.platform.mindspore.fast import MindSporeFast
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_tensors import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
+from hyper_parallel.platform.mindspore.observation import ObservationVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
 from hyper_parallel.platform.mindspore.parameter import Classes
+from hyper_parallel.platform.mindspore.patches import WATCHING
 from hyper_parallel.platform.mindspore.state import StateVerbs
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
@@ -26,7 +28,9 @@ from hyper_parallel.platform.versions import warn_of_untested
 __all__ = ["MindSporePlatform"]
 
 
-class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs, LocalVerbs, StateVerbs, Platform):
+class MindSporePlatform(
+    ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs, LocalVerbs, StateVerbs, ObservationVerbs, Platform
+):
     """MindSpore. The groups of verbs are in the modules of this package; interception is here."""
 
     name = "mindspore"
@@ -52,6 +56,7 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
     make_dtensor_class: Any = staticmethod(make_dtensor_class)
     no_dispatch: Any = staticmethod(NoDispatch)
     op_table: Any = OPS
+    watching = WATCHING
 
     def wrap(self, local: Tensor, layout: Any) -> Any:
         if isinstance(local, (InterceptedTensor, Parameter)):

@@ -11,13 +11,13 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.platform.mindspore import autograd, graphs
+from hyper_parallel.platform.mindspore import autograd, graphs, observation
 from hyper_parallel.platform.mindspore.handlers import clipping, entry_points, likes, optimizers, plain_tensors
 from hyper_parallel.platform.mindspore.op_table import loss
 from hyper_parallel.platform.mindspore.parameter import Classes
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "WATCHING"]
 
 _TESTED = "2.10"
 _IN_A_GRAPH = "a compiled graph takes this rank's part of a DTensor for the whole tensor"
@@ -69,6 +69,16 @@ def _draw_like(name: str) -> Patch:
 def _optimizer(base: str) -> Patch:
     reason = "optimizers that need whole parameters step on this rank's parts, the others mix plain and distributed"
     return _patch(f"{base}.__call__", reason, calling(optimizers.optimizer_call), held="inherited")
+
+
+def _watched(name: str) -> Patch:
+    return _patch(
+        f"mindspore.mint.distributed.distributed.{name}",
+        "`CommDebugMode` does not count what the program issues by itself",
+        calling(observation.watched_collective, name=name),
+        everywhere=True,
+        required=False,
+    )
 
 
 def _allow(allowed: bool) -> None:
@@ -171,6 +181,7 @@ PATCHES = PatchSet(
             check=takes("inputs"),
             everywhere=True,
         ),
+        *map(_watched, observation.COLLECTIVES),
         *map(_draw_like, likes.DRAWS),
         _patch(
             "mindspore.ops.function.array_func.full_like",
@@ -200,4 +211,20 @@ PATCHES = PatchSet(
     ],
     classes=lambda: Classes.made,
     switch=_allow,
+)
+
+
+#: There while somebody watches, inside `CommDebugMode`, and not otherwise.
+WATCHING = PatchSet(
+    "MindSpore, watched",
+    mindspore.__version__,
+    [
+        _patch(
+            "mindspore.nn.Cell.__call__",
+            "`CommDebugMode` does not know which cell runs",
+            calling(observation.watched_call),
+            check=takes("self args kwargs"),
+            required=False,
+        ),
+    ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +19,9 @@ from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
 from hyper_parallel.platform.torch.local_tensors import LocalVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
+from hyper_parallel.platform.torch.observation import ObservationVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
-from hyper_parallel.platform.torch.private import is_traceable_wrapper
+from hyper_parallel.platform.torch.private import OpOverload, is_traceable_wrapper
 from hyper_parallel.platform.torch.state import StateVerbs
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.versions import warn_of_untested
@@ -34,7 +36,7 @@ _local_shape = T.shape.__get__
 _UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
 
 
-class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, StateVerbs):
+class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, StateVerbs, ObservationVerbs):
     """What all torch devices share; `cpu`, `cuda` and `npu` add what differs."""
 
     Tensor = torch.Tensor
@@ -174,6 +176,20 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
     def is_compiling(self) -> bool:
         """See `Platform.is_compiling`."""
         return torch.compiler.is_compiling()
+
+    def other_names(self, function: Any) -> Sequence[Any]:
+        """See `Platform.other_names`: of an overload the packet that stands for it, and public functions."""
+        if not isinstance(function, OpOverload) or function._overloadname != "default":
+            return ()
+        packet = function.overloadpacket
+        if function.namespace != "aten":
+            return (packet,)
+        found = [getattr(place, packet.__name__, None) for place in (torch, T, F, torch.special, torch.linalg)]
+        return (packet, *(f for f in found if f is not None and f not in OP_TABLE and f not in tensor.HANDLERS))
+
+    def meta_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See `Platform.meta_tensor`."""
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def why_no_rule(self, function: Any) -> str | None:
         """See `Platform.why_no_rule`."""

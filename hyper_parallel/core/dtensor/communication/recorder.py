@@ -30,7 +30,7 @@ class CollectiveEvent:
     Attributes:
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
             ``"scatter"``, or ``"all_gather_object"`` for values that are pickled.
-        mesh, mesh_dim: along which the ranks communicate.
+        mesh, mesh_dim: along which the ranks communicate; None for what the program issues by itself, on a group.
         op: of a reduction, ``"sum"`` for example; empty otherwise.
         shape: of the local tensor that the rank gives. Where shards differ in size, the largest one's on all ranks.
         dtype: the framework's dtype of that tensor; None for values that are pickled.
@@ -45,8 +45,8 @@ class CollectiveEvent:
     """
 
     kind: str
-    mesh: DeviceMesh
-    mesh_dim: int
+    mesh: Any
+    mesh_dim: Any
     op: str
     shape: tuple[int, ...]
     dtype: Any

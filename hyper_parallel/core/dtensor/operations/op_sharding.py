@@ -61,6 +61,8 @@ class OpSharding:
             of attention heads).
         unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
             first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
+        choices: (placements of the operands, placements of the results) for each way to run on one mesh dimension, in
+            place of labels; besides those on whole tensors. For rules that users write so.
     """
 
     operands: tuple[tuple[Label | None, ...] | None, ...]
@@ -76,3 +78,4 @@ class OpSharding:
     nonempty: tuple[Label, ...] = ()
     units: tuple[tuple[Label, int], ...] = ()
     unpack: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    choices: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = ()

@@ -164,11 +164,42 @@ def _choices(
     replicated = tuple(None if labels is None else Replicate() for labels in sharding.operands)
     choices = [
         _Choice(replicated, (Replicate(),) * len(sharding.results), splits=False),
+        *(_listed(sharding, layouts, mesh_dim, i) for i in range(len(sharding.choices))),
         *(_sharded(sharding, label, shard) for label, shard in _sharded_labels(sharding, layouts, mesh_dim, natural)),
         _unpacked(sharding, layouts, mesh_dim, mesh_size),
         *(_partial(sharding, layouts, mesh_dim, reduce_op) for reduce_op in ("sum", "avg")),
     ]
     return [choice for choice in choices if choice is not None]
+
+
+def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, i: int) -> _Choice | None:
+    """The i-th of `OpSharding.choices`, where an operand lies so and the dimensions that it cuts are cut at the same
+    places. Nothing is made a sum for it."""
+    operands, results = sharding.choices[i]
+    operands = tuple(
+        p.with_dim(p.dim % layout.ndim) if isinstance(p, Shard) and layout is not None else p
+        for p, layout in zip(operands, layouts, strict=True)
+    )
+    have = [
+        layout is not None and layout.placements[mesh_dim] is p for p, layout in zip(operands, layouts, strict=True)
+    ]
+    if any(isinstance(p, Partial) and not lies_so for p, lies_so in zip(operands, have, strict=True)):
+        return None
+    if not any(lies_so and p is not Replicate() for p, lies_so in zip(operands, have, strict=True)):
+        return None
+    shapes = (*(layout.shape for layout in layouts if layout is not None), *sharding.result_shapes)
+    sizes = {s[p.dim % len(s)] for p, s in zip((*operands, *results), shapes, strict=True) if isinstance(p, Shard)}
+    ranks = next(layout.mesh.size() for layout in layouts if layout is not None)
+    if len(sizes) > 1 and any(size % ranks for size in sizes):
+        return None
+    made = zip(results, sharding.result_shapes, strict=True)
+    whole = all(p is Replicate() for p in (*operands, *results))
+    return _Choice(
+        operands,
+        tuple(p.with_dim(p.dim % len(s)) if isinstance(p, Shard) else p for p, s in made),
+        None if whole else ("listed", i),
+        splits=not whole,
+    )
 
 
 def _sharded_labels(

@@ -1,0 +1,168 @@
+"""Functions of local tensors as functions of DTensors. Mirrors ``torch.distributed.tensor.experimental.local_map``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.layouts.layout import normalize_placements
+from hyper_parallel.core.dtensor.placement_types import Placement, own_placement, own_placements
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+
+__all__ = ["local_map"]
+
+Placements = Sequence[Placement] | None
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Placements | tuple[Placements, ...] = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """Let a function that is written for this rank's parts, plain tensors, take DTensors and return them.
+
+    Called without a DTensor it is the function itself. Gradients are as of `DTensor.to_local` and
+    `DTensor.from_local`: where ranks do different things with an input that is replicated, say ``[Partial()]`` for it
+    in ``in_grad_placements``.
+
+    Args:
+        func: the function; None gives a decorator.
+        out_placements: of its result, one for each mesh dimension; of several, a tuple of such sequences, None for a
+            result that is no tensor. Results in nested tuples, lists and dicts count one by one.
+        in_placements: for each positional argument, nested ones one by one, the placements that it needs, or None for
+            what is no tensor. None takes all as they lie.
+        in_grad_placements: for each positional argument how the gradient of the local tensor lies, as in
+            `DTensor.to_local`.
+        device_mesh: of the results; None is the mesh of the first DTensor.
+        redistribute_inputs: redistribute arguments that lie otherwise, instead of raising.
+
+    Returns:
+        The function of DTensors. Its results have the global shape that shards of one size make; ``in_placements`` may
+        cut unevenly, results must not.
+
+    Raises:
+        ValueError: when called: for an argument that lies otherwise, and when placements are not one for each.
+        TypeError: when called: for placements of what is no tensor, or none for a tensor.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
+        >>> from hyper_parallel.experimental import local_map
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> product = local_map(torch.mm, out_placements=[Shard(0)], in_placements=([Shard(0)], [Replicate()]))
+        >>> x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        >>> product(x, distribute_tensor(torch.ones(3, 2), mesh, None)).placements
+        (Shard(dim=0),)
+
+    Source: ``torch.distributed.tensor.experimental.local_map``.
+    """
+    if func is None:
+        return lambda function: local_map(
+            function,
+            out_placements,
+            in_placements,
+            in_grad_placements,
+            device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    name = getattr(func, "__name__", type(func).__name__)
+
+    @wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        flat: list[Any] = []
+        shape_of_args = _flatten(args, flat)
+        for keyword, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+            if given is not None and len(given) != len(flat):
+                raise ValueError(f"local_map({name}): {len(flat)} argument(s), and {keyword} has {len(given)} entries")
+        mesh = device_mesh
+        for x in flat:
+            if isinstance(x, DTensor):
+                mesh = x.device_mesh if mesh is None else mesh
+        if not any(isinstance(x, DTensor) for x in flat):
+            return func(*args, **kwargs)
+        mesh = resolve_mesh(mesh, f"local_map({name})")
+        local = [
+            _local(
+                x,
+                None if in_placements is None else (in_placements[i],),
+                None if in_grad_placements is None else in_grad_placements[i],
+                redistribute_inputs,
+                f"argument {i} of local_map({name})",
+            )
+            for i, x in enumerate(flat)
+        ]
+        results: list[Any] = []
+        shape_of_results = _flatten(func(*_rebuild(shape_of_args, iter(local)), **kwargs), results)
+        return _rebuild(shape_of_results, iter(_distributed(results, out_placements, mesh, name)))
+
+    return mapped
+
+
+def _local(x: Any, wanted: tuple[Placements] | None, grad: Placements, redistribute: bool, what: str) -> Any:
+    """An argument as the function gets it."""
+    if not isinstance(x, DTensor):
+        return x
+    if wanted is not None:
+        if wanted[0] is None:
+            raise TypeError(f"{what} is a DTensor placed {list(x.placements)}: in_placements has None for it")
+        target = normalize_placements(wanted[0], x.device_mesh, x._layout.ndim, what)
+        if x.placements != target:
+            if not redistribute:
+                raise ValueError(
+                    f"{what} is placed {list(x.placements)}, and in_placements wants {list(target)}: redistribute it, "
+                    "or give redistribute_inputs=True"
+                )
+            x = x.redistribute(placements=target)
+    return x.to_local(grad_placements=grad)
+
+
+def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name: str) -> list[Any]:
+    """The results of the function as DTensors."""
+    platform = bind_platform(mesh.platform)
+    single = not isinstance(out_placements, tuple) or any(
+        isinstance(own_placement(p), Placement) for p in out_placements
+    )
+    given = (out_placements,) if single else out_placements
+    if len(given) != len(results):
+        raise ValueError(f"local_map({name}) gave {len(results)} result(s), out_placements has {len(given)} entries")
+    found = []
+    for i, (result, placements) in enumerate(zip(results, given, strict=True)):
+        if isinstance(result, DTensor):
+            raise TypeError(f"local_map({name}): result {i} is a DTensor, and the function is to return plain tensors")
+        if platform.is_tensor(result) is (placements is None):
+            raise TypeError(
+                f"local_map({name}): result {i} is a {type(result).__name__}, and out_placements has {placements} for "
+                "it: placements for tensors, None for everything else"
+            )
+        if placements is not None:
+            result = DTensor.from_local(result, mesh, own_placements(placements))
+        found.append(result)
+    return found
+
+
+def _flatten(value: Any, flat: list[Any]) -> Any:
+    """What `_rebuild` makes ``value`` of again, given what is appended to ``flat``."""
+    if type(value) in (tuple, list):
+        return type(value), [_flatten(item, flat) for item in value]
+    if type(value) is dict:
+        return dict, {key: _flatten(item, flat) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value), [_flatten(item, flat) for item in value]
+    flat.append(value)
+    return None
+
+
+def _rebuild(structure: Any, items: Any) -> Any:
+    if structure is None:
+        return next(items)
+    kind, parts = structure
+    if kind is dict:
+        return {key: _rebuild(part, items) for key, part in parts.items()}
+    made = [_rebuild(part, items) for part in parts]
+    return kind(*made) if hasattr(kind, "_fields") else kind(made)

@@ -1,0 +1,89 @@
+"""Which modules a program runs, inside of which others, and which of them is running in forward or backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from hyper_parallel.platform import Platform
+
+__all__ = ["GLOBAL", "ModuleTree", "SeenModule"]
+
+#: What is outside of all modules, and holds all of them.
+GLOBAL = "Global"
+
+
+class SeenModule:
+    """A module that was called.
+
+    Attributes:
+        name: class of the outermost module that was called, and the path from there: ``"Mlp.up"``.
+        kind: its class.
+        parents: names of the modules inside of which it was called first, `GLOBAL` before all.
+        children: names of those that were called inside of it first, in order.
+        parameters: those that it holds itself, by name.
+    """
+
+    def __init__(self, name: str, kind: str, parents: tuple[str, ...]) -> None:
+        self.name, self.kind, self.parents = name, kind, parents
+        self.children: list[str] = []
+        self.parameters: dict[str, Any] = {}
+
+
+class ModuleTree:
+    """`platform.contract.observation.Observer`: keeps what it is told of modules, and passes collectives on.
+
+    Attributes:
+        modules: those that were called, by name, in the order of their first calls; `GLOBAL` is one of them.
+    """
+
+    def __init__(self, platform: Platform, collective: Callable[[str, list[Any]], None]) -> None:
+        self._platform, self.collective = platform, collective
+        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._running: list[str] = [GLOBAL]
+        self._backward = GLOBAL
+        self.modules: dict[str, SeenModule] = {GLOBAL: SeenModule(GLOBAL, "", ())}
+
+    def current(self, direction: str) -> str:
+        """The module whose forward is running, or, in backward outside of one, the one that backward has come to."""
+        if direction == "backward" and len(self._running) == 1:
+            return self._backward
+        return self._running[-1]
+
+    def with_parents(self, name: str) -> tuple[str, ...]:
+        """A module and those around it."""
+        return (*self.modules[name].parents, name)
+
+    def before_module(self, module: Any) -> None:
+        """See `Observer`."""
+        name = self._name_of(module)
+        if name not in self.modules:
+            parents = tuple(dict.fromkeys(self._running))
+            seen = self.modules[name] = SeenModule(name, type(module).__name__, parents)
+            seen.parameters = dict(self._platform.named_parameters(module))
+            self.modules[self._running[-1]].children.append(name)
+        self._running.append(name)
+
+    def after_module(self, module: Any) -> None:
+        """See `Observer`."""
+        if len(self._running) > 1:
+            self._running.pop()
+
+    def backward_of(self, module: Any) -> None:
+        """See `Observer`."""
+        self._backward = self._name_of(module)
+
+    def backward_before(self, module: Any) -> None:
+        """See `Observer`."""
+        seen = self.modules.get(self._name_of(module))
+        self._backward = seen.parents[-1] if seen is not None and seen.parents else GLOBAL
+
+    def _name_of(self, module: Any) -> str:
+        found = self._names.get(module)
+        if found is None:
+            root = type(module).__name__
+            for path, submodule in self._platform.named_modules(module):
+                self._names.setdefault(submodule, f"{root}.{path}" if path else root)
+            found = self._names[module]
+        return found

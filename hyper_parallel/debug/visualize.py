@@ -1,0 +1,64 @@
+"""Showing which rank holds which part of a tensor. Mirrors ``torch.distributed.tensor.debug.visualize_sharding``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
+from hyper_parallel.core.dtensor.tensor import DTensor
+
+__all__ = ["sharding_table", "visualize_sharding"]
+
+
+def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False) -> None:
+    """Print which ranks hold which rows and columns, on the first rank of the mesh.
+
+    Args:
+        dtensor: `DTensor` of one or two dimensions. Nothing is printed of one without elements.
+        header: a line printed before.
+        use_rich: taken because torch has it, and not read: the table is plain text, and needs no other package.
+
+    Raises:
+        TypeError: when ``dtensor`` is none.
+        ValueError: when it has no dimensions or more than two.
+
+    Example:
+        >>> from hyper_parallel import Shard, init_device_mesh, zeros
+        >>> from hyper_parallel.debug import visualize_sharding
+        >>> visualize_sharding(zeros(4, 2, device_mesh=init_device_mesh("cpu", (1,)), placements=[Shard(0)]))
+                 Col 0-1
+        Row 0-3  cpu:0
+
+    Source: ``torch.distributed.tensor.debug.visualize_sharding``.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"visualize_sharding takes a DTensor, got {type(dtensor).__name__}")
+    layout: Layout = dtensor._layout
+    if layout.ndim not in (1, 2):
+        raise ValueError(f"visualize_sharding shows one or two dimensions, got a tensor of shape {tuple(layout.shape)}")
+    place = layout.mesh.get_coordinate()
+    if 0 in layout.shape or place is None or any(place):
+        return
+    print(*([header] if header else []), sharding_table(layout), sep="\n")
+
+
+def sharding_table(layout: Layout) -> str:
+    """The table of `visualize_sharding`: a row and a column for each range of indices that some rank holds alone."""
+    cells: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
+    for place, rank in np.ndenumerate(layout.mesh.ranks):
+        for rectangle in held_rectangles(layout, place):
+            spans = [(at, at + n - 1) for at, n in zip(rectangle.offsets, rectangle.sizes, strict=True)]
+            rows, columns = spans if layout.ndim == 2 else (spans[0], (0, 0))
+            cells.setdefault((rows, columns), []).append(int(rank))
+    all_rows, all_columns = (sorted({cell[i] for cell in cells}) for i in (0, 1))
+    kind = layout.mesh.device_type
+    table = [["", *(f"Col {first}-{last}" for first, last in all_columns)]]
+    for rows in all_rows:
+        held = [cells.get((rows, columns), []) for columns in all_columns]
+        names = [f"{kind}:{','.join(map(str, sorted(ranks)))}" if ranks else "" for ranks in held]
+        table.append([f"Row {rows[0]}-{rows[1]}", *names])
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return "\n".join("  ".join(word.ljust(n) for word, n in zip(line, widths, strict=True)).rstrip() for line in table)

@@ -1,0 +1,52 @@
+"""Watching a program: the modules that run, and the collectives that it issues by itself. For `CommDebugMode`."""
+
+from __future__ import annotations
+
+from abc import ABC
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+__all__ = ["ObservationRole", "Observer"]
+
+Module = Any
+Tensor = Any
+
+
+class Observer(Protocol):
+    """Who is told of a program. Called with interception as it is there."""
+
+    def before_module(self, module: Module) -> None:
+        """The forward of a module begins."""
+
+    def after_module(self, module: Module) -> None:
+        """It has ended, perhaps with an exception."""
+
+    def backward_of(self, module: Module) -> None:
+        """Backward has come to the outputs of a module."""
+
+    def backward_before(self, module: Module) -> None:
+        """Backward has come to what the inputs of a module were computed by."""
+
+    def collective(self, kind: str, tensors: list[Tensor]) -> None:
+        """The program issues a collective by itself, on plain tensors or on the local tensors of DTensors.
+
+        Args:
+            kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
+                ``"scatter"``, ``"gather"`` or ``"reduce"``.
+            tensors: that this rank gives.
+        """
+
+
+class ObservationRole(ABC):
+    """What a backend can tell of the program around core."""
+
+    def observe(self, observer: Observer) -> AbstractContextManager[Any]:
+        """Inside, ``observer`` is told of modules and collectives, but not of those that this backend issues for core,
+        which core knows. It must change nothing of what is computed or communicated. A backend that sees neither tells
+        nothing."""
+        return nullcontext()
+
+    def collective_kind(self, native: Any) -> str | None:
+        """What core calls the collective that an operation of the framework is, such as ``"all_gather"``; None for
+        everything else. Users of the framework count by its operations."""
+        return None
