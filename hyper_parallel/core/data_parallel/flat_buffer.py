@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.data_parallel.blocks import Block, columns_of
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.platform.contract.fast import Rows
 
 __all__ = ["FlatBuffer", "Reduction"]
 
@@ -45,7 +46,7 @@ class FlatBuffer:
         self._sent_flat: Any = None  # the same as it is gathered, where that is the same memory
         self.whole: Any = None
         self._views: list[Any] = []  # of `whole`
-        self._unpack: Any = None  # a short way to fill it
+        self._rows: Rows | None = None  # a short way to fill it
         self._selections: dict[tuple[int, ...], Selection] = {}
         self._under_way: Any = None
 
@@ -57,7 +58,10 @@ class FlatBuffer:
             return
         work, gathered, own = None, None, {}
         if self._length:
-            gathered = self.platform.factory("empty", (self._size * self._length,), None, self._dtype)
+            if self._rows is not None:
+                gathered = self._rows.take()
+            else:
+                gathered = self.platform.factory("empty", (self._size * self._length,), None, self._dtype)
             work = asynchronous.start("all_gather", gathered, self._row(parameters), self.mesh, self._dim)
         if self._not_sent:
             own = {i: self._sent(parameters[i]) for i in self._not_sent}
@@ -95,11 +99,15 @@ class FlatBuffer:
         self._under_way = None
         if work is not None:
             work.wait()
-        if keep and self._unpack is not None:
-            self._unpack(gathered)
+        rows = self._rows
+        if keep and rows is not None:
+            rows.unpack()
             return self.whole
         with self.platform.no_grad():
-            return self._arranged(gathered, own, keep)
+            found = self._arranged(gathered, own, keep)
+        if rows is not None:
+            rows.free()
+        return found
 
     def _arranged(self, gathered: Any, own: dict[int, Any], keep: bool) -> Any:
         """`take`, the long way."""
@@ -115,7 +123,7 @@ class FlatBuffer:
             self.whole = platform.join(parts)
             self._views = self._cut(platform.detach(self.whole))
             if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
-                self._unpack = self._fast.bind_unpack_rows(self.whole, self._size, self._lengths)
+                self._rows = self._fast.gathered_rows(self.whole, self._size, self._lengths)
         else:
             platform.refill_storage(self.whole, parts)
         return self.whole
@@ -132,6 +140,8 @@ class FlatBuffer:
             self._under_way = None
             if work is not None:
                 work.wait()
+            if self._rows is not None:
+                self._rows.free()
 
     def views(self, values: Any) -> list[Any]:
         """Each whole tensor, as a new view of what `take` gave."""
@@ -152,10 +162,9 @@ class FlatBuffer:
 
     def holds(self, x: Any) -> bool:
         """Whether a plain tensor lies in the storage that is freed."""
-        if self.whole is None or not self.platform.same_memory(self.whole, x):
+        if self.whole is None or 0 in self.platform.shape_of(x):
             return False
-        # What has no elements may be said to lie anywhere.
-        return 0 not in (*self.whole.shape, *self.platform.shape_of(x))
+        return self.platform.same_memory(self.whole, x) and 0 not in self.whole.shape
 
     # ---------------------------------------------------------------------- gradients
     def reduce(self, indices: Sequence[int], cotangents: Sequence[Any], op: str) -> Reduction:
@@ -182,6 +191,7 @@ class Selection:
         width: how many elements of a row are gradients; numbers that say who has used a parameter follow.
         length: of a row.
         shapes: of this rank's shards, where each is as large as that of rank 0; otherwise None.
+        cut: a short way to cut a row into them, where there is one.
     """
 
     def __init__(self, buffer: FlatBuffer, blocks: Sequence[Block]) -> None:
@@ -192,6 +202,7 @@ class Selection:
         self._flags = len(blocks) if platform.tells_unused else 0
         self.length = self.width + self._flags
         self.shapes = [b.local_shape for b in blocks] if all(b.local_count == b.reduced for b in blocks) else None
+        self.cut = None if fast is None or self.shapes is None else fast.cut(self.shapes)
         self._pack = None
         if fast is not None and size > 1 and all(b.in_order and b.reduced for b in blocks):
             self._pack = fast.pack_rows
@@ -267,6 +278,8 @@ class Reduction:
         selection, whole = self._selection, self.row()
         platform = selection.platform
         mine = whole if factor == 1.0 else whole * factor
+        if selection.cut is not None and all(self.used):
+            return selection.cut(mine)
         if selection.shapes is not None and all(self.used):
             return platform.part(platform.narrow(mine, 0, 0, selection.width), selection.shapes)
         found: list[Any] = []

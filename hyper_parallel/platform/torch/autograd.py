@@ -126,12 +126,13 @@ class AutogradVerbs(Platform):
             if BACKWARD_WRAPPERS:
                 ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             with no_dispatch():
-                return tuple(y.detach() for y in forward(ctx, static, *xs))
+                return tuple([y.detach() for y in forward(ctx, static, *xs)])
 
         def run_backward(ctx: Any, *cotangents: Tensor) -> Any:
             call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
             with no_dispatch():
-                return (None, *call(ctx, *map(as_plain, cotangents)))
+                given = [g if g is None or type(g) is Tensor else as_plain(g) for g in cotangents]
+                return (None, *call(ctx, *given))
 
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
