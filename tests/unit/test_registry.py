@@ -236,7 +236,6 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
         NOTHING_FASTER.linear_view(print, print, "key", print),
         NOTHING_FASTER.in_place_step(print, print),
         NOTHING_FASTER.can_delay_gradient(x),
-        NOTHING_FASTER.tell_cotangent(x, print),
         NOTHING_FASTER.fuses_linear,
     ):
         assert not answer

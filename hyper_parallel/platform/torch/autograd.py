@@ -254,6 +254,10 @@ def telling_engine(run: Callable) -> Callable:
             return run(t_outputs, *args, **kwargs)
         told: list[bool] = []
 
+        def runs(node: Any) -> bool:
+            # Torch does not count the node that a backward begins with among those of its graph.
+            return any(node is root for root in roots) or will_execute(node)
+
         def begin(cotangent: Any) -> None:
             if told:
                 return
@@ -263,14 +267,16 @@ def telling_engine(run: Callable) -> Callable:
                 if callback is None:
                     _WATCHERS.remove(watcher)
                 else:
-                    callback(will_execute)
+                    callback(runs)
 
-        handles = []
+        handles, roots = [], []
         with no_dispatch():
             for root in t_outputs:
                 if not isinstance(root, Tensor):  # an edge of the graph
+                    roots.append(root.node)
                     handles.append(root.node.register_prehook(begin))
                 elif root.requires_grad:
+                    roots.append(root.grad_fn)
                     handles.append(root.register_hook(begin))
         try:
             return run(t_outputs, *args, **kwargs)
