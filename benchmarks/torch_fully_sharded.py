@@ -51,11 +51,12 @@ def fully_sharded(sizes: LlamaSizes, dp: int, tp: int = 1, device: str = "cpu") 
     mesh = meshes[TORCH]
     versions = [version(UNSHARDED, lambda layer: layer)]
     for name, kind in ((TEXTBOOK, Textbook), (TUNED, Tuned)):
+        units: list[Any] = []
 
-        def by_hand(layer: Any, kind: Any = kind) -> nn.Module:
+        def by_hand(layer: Any, kind: Any = kind, units: list[Any] = units) -> nn.Module:
             if tp > 1:
                 hand_written_block(layer, kind(mesh.get_group("tp")), sequence_parallel=False)
-            return shard_by_hand(layer, kind(mesh.get_group("dp")))
+            return shard_by_hand(layer, kind(mesh.get_group("dp")), units)
 
         versions.append(version(name, by_hand))
     for name in (HYPER_PARALLEL, TORCH):

@@ -36,6 +36,12 @@ class Collectives(Protocol):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """This rank's part, along dimension 0, of the sum of all ranks' ``x``."""
 
+    def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
+        """`all_gather` that goes on until ``wait()`` of what is returned."""
+
+    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
+        """The same for `reduce_scatter`."""
+
 
 class Textbook:
     """The functions of `torch.distributed`, over a group or over all ranks."""
@@ -51,6 +57,12 @@ class Textbook:
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         dist.reduce_scatter_tensor(out, x, group=self.group)
+
+    def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
+        return dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
+
+    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
+        return dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
 
 
 class Tuned:
@@ -69,6 +81,12 @@ class Tuned:
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         self.group._reduce_scatter_base(out, x).wait()
+
+    def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
+        return self.group._allgather_base(out, x)
+
+    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
+        return self.group._reduce_scatter_base(out, x)
 
 
 # ------------------------------------------------------------------------------------------------- autograd functions

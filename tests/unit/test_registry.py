@@ -239,6 +239,6 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
         NOTHING_FASTER.fuses_linear,
     ):
         assert not answer
-    for call in (NOTHING_FASTER.linear, NOTHING_FASTER.add_to_gradient):
+    for call in (NOTHING_FASTER.linear, NOTHING_FASTER.add_to_gradients):
         with pytest.raises(TypeError, match="Fast"):
             call(*(x,) * (3 if call == NOTHING_FASTER.linear else 2))

@@ -9,6 +9,7 @@ from hyper_parallel.core.data_parallel.blocks import Block, columns_of
 from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.platform.contract.fast import Rows
 
 __all__ = ["FlatBuffer", "Reduction"]
 
@@ -51,7 +52,7 @@ class FlatBuffer:
         self._sent_flat: Any = None  # the same as it is gathered, where that is the same memory
         self.whole: Any = None
         self._views: list[Any] = []  # of `whole`
-        self._unpack: Any = None  # a short way to fill it
+        self._rows: Rows | None = None  # a short way to fill it
         self._selections: dict[tuple[int, ...], Selection] = {}
         self._under_way: Any = None
 
@@ -61,14 +62,19 @@ class FlatBuffer:
         `take`."""
         if self._under_way is not None:
             return
-        work, gathered, own = None, None, {}
+        work, gathered, own, rows = None, None, {}, None
         if self._length:
-            row = self.comms.operand("all_gather", self._row(parameters), self.mesh)
-            gathered = self.comms.buffer("all_gather", self._size * self._length, row, self.mesh)
+            row = self._row(parameters)
+            rows = self._rows if self.comms.all_gather is None else None
+            if rows is not None:
+                gathered = rows.take()
+            else:
+                row = self.comms.operand("all_gather", row, self.mesh)
+                gathered = self.comms.buffer("all_gather", self._size * self._length, row, self.mesh)
             work = self.comms.start("all_gather", gathered, row, self.mesh, self._dim)
         if self._not_sent:
             own = {i: self._sent(parameters[i]) for i in self._not_sent}
-        self._under_way = work, gathered, own
+        self._under_way = work, gathered, own, rows
 
     def shrink(self, mesh: DeviceMesh) -> None:
         """Keep this rank's part of `whole`, which is freed then: parts of equal size over the last dimension of
@@ -89,7 +95,7 @@ class FlatBuffer:
             part, mesh = self.part
             gathered = self.comms.buffer("all_gather", mesh.shape[-1] * part.shape[0], part, mesh)
             work = self.comms.start("all_gather", gathered, part, mesh, mesh.ndim - 1)
-            self._under_way = work, gathered, None
+            self._under_way = work, gathered, None, None
 
     def _sent(self, x: Any) -> Any:
         """A shard as it is gathered."""
@@ -119,7 +125,7 @@ class FlatBuffer:
 
     def take(self, keep: bool) -> Any:
         """Wait for what was begun: the storage of whole parameters; with ``keep`` it is `whole`."""
-        work, gathered, own = self._under_way
+        work, gathered, own, rows = self._under_way
         self._under_way = None
         if own is None:
             work.wait()
@@ -129,11 +135,14 @@ class FlatBuffer:
             return self.whole
         if work is not None:
             work.wait()
-        if keep and self._unpack is not None:
-            self._unpack(gathered)
+        if keep and rows is not None:
+            rows.unpack()
             return self.whole
         with self.platform.no_grad():
-            return self._arranged(gathered, own, keep)
+            found = self._arranged(gathered, own, keep)
+        if rows is not None:
+            rows.free()
+        return found
 
     def _arranged(self, gathered: Any, own: dict[int, Any], keep: bool) -> Any:
         """`take`, the long way."""
@@ -149,7 +158,7 @@ class FlatBuffer:
             self.whole = platform.join(parts)
             self._views = self._cut(platform.detach(self.whole))
             if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
-                self._unpack = self._fast.bind_unpack_rows(self.whole, self._size, self._lengths)
+                self._rows = self._fast.gathered_rows(self.whole, self._size, self._lengths)
         else:
             platform.refill_storage(self.whole, parts)
         return self.whole
@@ -162,10 +171,12 @@ class FlatBuffer:
     def drop(self) -> None:
         """Forget what was begun: nobody needs it."""
         if self._under_way is not None:
-            work, _, _ = self._under_way
+            work, _, _, rows = self._under_way
             self._under_way = None
             if work is not None:
                 work.wait()
+            if rows is not None:
+                rows.free()
 
     def views(self, values: Any) -> list[Any]:
         """Each whole tensor, as a new view of what `take` gave."""
@@ -186,10 +197,9 @@ class FlatBuffer:
 
     def holds(self, x: Any) -> bool:
         """Whether a plain tensor lies in the storage that is freed."""
-        if self.whole is None or not self.platform.same_memory(self.whole, x):
+        if self.whole is None or 0 in self.platform.shape_of(x):
             return False
-        # What has no elements may be said to lie anywhere.
-        return 0 not in (*self.whole.shape, *self.platform.shape_of(x))
+        return self.platform.same_memory(self.whole, x) and 0 not in self.whole.shape
 
     # ---------------------------------------------------------------------- gradients
     def reduce(self, indices: Sequence[int], cotangents: Sequence[Any], op: str) -> Reduction:
@@ -217,6 +227,7 @@ class Selection:
         width: how many elements of a row are gradients; numbers that say who has used a parameter follow.
         length: of a row.
         shapes: of this rank's shards, where each is as large as that of rank 0; otherwise None.
+        cut: a short way to cut a row into them, where there is one.
     """
 
     def __init__(self, buffer: FlatBuffer, blocks: Sequence[Block]) -> None:
@@ -227,6 +238,7 @@ class Selection:
         self._flags = len(blocks) if platform.tells_unused else 0
         self.length = self.width + self._flags
         self.shapes = [b.local_shape for b in blocks] if all(b.local_count == b.reduced for b in blocks) else None
+        self.cut = None if fast is None or self.shapes is None else fast.cut(self.shapes)
         self._pack = None
         if fast is not None and size > 1 and all(b.in_order and b.reduced for b in blocks):
             self._pack = fast.pack_rows
@@ -308,6 +320,8 @@ class Reduction:
         if hook is not None:
             hook(whole if whole.shape[0] == flags else platform.narrow(whole, 0, 0, flags))
         mine = whole if factor == 1.0 else whole * factor
+        if selection.cut is not None and all(self.used):
+            return selection.cut(mine)
         if selection.shapes is not None and all(self.used):
             return platform.part(platform.narrow(mine, 0, 0, flags), selection.shapes)
         found: list[Any] = []

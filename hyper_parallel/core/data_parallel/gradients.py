@@ -72,9 +72,8 @@ class Gradients:
         Returns:
             The shards of the gradients; None each with ``delay``, for what is kept, and for what no rank has used.
         """
-        platform, indices = self._platform, list(indices)
-        nothing = [None] * len(indices)
-        kept = self._sums.pop(buffer, {})
+        platform, nothing = self._platform, [None] * len(indices)
+        kept: dict[int, Any] = self._sums.pop(buffer, {}) if self._sums else {}
         if kept or not self.reduce_gradients:
             dtype = buffer.reduce_dtype
             for i, g in zip(indices, cotangents, strict=True):
@@ -89,7 +88,9 @@ class Gradients:
         if model.delayed:
             # What it sends is as large as the unit: one reduction is under way at a time.
             model.delayed[-1][0].row()
-        reduction = buffer.reduce([members.index(i) for i in indices], cotangents, op)
+        # Mostly all of them.
+        places = range(len(members)) if len(indices) == len(members) else [members.index(i) for i in indices]
+        reduction = buffer.reduce(places, cotangents, op)
         if self._plan.mesh.ndim > 1:
             if not self.all_reduce_gradients:
                 before = self._rows.get(buffer)
@@ -107,11 +108,9 @@ class Gradients:
             return shards()
 
         def deliver() -> None:
-            add = _add_to_gradient if platform.fast is None else platform.fast.add_to_gradient
+            add = _add_to_gradients if platform.fast is None else platform.fast.add_to_gradients
             with platform.no_dispatch():
-                for i, g in zip(indices, shards(), strict=True):
-                    if g is not None:
-                        add(parameters[i], g)
+                add([parameters[i] for i in indices], shards())
 
         model.delayed.append((reduction, deliver))
         return nothing
@@ -127,8 +126,10 @@ class Gradients:
         return ("sum", 1 / self._plan.mesh.size()) if force_sum else ("avg", 1.0)
 
 
-def _add_to_gradient(parameter: Any, gradient: Any) -> None:
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
+    for p, g in zip(parameters, gradients, strict=True):
+        if g is not None:
+            p.grad = g if p.grad is None else p.grad + g
 
 
 def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:

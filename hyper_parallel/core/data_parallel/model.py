@@ -193,12 +193,16 @@ class BackwardPass:
         if unit.backward_prefetch:
             model.gather_ahead(unit.backward_prefetch, True)
             return
-        at = next((i for i in range(min(self._position, len(order)) - 1, -1, -1) if order[i] is unit), None)
-        if at is not None:
+        at = min(self._position, len(order)) - 1
+        while at >= 0 and order[at] is not unit:
+            at -= 1
+        if at >= 0:
             self._position = at
-            before = next((u for u in reversed(order[:at]) if u not in self._open), None)
-            if before is not None:
-                model.gather_ahead((before,), True)
+            while at > 0:
+                at -= 1
+                if order[at] not in self._open:
+                    model.gather_ahead((order[at],), True)
+                    return
 
     def hold(self, unit: Unit, call: Call) -> None:
         """Have ``unit`` whole until the pass is over."""

@@ -74,28 +74,44 @@ class Places:
             module = holder()
             p: Any = None if module is None else own(module).get(name)
             if getattr(p, "_layout", None) is not layout:
-                slot = next(s for s in self._described if s.index == index and s.name == name)
-                raise ValueError(
-                    f"{self._what}: something has taken the place of its parameter {slot}. Copy values into the "
-                    "parameter that is there instead"
-                )
+                raise self._taken(name, index)
             found[index] = p
         return found
+
+    def _taken(self, name: str, index: int) -> ValueError:
+        slot = next(s for s in self._described if s.index == index and s.name == name)
+        return ValueError(
+            f"{self._what}: something has taken the place of its parameter {slot}. Copy values into the parameter that "
+            "is there instead"
+        )
 
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> tuple[Any, list[Any]]:
         """Let modules find these tensors, by index; returns what `take_back` wants.
 
         Args:
             tensors: one for each parameter.
-            parameters: what `parameters` has said right now, if anybody has asked.
+            parameters: what `parameters` has said before, if anybody has asked.
+
+        Raises:
+            ValueError: as `parameters`.
         """
         before, own, found = self._shards, self._own, []
         if before is None:
-            self._shards = self.parameters() if parameters is None else parameters
-        for holder, name, index, _ in self._slots:
-            table = own(holder())
-            found.append((table, name, table[name]))
-            table[name] = tensors[index]
+            self._shards = parameters = self.parameters() if parameters is None else parameters
+        else:
+            parameters = None
+        try:
+            for holder, name, index, _ in self._slots:
+                module = holder()
+                table: Any = {} if module is None else own(module)
+                x = table.get(name)
+                if parameters is not None and x is not parameters[index]:
+                    raise self._taken(name, index)
+                found.append((table, name, x))
+                table[name] = tensors[index]
+        except ValueError:
+            self.take_back((before, found))
+            raise
         return before, found
 
     def take_back(self, kept: tuple[Any, list[Any]]) -> None:

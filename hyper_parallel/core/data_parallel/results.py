@@ -40,6 +40,11 @@ class Results:
             one_loss: whether the batch is distributed.
         """
         platform = self._platform
+        if type(output) is platform.Tensor:
+            # As most modules: there is nothing to look for.
+            with platform.no_dispatch():
+                if not self._holds(output):
+                    return self._identity(call, output)[0] if platform.requires_grad(output) else output
         found: list[Any] = []
 
         def collect(x: Any) -> Any:
@@ -79,7 +84,7 @@ class Results:
     def _forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
         ctx.call = call
         call.returns.append(weakref.ref(ctx))
-        return [self._platform.detach(x) for x in xs]
+        return xs
 
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         self._reached(ctx.call)

@@ -88,7 +88,10 @@ class Unit:
         policy = self.plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast((args, kwargs), policy.param_dtype, platform)
-        inputs = tensors_in((args, kwargs), platform)
+        plain = platform.Tensor
+        inputs = [x for x in args if type(x) is plain]
+        if kwargs or len(inputs) < len(args):
+            inputs = tensors_in((args, kwargs), platform)
         self._check_batch(inputs, not running and not again)
         outermost = not running and not again and model.outermost() is self
         if LISTENERS:
@@ -134,6 +137,10 @@ class Unit:
     ) -> Any:
         platform, model = self.platform, self.model
         assert model is not None
+        if not self.plan.slots:
+            if not again:
+                model.entered(self)
+            return forward(module, *args, **kwargs)
         with platform.no_dispatch():
             parameters = self.parameters.shards()
             trained = [[i for i in members if parameters[i].requires_grad] for members in self.parameters.members]
@@ -165,7 +172,7 @@ class Unit:
                 output = forward(module, *args, **kwargs)
             finally:
                 self.parameters.hide()
-            return self._results.opening(output, call, model.one_loss) if recorded and self.plan.slots else output
+            return self._results.opening(output, call, model.one_loss) if recorded else output
         finally:
             if first and recorded and self.plan.slots:
                 model.recorded(self, call)
@@ -305,7 +312,7 @@ class Unit:
         if self.model.one_loss:
             with self.platform.no_dispatch():
                 leaves = self._as_read(leaves, self._waiting)
-        self.parameters.show(leaves)
+        self.parameters.show(leaves, call.parameters)
 
     def _make_leaves(self, call: Call) -> list[Any]:
         """Whole parameters as tensors that nothing was computed from yet."""
@@ -331,10 +338,9 @@ class Unit:
         self.parameters.hide()
         # Of what was computed again and differentiated on its own, as reentrant checkpointing does.
         if self.platform.accumulates_gradients:
-            leaves = self._leaves
             with self.platform.no_dispatch():
-                found = any(leaves[i].grad is not None for i in self._trained_leaves)
-            if found or self._waiting:
+                given = {i for i in self._trained_leaves if self._leaves[i].grad is not None}
+            if given or self._waiting:
                 self._reduce_leaves()
         if self.reshard_after_backward:
             self.parameters.free()

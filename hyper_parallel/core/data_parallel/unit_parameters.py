@@ -49,13 +49,17 @@ class UnitParameters:
         self._values: list[Any] | None = None
         self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
         self._under_way = False  # whether gathering has begun, and nobody has waited for it
+        self._sent: Any = None  # what is being gathered
         self._shown = False  # whether modules find whole parameters since `unshard`
         self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
 
     def shards(self) -> list[Any]:
-        """The parameters; makes buffers for them when there are none for their dtypes."""
+        """The parameters; makes buffers for them when there are none for their dtypes. While they are being gathered,
+        those that are: `show` finds out whether they are still there."""
+        if self._under_way and self._sent is not None:
+            return self._sent
         parameters = self.places.parameters()
-        dtypes = [p.dtype for p in parameters]
+        dtypes = [*map(self._platform.dtype_of, parameters)]
         if self._dtypes != dtypes:
             self.drop()
             self.buffers, self.members = self._plan.buffers(parameters)
@@ -84,7 +88,7 @@ class UnitParameters:
             )
 
     # ---------------------------------------------------------------------- whole and sharded
-    def start(self, parameters: Sequence[Any] | None = None, again: bool = False) -> bool:
+    def start(self, parameters: list[Any] | None = None, again: bool = False) -> bool:
         """Begin to gather; returns False where nothing is to be done.
 
         Args:
@@ -95,6 +99,7 @@ class UnitParameters:
             return False
         with self._platform.no_dispatch():
             given = self.shards() if parameters is None else parameters
+            self._sent = given
             if LISTENERS:
                 scope = current_module() if self.scope is None else self.scope
                 run_in_module(scope, lambda: self._begin(given, again))
@@ -113,7 +118,7 @@ class UnitParameters:
     def drop(self) -> None:
         """Forget what was begun and not needed."""
         if self._under_way:
-            self._under_way = False
+            self._under_way, self._sent = False, None
             for buffer in self.buffers:
                 buffer.drop()
 
@@ -142,14 +147,14 @@ class UnitParameters:
         self._kept = None
         self.free()
 
-    def gather(self, keep: bool, parameters: Sequence[Any] | None = None) -> list[Any]:
+    def gather(self, keep: bool, parameters: list[Any] | None = None) -> list[Any]:
         """The flat storage of each buffer, whole. With ``keep`` it is what `free` frees. ``parameters`` as for
         `start`."""
         if self._values is not None and (self.is_open or self._kept is not None):
             return self._values
         values, self._values = self._values, None
         self.start(parameters)
-        self._under_way = False
+        self._under_way, self._sent = False, None
         found = [b.take(keep) for b in self.buffers]
         self._values = found if keep else values
         return found

@@ -6,13 +6,14 @@ With the environment variable ``HYPER_PARALLEL_FAST=0`` every platform is withou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.platform.contract.autograd import TensorFunction
 
-__all__ = ["NOTHING_FASTER", "Fast", "LinearCollective"]
+__all__ = ["NOTHING_FASTER", "Fast", "LinearCollective", "Rows"]
 
 Tensor = Any
 Module = Any
@@ -42,6 +43,23 @@ class LinearCollective:
     dim: int
     record: Callable[[str, Tensor], None]
     chunks: int = 1
+
+
+class Rows(ABC):
+    """What `Fast.gathered_rows` gives."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """The rows one after the other, as a 1-D tensor that is all of its storage, with any values. It is the same
+        each time, and has memory until `unpack` or `free`."""
+
+    @abstractmethod
+    def unpack(self) -> None:
+        """As `Platform.refill_storage` of the tensor, with the values of the rows."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give the memory of the rows back."""
 
 
 class Fast:
@@ -117,14 +135,14 @@ class Fast:
         return None
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
-        """Asked inside the backward of a function of these: whether `add_to_gradient` after it is as good as returning
+        """Asked inside the backward of a function of these: whether `add_to_gradients` after it is as good as returning
         the cotangents, because nothing but the accumulated gradients depends on them. A framework that returns
         gradients answers False."""
         return False
 
-    def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
-        """Add a plain tensor, which nobody else writes to, to the gradient that ``parameter`` has, or make it that;
-        after `can_delay_gradient` said yes. Called with interception off."""
+    def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
+        """Add to the gradient that each parameter has a plain tensor, which nobody else writes to, or make it that;
+        None adds nothing. After `can_delay_gradient` said yes. Called with interception off."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
@@ -145,9 +163,14 @@ class Fast:
         joining."""
         return None
 
-    def bind_unpack_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Callable[[Tensor], object] | None:
-        """``unpack(rows)``: as `Platform.refill_storage` of ``whole``, with columns as pieces: ``rows`` is 1-D and has
-        ``count`` rows, one after the other; ``lengths`` says how many columns each piece has."""
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]] | None:
+        """``cut(x)``: tensors of these shapes, one after the other in a 1-D ``x`` that is all of its storage, which may
+        have more elements. None where `Platform.part` is as good."""
+        return None
+
+    def gathered_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Rows | None:
+        """Rows to gather into and to fill the 1-D tensor ``whole`` from, whose storage is freed and refilled: the first
+        ``lengths[0]`` elements of each of ``count`` rows, then the next ``lengths[1]`` of each, and so on."""
         return None
 
     def run_soon(self, x: Tensor) -> None:

@@ -88,6 +88,8 @@ class TensorRole(ABC):
     def shape_of(self, local: Tensor) -> tuple[int, ...]:
         """Shape of a tensor as the framework holds it: of a DTensor, the local shape."""
 
+    dtype_of: Any = staticmethod(lambda local: local.dtype)  #: of a tensor, distributed or not; interception is off
+
     @abstractmethod
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
         """Whether ``y``, which has elements, lies in the storage that ``x`` lies in. Called with interception off."""

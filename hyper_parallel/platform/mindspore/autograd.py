@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -332,7 +332,6 @@ class FastAutograd:
     """What `Platform.fast` has of the group "autograd"."""
 
     platform: Any
-    add_to_gradient: Any = staticmethod(DelayedGradients.add)
 
     def linear_view(
         self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
@@ -344,6 +343,11 @@ class FastAutograd:
             return (record if platform.requires_grad(cotangent) else convert)(cotangent)
 
         return cached_view(platform, platform.autograd_function(lambda ctx, x: platform.detach(x), backward), key)
+
+    def add_to_gradients(self, parameters: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        for parameter, cotangent in zip(parameters, cotangents, strict=True):
+            if cotangent is not None:
+                DelayedGradients.add(parameter, cotangent)
 
     def can_delay_gradient(self, *parameters: Any) -> bool:
         return all(map(DelayedGradients.take, parameters))

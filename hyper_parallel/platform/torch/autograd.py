@@ -126,12 +126,13 @@ class AutogradVerbs(Platform):
             if BACKWARD_WRAPPERS:
                 ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             with no_dispatch():
-                return tuple(y.detach() for y in forward(ctx, static, *xs))
+                return tuple([y.detach() for y in forward(ctx, static, *xs)])
 
         def run_backward(ctx: Any, *cotangents: Tensor) -> Any:
             call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
             with no_dispatch():
-                return (None, *call(ctx, *map(as_plain, cotangents)))
+                given = [g if g is None or type(g) is Tensor else as_plain(g) for g in cotangents]
+                return (None, *call(ctx, *given))
 
         apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
 
@@ -253,6 +254,10 @@ def telling_engine(run: Callable) -> Callable:
             return run(t_outputs, *args, **kwargs)
         told: list[bool] = []
 
+        def runs(node: Any) -> bool:
+            # Torch does not count the node that a backward begins with among those of its graph.
+            return any(node is root for root in roots) or will_execute(node)
+
         def begin(cotangent: Any) -> None:
             if told:
                 return
@@ -262,14 +267,16 @@ def telling_engine(run: Callable) -> Callable:
                 if callback is None:
                     _WATCHERS.remove(watcher)
                 else:
-                    callback(will_execute)
+                    callback(runs)
 
-        handles = []
+        handles, roots = [], []
         with no_dispatch():
             for root in t_outputs:
                 if not isinstance(root, Tensor):  # an edge of the graph
+                    roots.append(root.node)
                     handles.append(root.node.register_prehook(begin))
                 elif root.requires_grad:
+                    roots.append(root.grad_fn)
                     handles.append(root.register_hook(begin))
         try:
             return run(t_outputs, *args, **kwargs)

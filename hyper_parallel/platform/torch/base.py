@@ -158,6 +158,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
 
         return how
 
+    #: See `Platform.dtype_of`.
+    dtype_of: Any = staticmethod(torch.Tensor.dtype.__get__)
+
     def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
         """See `Platform.shape_of`."""
         if type(local) is torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from hyper_parallel.platform.torch.autograd import (
     shape_of,
     stride_of,
 )
+from hyper_parallel.platform.torch.gathered_rows import GatheredRows
 from hyper_parallel.platform.torch.private import (
     any_autocast,
     chunk_cat,
@@ -106,29 +108,29 @@ class TorchFast(Fast):
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
-        # What runs now is the function's own backward, with the nodes that accumulate next to it if these are leaves.
+        # What runs now is the function's own backward; next to it are the nodes that accumulate, if these are leaves.
         node = current_node()
-        nodes = () if node is None else [edge[0] for edge in node.next_functions]
-        if len(nodes) != len(parameters):
+        edges = () if node is None else node.next_functions
+        if len(edges) != len(parameters):
             return False
         with no_dispatch():
-            for parameter, accumulation in zip(parameters, nodes, strict=True):
-                if "_read_in_backward" in parameter.__dict__ or parameter._post_accumulate_grad_hooks:
-                    return False
-                if getattr(accumulation, "variable", None) is not parameter:
+            for x in parameters:
+                if not x.is_leaf or "_read_in_backward" in x.__dict__ or x._post_accumulate_grad_hooks:
                     return False
         try:
-            return all(map(will_execute, nodes))
+            return all(map(will_execute, [edge[0] for edge in edges]))
         except RuntimeError:
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
-    def add_to_gradient(self, parameter: Tensor, cotangent: Tensor) -> None:
-        """See `Fast.add_to_gradient`."""
-        gradient: Any = parameter.grad
-        if gradient is None:
-            parameter.grad = cotangent
-        else:
-            gradient.add_(cotangent)
+    def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
+        """See `Fast.add_to_gradients`."""
+        for parameter, cotangent in zip(parameters, cotangents, strict=True):
+            if cotangent is not None:
+                gradient: Any = parameter.grad
+                if gradient is None:
+                    parameter.grad = cotangent
+                else:
+                    gradient.add_(cotangent)
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
         """See `Fast.tell_gradient`."""
@@ -163,17 +165,17 @@ class TorchFast(Fast):
         """See `Fast.pack_rows`."""
         return chunk_cat([x if x.is_contiguous() else x.contiguous() for x in xs], 0, size)
 
-    def bind_unpack_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Callable[[Tensor], object]:
-        """See `Fast.bind_unpack_rows`. Autograd does not count what is written to ``data``."""
-        storage, size = whole.untyped_storage(), whole.nbytes
-        places = [part.view(count, -1) for part in whole.data.split_with_sizes([count * length for length in lengths])]
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]]:
+        """See `Fast.cut`. By strides it is half of `narrow` and `view`."""
+        places, start = [], 0
+        for shape in shapes:
+            strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            places.append((tuple(shape), tuple(strides), start))
+            start += math.prod(shape)
+        return lambda x: [x.as_strided(*place) for place in places]
 
-        def unpack(rows: Tensor) -> None:
-            if storage.resizable():
-                storage.resize_(size)
-            torch.split_with_sizes_copy(rows.view(count, -1), lengths, 1, out=places)
-
-        return unpack
+    #: See `Fast.gathered_rows`.
+    gathered_rows: Any = GatheredRows
 
     def run_soon(self, x: Tensor) -> None:
         """See `Fast.run_soon`. Among the nodes that it could run, torch's engine takes the one that was made last."""

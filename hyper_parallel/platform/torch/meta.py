@@ -69,7 +69,7 @@ class _Kernels(TorchDispatchMode):
 class _MetaFast(TorchFast):
     """Without the short way that gives storage its memory unseen."""
 
-    def bind_unpack_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Any:
+    def gathered_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Any:
         """There is none."""
         return None
 

@@ -71,8 +71,7 @@ class coalesce_gradients:
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
                 own = [cotangent for _, cotangent in entries]
                 summed = collectives.together(own, platform, collectives.all_reduce_over, mesh, mesh_dims)
-                for (parameter, _), gradient in zip(entries, summed, strict=True):
-                    fast.add_to_gradient(parameter, gradient)
+                fast.add_to_gradients([parameter for parameter, _ in entries], summed)
 
 
 def sum_together(cotangents: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[Any]:
