@@ -109,9 +109,9 @@ def optimizer(module: nn.Cell, name: str, rate: float) -> tuple[Any, Callable[[d
     """See `Adapter.optimizer`."""
     named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
     if name == "adamw":
-        made = experimental.optim.AdamW(list(named.values()), rate, (0.9, 0.95))
+        made = ms.experimental.optim.AdamW(list(named.values()), rate, (0.9, 0.95))
     else:
-        made = experimental.optim.SGD(list(named.values()), rate, 0.9)
+        made = ms.experimental.optim.SGD(list(named.values()), rate, 0.9)
     return made, lambda grads: made(tuple(grads[name] for name in named))
 
 
