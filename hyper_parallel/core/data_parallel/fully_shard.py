@@ -52,8 +52,8 @@ def fully_shard(
 
     With tensor parallelism: `parallelize_module` first, over another dimension of the same mesh.
 
-    Each rank shards the values that it has: they must be the same on all ranks. Gradients come back through what the
-    module returns and nothing else: not through an auxiliary loss that its forward sets as an attribute.
+    Each rank shards the values that it has: they must be the same on all ranks. An auxiliary loss that the module's
+    forward sets as an attribute is to be added to the loss of what it returns, for one backward.
 
     Args:
         module: module of the selected platform, or a list of some that are one unit: its parameters are gathered when

@@ -262,3 +262,36 @@ def wrong_order(mesh: Any) -> None:
 
 def test_wrong_use(pool: Any) -> None:
     pool.run(4, wrong_order)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def old_state(mesh: Any) -> None:
+    """The state of an optimizer that has stepped before `fully_shard`, of plain parameters and of tensor-parallel
+    ones."""
+    adapter = get_adapter()
+    for plan in (None, {"up": ColwiseParallel(), "down": RowwiseParallel()}):
+        for name in ("adamw", "momentum"):
+            mlp = adapter.load(adapter.Mlp(6, 8), np.random.default_rng(5))
+            if plan is not None:
+                parallelize_module(mlp, mesh["tp"], plan)
+
+            def step(take: Any, mlp: Any = mlp) -> None:
+                x = np.ones((2, 6), np.float32)
+                _, _, grads = adapter.model_value_and_grads(
+                    mlp, lambda x: (adapter.sum(adapter.square(adapter.call(mlp, x))), None), x
+                )
+                take(grads)
+
+            _, take = adapter.optimizer(mlp, name, 0.1)
+            step(take)
+            fully_shard(mlp, mesh=mesh["dp"])
+            before = {key: adapter.numpy(p) for key, p in parameters(mlp, mesh).items()}
+            with pytest.raises(ValueError, match=r"make the optimizer after parallelize_module and fully_shard"):
+                step(take)
+            for key, p in parameters(mlp, mesh).items():
+                same(adapter.numpy(p), before[key], f"{key}, which nothing has changed")
+            step(adapter.optimizer(mlp, name, 0.1)[1])
+
+
+def test_state_from_before(pool: Any) -> None:
+    pool.run(4, old_state)

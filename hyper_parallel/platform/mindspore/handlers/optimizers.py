@@ -74,13 +74,17 @@ def _check_state(optimizer: Any) -> None:
     for state in optimizer.get_parameters() if shapes else ():
         # Named after what it is and the parameter: "moment1.layers.0.weight".
         layout = shapes.get(state.name.partition(".")[2])
-        if layout is None or isinstance(state, InterceptedTensor) or layout.mesh.size() == 1:
+        if layout is None or layout.mesh.size() == 1:
             continue
-        if tuple(state.shape) == tuple(layout.shape):
+        before = getattr(state, "_layout", None)
+        if isinstance(state, InterceptedTensor) and (before is None or before.mesh is layout.mesh):
+            continue
+        # On another mesh: of a tensor-parallel parameter that data parallelism has sharded further.
+        if before is not None or tuple(state.shape) == tuple(layout.shape):
             raise ValueError(
-                f"{type(optimizer).__name__} has the state {state.name!r}, of shape {tuple(state.shape)}, of a "
+                f"{type(optimizer).__name__} has the state {state.name!r}, of shape {tuple(layout.shape)}, of a "
                 f"parameter that was distributed since, as {list(layout.placements)}: make the optimizer after "
-                "parallelize_module"
+                "parallelize_module and fully_shard"
             )
 
 

@@ -306,11 +306,16 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
         ):
             continue
         for name, value in own.items():
-            if type(value) is plain_class and value.dim() and tuple(value.shape) == tuple(layout.shape):
+            before = getattr(value, "_layout", None)
+            # On another mesh: of a tensor-parallel parameter that data parallelism has sharded further.
+            is_older = before is not None and before.mesh is not layout.mesh
+            if not is_older and not (type(value) is plain_class and value.dim()):
+                continue
+            if tuple(layout.shape) == tuple(before.shape if is_older else value.shape):
                 raise ValueError(
-                    f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(value.shape)}, of a parameter "
+                    f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(layout.shape)}, of a parameter "
                     f"that was distributed since, as {list(layout.placements)}: make the optimizer after "
-                    f"parallelize_module, or distribute its state as well, if all ranks have the same: "
+                    f"parallelize_module and fully_shard, or distribute its state as well, if all ranks have the same: "
                     "state[name] = distribute_tensor(state[name], p.device_mesh, p.placements) for p, state in "
                     "optimizer.state.items()"
                 )
