@@ -73,6 +73,13 @@ def get_optimizer_state_dict(model: Any, optimizer: Any, *, options: StateDictOp
     Raises:
         ValueError: where a parameter of the optimizer is none of the model.
 
+    Example:
+        >>> import torch
+        >>> from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict
+        >>> model = torch.nn.Linear(4, 6)
+        >>> get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.5))["param_groups"][0]["params"]
+        ['weight', 'bias']
+
     Mirrors ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; counters are numbers.
     """
     platform, options = get_platform(), options or StateDictOptions()
@@ -103,6 +110,14 @@ def set_model_state_dict(model: Any, state: Mapping[str, Any], *, options: State
     Raises:
         ValueError: where names or shapes do not fit, or a DTensor is on another mesh; nothing has been changed then.
 
+    Example:
+        >>> import torch
+        >>> from hyper_parallel.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+        >>> model, other = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
+        >>> set_model_state_dict(other, get_model_state_dict(model))
+        >>> torch.equal(other.weight, model.weight)
+        True
+
     Mirrors ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
     platform, options = get_platform(), options or StateDictOptions()
@@ -116,6 +131,11 @@ def set_model_state_dict(model: Any, state: Mapping[str, Any], *, options: State
         for name in held
         if name in source.shapes and source.shapes[name] != tuple(held[name].shape)
     ]
+    for name, x in state.items():
+        if isinstance(x, DTensor) and name in held and not options.broadcast_from_rank0:
+            mesh = getattr(held[name], "device_mesh", x.device_mesh)
+            if mesh is not x.device_mesh:
+                wrong.append(f"{name} is on {mesh}, given is a DTensor on {x.device_mesh}")
     if wrong or (options.strict and (missing or unexpected)):
         raise ValueError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}, {wrong}")
     for name in source.shapes:
@@ -138,6 +158,15 @@ def set_optimizer_state_dict(
 
     Raises:
         ValueError: where a parameter has no state there, or of another shape.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+        >>> model = torch.nn.Linear(4, 6)
+        >>> first, second = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.1))
+        >>> set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
+        >>> second.param_groups[0]["lr"]
+        0.5
 
     Mirrors ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.
     """
@@ -253,7 +282,7 @@ class _Source:
             return self._state[name]
         first = self._ranks.rank == self._ranks.members[0]
         shape, dtype = self.shapes[name], platform.dtypes[self.dtypes[name]]
-        x = platform.to_device(self._state[name]) if first else platform.factory("empty", shape, None, dtype)
+        x = platform.to_device(self._state[name]) if first else platform.factory("empty", shape or (), None, dtype)
         world = DeviceMesh(None, range(len(self._ranks.members)))
         return distribute_tensor(x, world, [Replicate()], src_data_rank=0).to_local()
 
