@@ -198,10 +198,11 @@ def report(record: Record, samples: Sequence[bytes], out: Path) -> bool:
 
 def show_bytes(sharded: Trainer, unsharded: Trainer | None, mesh: DeviceMesh) -> None:
     """Print what each process holds. Every process must call it."""
-    held = sharded.bytes_held()
-    for mesh_dim, size in enumerate(mesh.shape):
-        everybody = mesh.platform.all_gather_object(held, mesh.platform_group(mesh_dim), size)
-        held = everybody if mesh_dim == 0 else [held for part in zip(*everybody, strict=True) for held in part]
+    held = [sharded.bytes_held()]
+    for mesh_dim in reversed(range(mesh.ndim)):
+        if mesh.shape[mesh_dim] > 1:
+            parts = mesh.platform.all_gather_object(held, mesh.platform_group(mesh_dim), mesh.shape[mesh_dim])
+            held = [own for part in parts for own in part]
     if unsharded is None:
         return
     rows = [("unsharded", unsharded.bytes_held()), *((f"rank {rank}", own) for rank, own in enumerate(held))]

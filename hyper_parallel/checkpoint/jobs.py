@@ -302,7 +302,9 @@ def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
 
 
 # ---------------------------------------------------------------------- for files of other kinds
-def share(state: Any, what: str, ranks: Ranks, platform: Platform) -> tuple[Flat, dict[str, list[tuple[Writer, Entry]]]]:
+def share(
+    state: Any, what: str, ranks: Ranks, platform: Platform
+) -> tuple[Flat, dict[str, list[tuple[Writer, Entry]]]]:
     """All ranks take a nest apart and compare what they have.
 
     Args:

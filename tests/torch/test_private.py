@@ -109,6 +109,7 @@ def test_different_and_done_in_another_way(monkeypatch: pytest.MonkeyPatch, path
     [
         "_C._is_torch_function_enabled",
         "_C._current_graph_task_id",
+        "_C._swap_tensor_impl",
         "_ops.OpOverload",
         "autograd.graph._engine_run_backward",
         "distributed.ProcessGroup._get_backend",

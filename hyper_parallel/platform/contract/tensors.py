@@ -45,7 +45,7 @@ class TensorRole(ABC):
         """Whether ``x`` has a shape and dtype but no data."""
         return False
 
-    #: Whether what is detached, sliced or copied of a tensor without values is one without values. Otherwise a parameter
+    #: Whether what is detached, sliced or copied of a tensor without values has none either. Otherwise a parameter
     #: without values gets memory when it is distributed, for the rank's part, and is NaN until it is loaded.
     keeps_meta: bool = True
 

@@ -147,6 +147,12 @@ PATCHES = PatchSet(
             check=takes("param new_param strict_load"),
             required=False,
         ),
+        _patch(
+            "mindspore.train.serialization._convert_save_obj_to_param_list",
+            "``save_checkpoint`` writes this rank's part of a parameter, which other numbers of ranks cannot read",
+            calling(plain_tensors.whole_values),
+            check=takes("save_obj integrated_save append_dict choice_func"),
+        ),
         *map(_optimizer, ("mindspore.nn.Optimizer", "mindspore.experimental.optim.Optimizer")),
         _patch(
             "mindspore.ops.function.clip_func._ClipByGlobalNorm.construct",

@@ -6,40 +6,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
 from hyper_parallel.platform.contract import OptimizerState
-from hyper_parallel.platform.mindspore.tensor import NoDispatch
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.mindspore.torch_names import (
+    CELLS,
+    COUNTERS,
+    FIRST_COUNT,
+    FIRST_STEP,
+    MOMENTUM,
+    NUMBERS,
+    STATE,
+    STATE_OF,
+    UNCOUNTED,
+    Moment,
+)
 
 __all__ = ["StateVerbs"]
 
 _NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _FLOAT8 = "float8_e4m3fn float8_e5m2"
 _BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
-#: Class of cells -> its names of what has another name in torch.
-_CELL_NAMES: dict[type, dict[str, str]] = {
-    nn.Embedding: {"embedding_table": "weight"},
-    nn.EmbeddingLookup: {"embedding_table": "weight"},
-    nn.LayerNorm: {"gamma": "weight", "beta": "bias"},
-    nn.GroupNorm: {"gamma": "weight", "beta": "bias"},
-    nn.BatchNorm1d: _BATCH_NORM,
-    nn.BatchNorm2d: _BATCH_NORM,
-    nn.BatchNorm3d: _BATCH_NORM,
-}
-#: Attributes of optimizers that hold a tensor for each parameter, and what torch calls it.
-_MOMENTS = {
-    "moment1": "exp_avg",
-    "moments1": "exp_avg",
-    "moment2": "exp_avg_sq",
-    "moments2": "exp_avg_sq",
-    "moments": "momentum_buffer",
-}
-#: Of single classes, where an attribute of that name means something else elsewhere.
-_MOMENTS_OF = {"SGD": {"accum": "momentum_buffer"}, "Adagrad": {"accum": "sum"}, "Adadelta": {"accum": "square_avg"}}
-#: Attributes that count steps, and what they hold before the first one, on classes where that is not 0.
-_COUNTERS = ("state_step", "step_t", "global_step")
-_FIRST_COUNT: dict[type, int] = {mint.optim.AdamW: -1, mint.optim.Adam: -1}
 #: Options of optimizers of the older kind, which are attributes of the cell.
 _RATES = ("learning_rate",)
 
@@ -55,7 +44,7 @@ class StateVerbs:
 
     def saved_tensors(self, module: Any) -> Iterator[tuple[str, Tensor]]:
         for path, cell in module.cells_and_names():
-            names = next((_CELL_NAMES[cls] for cls in type(cell).__mro__ if cls in _CELL_NAMES), {})
+            names = next((CELLS[cls] for cls in type(cell).__mro__ if cls in CELLS), {})
             temporary = getattr(cell, "_non_persistent_buffers_set", ())
             held = [(n, b) for n, b in cell._buffers.items() if n not in temporary]
             for name, x in [*cell._params.items(), *held]:
@@ -72,53 +61,87 @@ class StateVerbs:
         return isinstance(x, (nn.Optimizer, ExperimentalOptimizer))  # those of mint.optim are of the latter
 
     def optimizer_state(self, optimizer: Any) -> OptimizerState:
-        parameters = [list(group) for group in _groups(optimizer)]
-        flat = [p for group in parameters for p in group]
-        state: list[dict[str, Any]] = [{} for _ in flat]
-        for name, tensors in _per_parameter(optimizer, len(flat)).items():
-            for row, x in zip(state, tensors, strict=True):
-                row[name] = x
-        for name, x in _shared(optimizer).items():
+        groups = _groups(optimizer)
+        parameters = [list(group) for group, _ in groups]
+        options = [own for group, own in groups for _ in group]
+        state: list[dict[str, Any]] = [{} for _ in options]
+        for attribute, tensors in _per_parameter(optimizer, len(options)).items():
+            moment = _moment(optimizer, attribute)
+            if attribute == FIRST_STEP:
+                continue
+            for row, x, own in zip(state, tensors, options, strict=True):
+                if moment.option is None or own.get(moment.option):
+                    row[moment.name] = float(_one(x)) if attribute in NUMBERS else x
+        for name, number in _shared(optimizer).items():
             for row in state:
-                row[name] = x
+                row[name] = number
         return OptimizerState(parameters, _options(optimizer), state)
 
     def set_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:
         _set_options(optimizer, state.options)
-        if state.state:
-            _set_shared(optimizer, state.state[0])
+        held = _per_parameter(optimizer, len(state.state))
+        for attribute in NUMBERS:
+            for x, row in zip(held.get(attribute, ()), state.state, strict=False):
+                if attribute in row:
+                    _put(x, row[attribute])
+        shared = dict(state.state[0]) if state.state else {}
+        if type(optimizer).__name__ == "SGD":
+            # A momentum that is not zero has been set by a step.
+            momentum = [x for attribute in MOMENTUM for x in held.get(attribute, ())]
+            stepped = any(bool(x.size and x.asnumpy().any()) for x in map(_local, momentum))
+            for x in held.get(FIRST_STEP, ()):
+                _put(x, 0.0 if stepped else 1.0)
+            if stepped and shared.get("step") == 0:
+                shared["step"] = 1.0
+        _set_shared(optimizer, shared)
 
 
-def _groups(optimizer: Any) -> Sequence[Sequence[Any]]:
+def _groups(optimizer: Any) -> list[tuple[Sequence[Any], dict[str, Any]]]:
+    """The parameters of each group, and its options."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is not None:
-        return [group["params"] for group in groups]
-    return [optimizer.parameters]
+        return [(group["params"], group) for group in groups]
+    options = {"momentum": _option_of(optimizer, "momentum"), "centered": getattr(optimizer, "centered", False)}
+    return [(optimizer.parameters, {**options, "amsgrad": getattr(optimizer, "use_amsgrad", False)})]
+
+
+def _option_of(optimizer: Any, name: str) -> Any:
+    value = getattr(optimizer, name, None)
+    return float(_one(value)) if isinstance(value, Tensor) and value.size == 1 else value
+
+
+def _moment(optimizer: Any, attribute: str) -> Moment:
+    own = STATE_OF.get(type(optimizer).__name__, {})
+    return own.get(attribute) or STATE.get(attribute) or Moment(attribute)
 
 
 def _per_parameter(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
-    """Torch's name -> a tensor for each parameter."""
-    own = _MOMENTS_OF.get(type(optimizer).__name__, {})
+    """Attribute -> a tensor for each parameter."""
     found: dict[str, Sequence[Any]] = {}
     for attribute, value in vars(optimizer).items():
         if attribute in ("parameters", "_parameters", "params") or not isinstance(value, (tuple, list)):
             continue
-        if len(value) == count and all(isinstance(x, Parameter) for x in value):
-            if count and value[0] is optimizer.parameters[0]:
-                continue
-            found[own.get(attribute) or _MOMENTS.get(attribute, attribute)] = value
+        kept = len(value) == count and all(isinstance(x, Parameter) for x in value)
+        if kept and not (count and value[0] is optimizer.parameters[0]):
+            found[attribute] = value
     return found
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if isinstance(x, InterceptedTensor) else x
 
 
 def _shared(optimizer: Any) -> dict[str, float]:
     """The numbers that all parameters share: how many steps there were, and what is kept beside that."""
     found: dict[str, float] = {}
+    if type(optimizer).__name__ in UNCOUNTED:
+        found["step"] = 0.0
     for attribute, value in optimizer._params.items():
         if value is None or value.size != 1 or attribute in _RATES or attribute.startswith("learning_rate"):
             continue
         number = float(_one(value))
-        if attribute in _COUNTERS:
-            found["step"] = number - _FIRST_COUNT.get(type(optimizer), 0)
+        if attribute in COUNTERS:
+            found["step"] = number - FIRST_COUNT.get(type(optimizer), 0)
         elif attribute.endswith("_power"):
             found[attribute] = number
     return found
@@ -142,8 +165,8 @@ def _set_shared(optimizer: Any, row: dict[str, Any]) -> None:
         if value is None or value.size != 1:
             continue
         number = None
-        if attribute in _COUNTERS and step is not None:
-            number = step + _FIRST_COUNT.get(type(optimizer), 0)
+        if attribute in COUNTERS and step is not None:
+            number = step + FIRST_COUNT.get(type(optimizer), 0)
         elif attribute in row:
             number = row[attribute]
         elif attribute in betas and step is not None:
@@ -187,4 +210,11 @@ def _set_options(optimizer: Any, options: Sequence[dict[str, Any]]) -> None:
             if isinstance(held, Tensor):
                 _put(held, value)
             elif name in group and name != "params" and _is_option(held):
-                group[name] = value
+                group[name] = _like(held, value)
+
+
+def _like(held: Any, value: Any) -> Any:
+    """A number of the type that is there: a compiled step tells 0 from 0.0, which torch does not."""
+    if isinstance(held, (tuple, list)) and isinstance(value, (tuple, list)) and len(held) == len(value):
+        return type(held)(map(_like, held, value))
+    return float(value) if isinstance(held, float) and type(value) is int else value

@@ -84,7 +84,7 @@ def _get_tensor_shard(x: Any, index: Any) -> Tensor:
         if offsets == index.offset or (index.offset is None and len(held) == 1):
             return _local(x)[place]
     raise ValueError(
-        f"this rank holds no part of {index.fqn!r} that begins at {index.offset}: of its shape {tuple(x._layout.shape)}, "
+        f"this rank holds no part of {index.fqn!r} that begins at {index.offset}: of shape {tuple(x._layout.shape)}, "
         f"placed {list(x._layout.placements)}, it holds what begins at {[tuple(offsets) for offsets, _, _ in held]}"
     )
 
@@ -124,8 +124,8 @@ def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any
             if data is not None and data.chunk.sizes != data.size:
                 raise ValueError(
                     f"HuggingFaceStorageWriter writes one file for all ranks, and {item.index.fqn!r} of shape "
-                    f"{tuple(data.size)} is cut: give it save_distributed=True, and enable_consolidation=True for files "
-                    "of whole tensors"
+                    f"{tuple(data.size)} is cut: give it save_distributed=True, with enable_consolidation=True "
+                    "for files of whole tensors"
                 )
     return original(writer, plans)
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspore import Tensor
+from mindspore.nn import Cell
 
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
-__all__ = ["Fallback", "checked_assign", "checked_init", "checked_update"]
+__all__ = ["Fallback", "checked_assign", "checked_init", "checked_update", "whole_values"]
 
 
 def checked_init(original: Callable, tensor: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -40,6 +41,20 @@ def checked_update(original: Callable, param: Any, new_param: Any, strict_load: 
         return
     _refuse(param, new_param, f"load_param_into_net: the plain parameter {param.name!r} set to")
     original(param, new_param, strict_load)
+
+
+def whole_values(original: Callable, save_obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the function that collects what ``save_checkpoint`` writes: whole values of distributed parameters,
+    one parameter after the other. All ranks of their meshes must call it."""
+    entries = original(save_obj, *args, **kwargs)
+    if not is_dispatching():
+        return entries
+    own = {p.name: p for p in save_obj.get_parameters()} if isinstance(save_obj, Cell) else {}
+    for entry in entries:
+        x = own.get(entry["name"], entry.get("data"))
+        if isinstance(x, InterceptedTensor):
+            entry["data"] = x.full_tensor()
+    return entries
 
 
 def _refuse(target: Any, value: Any, what: str) -> None:

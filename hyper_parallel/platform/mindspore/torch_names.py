@@ -1,0 +1,85 @@
+"""What torch calls the parameters of MindSpore's cells and the state of its optimizers: data alone.
+
+Where a name is missing here, both frameworks have the same. All of it lies in the same layout on both, (out, in) for
+linear layers too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mindspore import mint, nn
+
+__all__ = [
+    "CELLS",
+    "COUNTERS",
+    "FIRST_COUNT",
+    "FIRST_STEP",
+    "MOMENTUM",
+    "NUMBERS",
+    "STATE",
+    "STATE_OF",
+    "UNCOUNTED",
+    "Moment",
+]
+
+_NORM = {"gamma": "weight", "beta": "bias"}
+_BATCH_NORM = {**_NORM, "moving_mean": "running_mean", "moving_variance": "running_var"}
+#: Class of cells -> its names of parameters and buffers -> torch's.
+CELLS: dict[type, dict[str, str]] = {
+    nn.Embedding: {"embedding_table": "weight"},
+    nn.EmbeddingLookup: {"embedding_table": "weight"},
+    nn.LayerNorm: _NORM,
+    nn.GroupNorm: _NORM,
+    nn.BatchNorm1d: _BATCH_NORM,
+    nn.BatchNorm2d: _BATCH_NORM,
+    nn.BatchNorm3d: _BATCH_NORM,
+}
+
+
+class Moment(NamedTuple):
+    """A tensor, or a number, that an optimizer keeps for each parameter.
+
+    Attributes:
+        name: torch's.
+        option: of the optimizer; where it is false torch has no such state, and MindSpore does not use it.
+    """
+
+    name: str
+    option: str | None = None
+
+
+#: Attribute of optimizers -> what it is to torch.
+STATE: dict[str, Moment] = {
+    "moment1": Moment("exp_avg"),
+    "moments1": Moment("exp_avg"),
+    "moment2": Moment("exp_avg_sq"),
+    "moments2": Moment("exp_avg_sq"),
+    "max_exp_avg_sq": Moment("max_exp_avg_sq", "amsgrad"),
+    "moments": Moment("momentum_buffer"),
+    "momentum_buf": Moment("momentum_buffer", "momentum"),
+    "moment": Moment("momentum_buffer", "momentum"),
+    "mean_square": Moment("square_avg"),
+    "mean_grad": Moment("grad_avg", "centered"),
+    "ms": Moment("square_avg"),
+    "mg": Moment("grad_avg", "centered"),
+}
+#: The same for single classes, by name.
+STATE_OF: dict[str, dict[str, Moment]] = {
+    "SGD": {"accum": Moment("momentum_buffer", "momentum")},
+    "Adagrad": {"accum": Moment("sum")},
+    "Adadelta": {"accum": Moment("square_avg"), "accum_update": Moment("acc_delta")},
+    "AdaMax": {"moment2": Moment("exp_inf")},
+}
+#: Attributes that hold a number for each parameter, which torch has as a tensor without dimensions.
+NUMBERS = ("mu", "eta", "mu_product")
+#: Attribute of SGD that is 1 until its momentum has been set by a first step. Torch has no momentum until then.
+FIRST_STEP = "stat"
+#: Attributes that are the momentum of SGD, which the first step sets: it is known by `FIRST_STEP` or by the counter.
+MOMENTUM = ("accum", "momentum_buf")
+#: Attributes that count steps; torch has one counter for each parameter, "step".
+COUNTERS = ("state_step", "step_t", "global_step")
+#: What a counter holds before the first step, where that is not 0.
+FIRST_COUNT: dict[type, int] = {mint.optim.AdamW: -1}
+#: Classes, by name, that count no steps. Torch's do, and nothing depends on it.
+UNCOUNTED = ("RMSprop", "Adadelta")
