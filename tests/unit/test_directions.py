@@ -34,7 +34,7 @@ LAYERS = {
     "data_parallel": ["core.data_parallel"],
     "integrations": ["integrations"],
     "debug": ["debug"],
-    "explain": ["explain"],
+    "planning": ["planning"],
     "command line": ["cli", "__main__"],
     "testing": ["testing"],
     "adapters": ["testing.adapters"],
@@ -61,11 +61,11 @@ MAY_IMPORT = {
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
     "debug": _BELOW_STYLES,
-    "explain": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "names"},
-    "command line": {*_BELOW_STYLES, "debug", "explain", "testing", "names"},
+    "planning": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "names"},
+    "command line": {*_BELOW_STYLES, "debug", "planning", "testing", "names"},
     "testing": {
         *_BELOW_STYLES,
-        *("tensor_parallel", "data_parallel", "integrations", "debug", "explain", "adapters", "names"),
+        *("tensor_parallel", "data_parallel", "integrations", "debug", "planning", "adapters", "names"),
     },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used

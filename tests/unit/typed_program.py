@@ -13,6 +13,7 @@ from hyper_parallel import (
     CollectiveError,
     ColwiseParallel,
     CommDebugMode,
+    CommTrace,
     CPUOffloadPolicy,
     DeviceMesh,
     DTensor,

@@ -35,6 +35,10 @@ class DeviceRole(ABC):
             raise TypeError(f"{type(self).__name__} keeps no parameters in the memory of the host")
         return x
 
+    def device_count(self) -> int:
+        """How many devices of this platform the machine has."""
+        return 1
+
     def synchronize(self) -> None:
         """Return when this rank's device has done what it was given, for measuring time. Nothing to do where the
         program waits for every operation anyway."""

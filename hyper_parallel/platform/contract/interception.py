@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,6 +91,10 @@ class InterceptionRole(ABC):
     @abstractmethod
     def op_table(self) -> Mapping[Any, NativeOp]:
         """Native operation (function object or name) -> `NativeOp`."""
+
+    def patched_names(self) -> Sequence[str]:
+        """What of the framework is replaced when the DTensor class is made, for people: docs/patches.md."""
+        return ()
 
     def is_compiling(self) -> bool:
         """Whether a compiler of the framework is tracing the caller: then what Python does besides calling operations

@@ -19,6 +19,7 @@ from hyper_parallel.platform.mindspore.local_tensors import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
 from hyper_parallel.platform.mindspore.parameter import Classes
+from hyper_parallel.platform.mindspore.patches import PATCHES
 from hyper_parallel.platform.mindspore.state import StateVerbs
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
@@ -65,6 +66,12 @@ class MindSporePlatform(ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs,
         local.__class__ = Classes.dtensor
         local._layout = layout
         return local
+
+    def device_count(self) -> int:
+        return 1 if device_target() == "CPU" else int(mindspore.hal.device_count())
+
+    def patched_names(self) -> list[str]:
+        return [target for patch in PATCHES.patches for target in patch.targets]
 
     def synchronize(self) -> None:
         mindspore.runtime.synchronize()
