@@ -73,11 +73,13 @@ if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at 
     from hyper_parallel.debug.comm_trace import CommTrace as CommTrace
     from hyper_parallel.debug.description import describe as describe
     from hyper_parallel.debug.plan_picture import visualize_plan as visualize_plan
-    from hyper_parallel.explain.api import explain as explain
+    from hyper_parallel.planning.estimate import dry_run as dry_run
+    from hyper_parallel.planning.explanation import explain as explain
     from hyper_parallel.platform import Platform as Platform
     from hyper_parallel.platform import available_platforms as available_platforms
     from hyper_parallel.platform import get_platform as get_platform
     from hyper_parallel.platform import register_platform as register_platform
+    from hyper_parallel.testing.plan_check import check_plan as check_plan
 
 __version__ = "0.1.0.dev0"  # the only place that says it: pyproject.toml reads it here
 
@@ -114,6 +116,7 @@ _HOME_OF = {
     "Shard": "hyper_parallel.core.dtensor.placement_types",
     "StridedShard": "hyper_parallel.core.dtensor.placement_types",
     "available_platforms": "hyper_parallel.platform",
+    "check_plan": "hyper_parallel.testing.plan_check",
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
     "checkpoint": "hyper_parallel",
     "coalesce_gradients": "hyper_parallel.core.dtensor.communication.coalesce",
@@ -122,8 +125,9 @@ _HOME_OF = {
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
     "distribute_tensor": "hyper_parallel.core.dtensor.dtensor",
+    "dry_run": "hyper_parallel.planning.estimate",
     "empty": "hyper_parallel.core.dtensor.factories",
-    "explain": "hyper_parallel.explain.api",
+    "explain": "hyper_parallel.planning.explanation",
     "full": "hyper_parallel.core.dtensor.factories",
     "fully_shard": "hyper_parallel.core.data_parallel.fully_shard",
     "get_platform": "hyper_parallel.platform",

@@ -102,7 +102,7 @@ def _draw(picture: Svg, x: TensorDescription, y: float, colour: str, largest: in
         picture.box(left, y, width * share[1], height * share[0], colour)
     for axis, extent, part in ((0, height, height * share[0]), (1, width, width * share[1])):
         if axis in _cut_dims(x) and part > 3:
-            steps = range(1, int(round(extent / part)))
+            steps = range(1, round(extent / part))
             for i in steps:
                 if axis == 0:
                     picture.box(left, y + i * part, width, 0.0, "none")

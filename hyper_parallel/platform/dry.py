@@ -161,7 +161,7 @@ def dry_world(size: int, rank: int = 0) -> Iterator[Any]:
             f"a world of {size} rank(s) has no rank {rank}: give a size of at least 1, and a rank below it"
         )
     current = get_platform()
-    platform = current if is_dry(current) else dry_platform(current)
+    platform: Any = current if is_dry(current) else dry_platform(current)
     world = _WORLDS.setdefault((size, rank), _World(size, rank))
     before, platform._world = platform._world, world
     try:

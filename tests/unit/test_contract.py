@@ -43,7 +43,7 @@ def test_every_verb_is_called() -> None:
     paths = [
         *(package / "core").rglob("*.py"),
         *(package / "testing" / "conformance").glob("*.py"),
-        *(path for part in ("checkpoint", "debug", "explain") for path in (package / part).glob("*.py")),
+        *(path for part in ("checkpoint", "debug", "planning", "cli") for path in (package / part).glob("*.py")),
         CONTRACT / "tensors.py",
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
@@ -193,6 +193,9 @@ def test_what_is_there_for_dry_runs_answers_for_itself() -> None:
     with platform.without_data():
         platform.synchronize()
     assert platform.optimizer_bytes([x], "AdamW") is None
+    assert platform.device_count() == 1 and list(platform.patched_names()) == [] and platform.show_styles([x]) is None
+    with pytest.raises(TypeError, match="Plain makes no models"):
+        platform.make_decoder({})
     for refused in (lambda: platform.differentiate(x.sum, [x]), lambda: platform.recompute(x.sum)):
         with pytest.raises(TypeError, match="Plain does not"):
             refused()

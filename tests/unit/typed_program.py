@@ -14,6 +14,7 @@ from hyper_parallel import (
     CollectiveError,
     ColwiseParallel,
     CommDebugMode,
+    CommTrace,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     DeviceMesh,

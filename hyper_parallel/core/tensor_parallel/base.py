@@ -95,7 +95,7 @@ class ParallelStyle(ABC):
         arguments = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = vars(self).get(name)
-            usual = (None, {}, parameter.default, getattr(type(self), name, None))
+            usual: Any = (None, {}, parameter.default, getattr(type(self), name, None))
             if not any(value == other for other in usual):
                 value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
                 arguments.append(f"{name}={value!r}".replace("dim=", ""))

@@ -42,6 +42,10 @@ class DeviceRole(ABC):
         to look at. The array itself where a framework has no tensors there."""
         return values
 
+    def device_count(self) -> int:
+        """How many devices of this platform the machine has."""
+        return 1
+
     def synchronize(self) -> None:
         """Return when this rank's device has done what it was given, for measuring time. Nothing to do where the
         program waits for every operation anyway."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,17 +23,18 @@ class Usage:
         operations: (name, floating point operations, bytes that it reads and writes, bytes of an element) -> how
             often it was called. A multiplication and an addition are two operations.
         live: bytes of the storages that were made inside and still exist.
-        peak: the most that `live` has been since `mark`.
+        timeline: for each operation, and each change of a storage's size, what it was (a number that is equal for equal
+            ones) and the most that has lived since the one before.
     """
 
     operations: Counter[tuple[str, int, int, int]] = field(default_factory=Counter)
     live: int = 0
-    peak: int = 0
+    timeline: list[tuple[int, int]] = field(default_factory=list)
 
-    def mark(self) -> int:
-        """Begin to look for the peak again; returns what is `live`."""
-        self.peak = self.live
-        return self.live
+    @property
+    def peak(self) -> int:
+        """The most that `live` has been."""
+        return max((live for _, live in self.timeline), default=0)
 
 
 class DryRole:
@@ -63,6 +64,15 @@ class DryRole:
     def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``call(*args, **kwargs)``, of which backward keeps the arguments alone and computes the rest again."""
         raise TypeError(f"{type(self).__name__} does not compute forwards again in backward")
+
+    def make_decoder(self, sizes: Mapping[str, int]) -> Module:
+        """A decoder with the layers, names and shapes of Llama, for models that are given by name:
+        ``model.embed_tokens``, ``model.layers.*.self_attn.q_proj`` and so on. Called inside `without_data`.
+
+        Args:
+            sizes: ``hidden``, ``intermediate``, ``layers``, ``heads``, ``key_value_heads``, ``vocabulary``.
+        """
+        raise TypeError(f"{type(self).__name__} makes no models: give one, as package.module:function")
 
     def usage(self) -> AbstractContextManager[Usage] | None:
         """Context manager that gives the `Usage` of what runs inside, forward and backward; None where the framework

@@ -92,6 +92,10 @@ class InterceptionRole(ABC):
     def op_table(self) -> Mapping[Any, NativeOp]:
         """Native operation (function object or name) -> `NativeOp`."""
 
+    def patched_names(self) -> Sequence[str]:
+        """What of the framework is replaced when the DTensor class is made, for people: docs/patches.md."""
+        return ()
+
     def is_compiling(self) -> bool:
         """Whether a compiler of the framework is tracing the caller: then what Python does besides calling operations
         is no part of what will run. False for a framework without a compiler, or where DTensors are kept from it."""

@@ -20,7 +20,7 @@ from hyper_parallel.platform.mindspore.modules import ModuleVerbs
 from hyper_parallel.platform.mindspore.observation import ObservationVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
 from hyper_parallel.platform.mindspore.parameter import Classes
-from hyper_parallel.platform.mindspore.patches import WATCHING
+from hyper_parallel.platform.mindspore.patches import PATCHES, WATCHING
 from hyper_parallel.platform.mindspore.state import StateVerbs
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
@@ -70,6 +70,12 @@ class MindSporePlatform(
         local.__class__ = Classes.dtensor
         local._layout = layout
         return local
+
+    def device_count(self) -> int:
+        return 1 if device_target() == "CPU" else int(mindspore.hal.device_count())
+
+    def patched_names(self) -> list[str]:
+        return [target for patch in PATCHES.patches for target in patch.targets]
 
     def synchronize(self) -> None:
         mindspore.runtime.synchronize()

@@ -88,7 +88,8 @@ class ModuleVerbs:
 
     def show_styles(self, module: Any) -> None:
         if not getattr(type(module), "_shows_styles", False):
-            module.__class__ = _class_with_styles(type(module))
+            cls: Any = type(module)
+            module.__class__ = _class_with_styles(cls)
 
     own_parameters: Any = staticmethod(attrgetter("_params"))
 

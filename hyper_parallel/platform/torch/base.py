@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.platform.torch import dtensor_class, tensor
+from hyper_parallel.platform.torch import dtensor_class, patches, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
@@ -176,6 +176,10 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
 
     op_table: Any = OP_TABLE
 
+    def patched_names(self) -> list[str]:
+        """See `Platform.patched_names`."""
+        return [target for patch in patches.PATCHES.patches for target in patch.targets]
+
     def is_compiling(self) -> bool:
         """See `Platform.is_compiling`."""
         return torch.compiler.is_compiling()
@@ -247,6 +251,10 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
     def host_tensor(self, values: np.ndarray) -> torch.Tensor:
         """See `Platform.host_tensor`."""
         return torch.tensor(values, device="cpu")
+
+    def device_count(self) -> int:
+        """See `Platform.device_count`."""
+        return 1 if self.device_type in ("cpu", "meta") else int(self.device_module().device_count())
 
     def synchronize(self) -> None:
         """See `Platform.synchronize`."""

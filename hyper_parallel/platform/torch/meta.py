@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.platform.contract.dry import Usage
 from hyper_parallel.platform.torch.cpu import TorchCpuPlatform
+from hyper_parallel.platform.torch.decoder import make_decoder
 from hyper_parallel.platform.torch.fast import TorchFast
 from hyper_parallel.platform.torch.private import TorchDispatchMode, fused_attention
 from hyper_parallel.platform.torch.usage import UsageMode, resized
@@ -47,7 +49,13 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    if fused_attention is None or dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
+    if (
+        fused_attention is None
+        or dropout_p
+        or query.dim() != 4
+        or not query.is_meta
+        or query.shape[-1] != value.shape[-1]
+    ):
         return None
     if enable_gqa and query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
@@ -118,6 +126,18 @@ class TorchMetaPlatform(TorchCpuPlatform):
         """See `Platform.refill_storage`."""
         super().refill_storage(x, pieces)
         resized(x)
+
+    def recompute(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `Platform.recompute`. No random numbers are to be drawn again. Backward is a function that modes see,
+        so it runs without those modes."""
+
+        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+            return nullcontext(), self.without_data()
+
+        return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+    #: See `Platform.make_decoder`.
+    make_decoder: Any = staticmethod(make_decoder)
 
     def usage(self) -> AbstractContextManager[Usage]:
         """See `Platform.usage`."""

@@ -33,9 +33,7 @@ class _Size:
 
     def set(self, size: int) -> None:
         """Let it have another size."""
-        usage = self.usage
-        usage.live += size - self.bytes
-        usage.peak = max(usage.peak, usage.live)
+        self.usage.live += size - self.bytes
         self.bytes = size
 
 
@@ -43,7 +41,7 @@ class UsageMode(TorchDispatchMode):
     """Context manager that gives a `Usage`. It sees what reaches torch's kernels, of the program, of core and of
     autograd. A storage counts from the operation that makes it until nothing refers to it."""
 
-    def __enter__(self) -> Usage:  # type: ignore[override]
+    def __enter__(self) -> Usage:
         self.usage = Usage()
         self._sizes: weakref.WeakKeyDictionary[Any, _Size] = weakref.WeakKeyDictionary()
         super().__enter__()
@@ -69,11 +67,15 @@ class UsageMode(TorchDispatchMode):
                 self._count(x.untyped_storage())
             formula = flop_registry.get(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-            # A view moves nothing.
+            # A view moves nothing, nor does memory without values.
+            if "empty" in func._opname:
+                return result
             if made or flops or func._schema.is_mutable:
                 moved = sum(map(_nbytes, (*inputs, *outputs)))
                 size = outputs[0].element_size() if outputs else 0
-                self.usage.operations[str(func._overloadpacket), flops, moved, size] += 1
+                what = (str(func._overloadpacket), flops, moved, size)
+                self.usage.operations[what] += 1
+                self.usage.timeline.append((hash(what), self.usage.live))
         return result
 
     def _count(self, storage: Any) -> None:
@@ -88,6 +90,7 @@ class UsageMode(TorchDispatchMode):
         """Its size is another one than it was."""
         if storage in self._sizes:
             self._sizes[storage].set(storage.nbytes())
+            self.usage.timeline.append((storage.nbytes(), self.usage.live))
 
 
 def _nbytes(x: Tensor) -> int:

@@ -31,7 +31,7 @@ from hyper_parallel import (
     replicate,
     visualize_plan,
 )
-from hyper_parallel.explain import DryStep
+from hyper_parallel.planning import DryStep
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_styles import block_plan, floats
 from hyper_parallel.testing.spmd import on_mesh

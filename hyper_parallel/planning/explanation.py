@@ -13,7 +13,7 @@ from hyper_parallel.debug.comm_trace import collective_table
 from hyper_parallel.debug.description import Description, ModuleDescription, describe_on
 from hyper_parallel.debug.svg import svg_of_lines
 from hyper_parallel.debug.text import format_bytes
-from hyper_parallel.explain.step import DryStep, MeshLike
+from hyper_parallel.planning.step import DryStep, MeshLike
 
 __all__ = ["Explanation", "Output", "explain"]
 

@@ -163,6 +163,13 @@ class DryStep:
             found.update({id(p): p for _, p in self.platform.named_parameters(module)})
         return list(found.values())
 
+    def optimizer_bytes(self, optimizer: str) -> int | None:
+        """Bytes of the state of the framework's optimizer of that name, for this rank; None where there is none."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        with dry_world(self._size, self.rank), self.platform.without_data():
+            found: int | None = self.platform.optimizer_bytes(trained, optimizer)
+        return found
+
     def run(
         self,
         *inputs: Any,
@@ -210,9 +217,9 @@ class DryStep:
                         call()
             except (RuntimeError, NotImplementedError) as error:
                 raise DryStepError(
-                    f"the model does not run with tensors that have no data: {error}. Make tensors on the device of "
-                    "others (device=x.device), read no values of them (item(), if x > 0), and use operations that know "
-                    "the device meta"
+                    f"the model does not run with tensors that have no data: {str(error)[:400]}. Make tensors on the "
+                    "device of others (device=x.device), read no values of them (item(), if x > 0), and use operations "
+                    "that know the device meta"
                 ) from error
         return found
 

@@ -1,0 +1,8 @@
+"""``python -m hyper_parallel``: the command ``hyper-parallel``."""
+
+import sys
+
+from hyper_parallel.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

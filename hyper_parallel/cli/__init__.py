@@ -1,0 +1,1 @@
+"""The command ``hyper-parallel``: what is installed, launching, a self-check, and looking ahead."""

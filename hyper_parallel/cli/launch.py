@@ -1,0 +1,87 @@
+"""``hyper-parallel launch``: start a script on several ranks, by torchrun or msrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from hyper_parallel.cli.output import UsageError
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE
+
+__all__ = ["command_of", "run"]
+
+
+def command_of(
+    framework: str,
+    processes: int,
+    script: list[str],
+    nodes: int = 1,
+    node_rank: int = 0,
+    address: str = "127.0.0.1",
+    port: int = 29500,
+) -> list[str]:
+    """The command that starts ``processes`` ranks of a script on this node.
+
+    Args:
+        framework: ``"torch"`` or ``"mindspore"``.
+        processes: ranks on each node.
+        script: the script and its arguments.
+        nodes: how many nodes there are; the command is given on each.
+        node_rank: which one this is, from 0.
+        address, port: of the first node.
+
+    Example:
+        >>> command_of("torch", 4, ["train.py"])[1:]
+        ['-m', 'torch.distributed.run', '--nproc-per-node', '4', '--standalone', 'train.py']
+    """
+    if framework == "torch":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        if nodes == 1:
+            return [*command, "--standalone", *script]
+        where = ["--nnodes", str(nodes), "--node-rank", str(node_rank), "--master-addr", address]
+        return [*command, *where, "--master-port", str(port), *script]
+    beside = os.path.join(os.path.dirname(sys.executable), "msrun")
+    msrun = beside if os.path.exists(beside) else shutil.which("msrun") or "msrun"
+    command = [msrun, "--worker_num", str(processes * nodes), "--local_worker_num", str(processes)]
+    command += ["--master_addr", address, "--master_port", str(port), "--node_rank", str(node_rank), "--join", "True"]
+    return [*command, *script]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the command, run it, and return its exit status."""
+    if not arguments.script:
+        raise UsageError("launch needs a script: hyper-parallel launch -n 4 train.py")
+    script = arguments.script[1:] if arguments.script[0] == "--" else arguments.script
+    if not os.path.exists(script[0]):
+        raise UsageError(f"there is no file {script[0]!r}")
+    environment = dict(os.environ)
+    platform = get_platform(arguments.platform)
+    if arguments.platform:
+        environment[ENVIRONMENT_VARIABLE] = platform.name
+    framework = "mindspore" if platform.name == "mindspore" else "torch"
+    if find_spec(framework) is None:
+        raise UsageError(f"{framework} is not installed")
+    command = command_of(
+        framework,
+        arguments.processes,
+        script,
+        arguments.nodes,
+        arguments.node_rank,
+        arguments.address,
+        arguments.port,
+    )
+    if arguments.json:
+        print(json.dumps({"command": command, "platform": platform.name}), flush=True)
+    else:
+        chosen = f"{ENVIRONMENT_VARIABLE}={platform.name} " if arguments.platform else ""
+        print(f"{chosen}{shlex.join(command)}", file=sys.stderr, flush=True)
+    if arguments.print_only:
+        return 0
+    return subprocess.run(command, env=environment, check=False).returncode

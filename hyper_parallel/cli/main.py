@@ -1,0 +1,128 @@
+"""The command line: arguments, and which command they mean.
+
+argparse of the standard library parses it: the command works wherever the package does, and `env` can say what is
+missing where nothing else is installed. rich, if it is there, colours what is printed (docs/dependencies.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import hyper_parallel
+from hyper_parallel.cli.output import UsageError
+from hyper_parallel.platform import PlatformError
+
+__all__ = ["main", "parser"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    top = argparse.ArgumentParser(
+        prog="hyper-parallel",
+        description="Tensor parallelism with one API on PyTorch and MindSpore.",
+        epilog="Each command has --help. HYPER_PARALLEL_PLATFORM chooses the backend.",
+    )
+    top.add_argument("--version", action="version", version=f"hyper-parallel {hyper_parallel.__version__}")
+    commands = top.add_subparsers(dest="command", metavar="command", required=True)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        return command
+
+    add("env", "Show backends, versions and devices, and why a backend cannot be used.")
+
+    launch = add("launch", "Start a script on several ranks, by torchrun or msrun, and print the command.")
+    launch.add_argument("-n", "--processes", type=int, default=1, help="ranks on each node")
+    launch.add_argument("--platform", help="backend of the script, such as torch-cpu")
+    launch.add_argument("--nodes", type=int, default=1, help="how many nodes; give the command on each")
+    launch.add_argument("--node-rank", type=int, default=0, help="which node this is, from 0")
+    launch.add_argument("--address", default="127.0.0.1", help="of the first node")
+    launch.add_argument("--port", type=int, default=29500, help="of the first node")
+    launch.add_argument("--print-only", action="store_true", help="print the command and stop")
+    launch.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+
+    test = add("test", "Check on local ranks that this machine computes right, in under a minute.")
+    test.add_argument("-n", "--processes", type=int, default=2, help="ranks")
+    test.add_argument("--platform", action="append", help="backend, repeatable; 'all' is every one that can run here")
+
+    for name, text in (
+        ("explain", "Show what a plan makes of a model: shards, bytes and collectives of each module."),
+        ("dry-run", "Foresee memory, communication and time of a step on any number of ranks."),
+    ):
+        command = add(name, text)
+        command.add_argument("--model", required=True, help="a name such as llama-3-70b, or package.module:function")
+        command.add_argument("--mesh", required=True, help="ranks, or sizes by name: dp=64,tp=8")
+        command.add_argument("--plan", help="package.module:name of a dict of styles or a function(model, mesh)")
+        command.add_argument("--no-sequence", action="store_true", help="of a model by name: no sequence parallelism")
+        command.add_argument("--input", action="append", default=[], help="dtype[sizes] of an input, repeatable")
+        command.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+        command.add_argument("--dtype", help="of the model's parameters, such as bfloat16")
+        command.add_argument("--svg", help="write a picture to this file")
+        if name == "explain":
+            command.add_argument("--batch", type=int, default=1, help="sequences of a rank")
+            command.add_argument("--rank", type=int, default=0, help="which rank to show")
+            command.add_argument("--forward-only", action="store_true", help="leave backward out")
+            command.add_argument("--table", action="store_true", help="list the collectives as well")
+            continue
+        command.add_argument("--batch", type=int, default=1, help="sequences of all ranks together")
+        command.add_argument("--machine", default="H100", help="H100, H200, Ascend910B, or one that was registered")
+        command.add_argument("--memory", help="limit of --search, such as 64GiB; default: what the machine has")
+        command.add_argument("--optimizer", default="AdamW", help="name of the framework's optimizer")
+        command.add_argument("--recompute", nargs="?", const="layers", help="recompute layers, or those of a path")
+        command.add_argument("--data-parallel", default="fully_shard", choices=("fully_shard", "replicate", "none"))
+        command.add_argument("--mixed-precision", action="store_true", help="bfloat16 in forward and backward")
+        command.add_argument("--search", action="store_true", help="rank the ways to spread the model over the ranks")
+
+    checkpoint = add("checkpoint", "Show or convert checkpoints: python -m hyper_parallel.checkpoint.")
+    checkpoint.add_argument("arguments", nargs=argparse.REMAINDER, help="show DIRECTORY, or convert ...")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 right, 1 wrong or not possible, 2 wrong arguments."""
+    given = parser().parse_args(arguments)
+    try:
+        return _run(given)
+    except (UsageError, PlatformError) as error:
+        print(f"hyper-parallel {given.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(given: argparse.Namespace) -> int:
+    # Each command imports what it needs when it is asked for: `env` must run where no framework is installed.
+    if given.command == "env":
+        from hyper_parallel.cli import environment
+
+        return environment.run(given)
+    if given.command == "launch":
+        from hyper_parallel.cli import launch
+
+        return launch.run(given)
+    if given.command == "test":
+        from hyper_parallel.cli import selftest
+
+        return selftest.run(given)
+    if given.command == "checkpoint":
+        return _checkpoint(given)
+    from hyper_parallel.cli import planning
+
+    return planning.run_explain(given) if given.command == "explain" else planning.run_dry_run(given)
+
+
+def _checkpoint(given: argparse.Namespace) -> int:
+    if find_spec("hyper_parallel.checkpoint.__main__") is None:
+        raise UsageError("this version has no command for checkpoints: hyper_parallel.checkpoint has save and load")
+    before = sys.argv
+    sys.argv = ["hyper-parallel checkpoint", *given.arguments, *(["--json"] if given.json else [])]
+    try:
+        runpy.run_module("hyper_parallel.checkpoint", run_name="__main__", alter_sys=False)
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    finally:
+        sys.argv = before
+    return 0

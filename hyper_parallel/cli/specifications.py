@@ -1,0 +1,120 @@
+"""Models, plans, meshes and inputs as they are written on a command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.cli.output import UsageError
+from hyper_parallel.planning.llama import MODELS, llama_plan
+from hyper_parallel.platform.dry import dry_world
+
+__all__ = ["bytes_of", "inputs_of", "mesh_of", "model_of", "object_at", "plan_of"]
+
+_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp.
+
+    Example:
+        >>> mesh_of("dp=64,tp=8"), mesh_of("8")
+        ({'dp': 64, 'tp': 8}, {'tp': 8})
+    """
+    if text.isdigit():
+        return {"tp": int(text)}
+    found = {}
+    for part in text.split(","):
+        name, sign, size = part.partition("=")
+        if not sign or not size.isdigit() or not name.strip():
+            raise UsageError(f"--mesh {text}: write a number of ranks, or sizes by name such as dp=64,tp=8")
+        found[name.strip()] = int(size)
+    return found
+
+
+def bytes_of(text: str) -> float:
+    """``"80GB"``, ``"64GiB"`` or a number of bytes."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise UsageError(f"{text!r} is no size: write 80GB, 64GiB or a number of bytes")
+    return float(match.group(1)) * _UNITS[match.group(2).lower()]
+
+
+def object_at(text: str) -> Any:
+    """What ``"package.module:name"`` or ``"file.py:name"`` names."""
+    place, sign, name = text.rpartition(":")
+    if not sign:
+        raise UsageError(f"{text!r}: write package.module:name, or file.py:name")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.exists():
+            raise UsageError(f"{text!r}: there is no file {place!r}")
+        sys.path.insert(0, str(path.parent))
+        place = path.stem
+    else:
+        sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(place)
+    except ImportError as error:
+        raise UsageError(f"{text!r} cannot be imported: {error}") from error
+    for attribute in name.split("."):
+        if not hasattr(found, attribute):
+            raise UsageError(f"{text!r}: {place} has no {attribute!r}")
+        found = getattr(found, attribute)
+    return found
+
+
+def model_of(text: str, dtype: str | None) -> Any:
+    """A model by name, or what the function that ``text`` names makes. It has no data where the framework can do
+    without."""
+    if text not in MODELS and ":" not in text:
+        raise UsageError(
+            f"no model is called {text!r}: there are {', '.join(MODELS)}; or give package.module:function, or "
+            "file.py:function, that makes one"
+        )
+    with dry_world(1) as platform, platform.without_data():
+        model = platform.make_decoder(MODELS[text]) if text in MODELS else object_at(text)
+        if not isinstance(model, platform.Module):
+            model = model()
+        if dtype is not None:
+            model = model.to(_dtype(platform, dtype))
+    return model
+
+
+def plan_of(text: str | None, model: str, sequence: bool) -> Any:
+    """The plan that ``text`` names, or that of a model by name."""
+    if text is None:
+        if model not in MODELS:
+            raise UsageError("give --plan package.module:name: a dict of styles, or a function of model and mesh")
+        return llama_plan(sequence)
+    found = object_at(text)
+    return found
+
+
+def inputs_of(texts: list[str], model: str, batch: int, length: int) -> list[Any]:
+    """Tensors like ``"int64[2,4096]"`` or ``"float32[2,16]"``; by default tokens (batch, length)."""
+    found = []
+    for text in texts or [f"int64[{batch},{length}]"]:
+        match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
+        if match is None:
+            raise UsageError(f"--input {text}: write dtype[sizes], such as int64[2,4096]")
+        shape = tuple(map(int, match.group(2).split(",")))
+        with dry_world(1) as platform, platform.without_data():
+            found.append(platform.factory("full", shape, 0, _dtype(platform, match.group(1))))
+    return found
+
+
+def _dtype(platform: Any, name: str) -> Any:
+    if name not in platform.dtypes:
+        raise UsageError(f"no dtype is called {name!r}: there are {', '.join(platform.dtypes)}")
+    return platform.dtypes[name]
+
+
+def ranks_of(mesh: dict[str, int]) -> int:
+    """How many ranks a mesh has."""
+    return math.prod(mesh.values())

@@ -1,0 +1,26 @@
+"""See it before it runs: `explain`, `dry_run`, `search` and `check_plan`.
+
+A dry run is the real core on a platform that sends nothing (`hyper_parallel.platform.dry`), with tensors that have
+shapes and no data where the framework has such. No process group is made, and the number of ranks costs nothing.
+"""
+
+from hyper_parallel.planning.estimate import DryRun, dry_run
+from hyper_parallel.planning.explanation import Explanation, explain
+from hyper_parallel.planning.machines import MACHINES, Machine, machine_of, register_machine
+from hyper_parallel.planning.searching import SearchResult, search
+from hyper_parallel.planning.step import DryStep, DryStepError
+
+__all__ = [
+    "MACHINES",
+    "DryRun",
+    "DryStep",
+    "DryStepError",
+    "Explanation",
+    "Machine",
+    "SearchResult",
+    "dry_run",
+    "explain",
+    "machine_of",
+    "register_machine",
+    "search",
+]

@@ -1,0 +1,53 @@
+"""The layers of a model that are alike: data parallelism and recomputation take them one by one, `search` cuts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["cut_to", "module_at", "repeated_layers"]
+
+
+def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
+    """The path of the list with the most modules in it that are alike, and the paths of these; nothing where there is
+    none with two.
+
+    Args:
+        model: module of the platform.
+        platform: the platform.
+    """
+    lists: dict[str, list[str]] = {}
+    looks: dict[str, list[tuple]] = {}
+    for path, module in platform.named_modules(model):
+        parent, _, name = path.rpartition(".")
+        if name.isdigit():
+            lists.setdefault(parent, []).append(path)
+            shapes = [
+                (below, type(m).__name__, tuple((n, tuple(p.shape)) for n, p in platform.named_parameters(m)))
+                for below, m in platform.named_modules(module)
+            ]
+            looks.setdefault(parent, []).append(tuple(shapes))
+    alike = {parent: paths for parent, paths in lists.items() if len(set(looks[parent])) == 1 and len(paths) > 1}
+    if not alike:
+        return "", []
+    parent = max(alike, key=lambda name: (sum(len(look) for look in looks[name]), -len(name)))
+    return parent, alike[parent]
+
+
+def module_at(model: Any, path: str, platform: Any) -> Any:
+    """The module at a path."""
+    return dict(platform.named_modules(model))[path]
+
+
+def cut_to(model: Any, parent: str, count: int, platform: Any) -> Any:
+    """A copy of ``model`` without data, with the first ``count`` layers of the list at ``parent`` alone.
+
+    Raises:
+        TypeError: where what is at ``parent`` is no list.
+    """
+    new = platform.copy_without_data(model)
+    layers = module_at(new, parent, platform)
+    try:
+        del layers[count:]
+    except (TypeError, AttributeError) as error:
+        raise TypeError(f"{parent!r} is a {type(layers).__name__}, and not a list that can be cut: {error}") from error
+    return new

@@ -1,0 +1,293 @@
+"""`search`: how to spread a model over ranks, the ways to do so compared by dry runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.debug.svg import COLOURS, Svg
+from hyper_parallel.debug.text import format_bytes, format_seconds, format_table
+from hyper_parallel.planning.estimate import DryRun, Memory, dry_run
+from hyper_parallel.planning.layers import cut_to, repeated_layers
+from hyper_parallel.planning.machines import Machine, machine_of
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.dry import dry_world
+
+__all__ = ["Candidate", "SearchResult", "search"]
+
+
+@dataclass
+class Candidate:
+    """One way to spread the model.
+
+    Attributes:
+        dp, tp: sizes of the mesh.
+        plan: name of the plan.
+        recompute: whether the layers compute their forward again in backward.
+        run: its dry run; None where it is not possible.
+        error: why not.
+    """
+
+    dp: int
+    tp: int
+    plan: str
+    recompute: bool
+    run: DryRun | None = None
+    error: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "dp": self.dp,
+            "tp": self.tp,
+            "plan": self.plan,
+            "recompute": self.recompute,
+            "run": None if self.run is None else self.run.as_dict(),
+            "error": self.error,
+        }
+
+
+@dataclass
+class SearchResult:
+    """What `search` gives; ``str`` and ``print`` show the table.
+
+    Attributes:
+        candidates: the best first: those that fit, by time; then those that do not, by memory; then those that are not
+            possible.
+        memory_limit: in bytes.
+    """
+
+    candidates: list[Candidate]
+    memory_limit: float
+    machine: str = field(default="")
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits; None where none does."""
+        first = self.candidates[0] if self.candidates else None
+        return first if first is not None and _fits(first, self.memory_limit) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "machine": self.machine,
+            "memory_limit": self.memory_limit,
+            "candidates": [candidate.as_dict() for candidate in self.candidates],
+        }
+
+    def to_json(self) -> str:
+        """`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def to_svg(self) -> str:
+        """Time over memory, a dot for each way, and the limit."""
+        return _plot(self)
+
+    def __str__(self) -> str:
+        rows = []
+        for c in self.candidates:
+            if c.run is None:
+                rows.append((c.dp, c.tp, c.plan, _yes(c.recompute), "-", "-", "-", f"not possible: {c.error}"[:90]))
+                continue
+            peak = c.run.memory.peak
+            rows.append(
+                (
+                    *(c.dp, c.tp, c.plan, _yes(c.recompute)),
+                    "?" if peak is None else format_bytes(peak),
+                    format_seconds(c.run.seconds_overlapped),
+                    format_seconds(c.run.seconds),
+                    "" if _fits(c, self.memory_limit) else "does not fit",
+                )
+            )
+        head = ("dp", "tp", "plan", "recompute", "peak", "hidden", "not hidden", "")
+        return format_table(head, rows, right=(0, 1, 4, 5, 6))
+
+    __repr__ = __str__
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _fits(candidate: Candidate, limit: float) -> bool:
+    peak = None if candidate.run is None else candidate.run.memory.peak
+    return peak is not None and peak <= limit
+
+
+def search(
+    model: Any,
+    ranks: int,
+    plans: Mapping[str, Any],
+    *batch: Any,
+    machine: Machine | str = "H100",
+    memory: float | None = None,
+    tensor_parallel: Sequence[int] | None = None,
+    recompute: Sequence[bool] = (False, True),
+    **options: Any,
+) -> SearchResult:
+    """The best ways to spread a model over ``ranks`` ranks, by dry runs of all of them.
+
+    Of a model with a list of layers that are alike, two and three layers are run, and what each further layer takes is
+    added: that is exact for parameters, gradients, optimizer, collectives and operations, which repeat.
+
+    Args:
+        model: as for `explain`.
+        ranks: how many there are; each way has ``dp * tp`` of them.
+        plans: name -> plan for `parallelize_module`; those that shard the sequence too, for example. With ``tp=1`` none
+            is applied.
+        batch: of all ranks together: each tensor is cut along dimension 0 over dp, which must divide it.
+        machine: see `dry_run`.
+        memory: the limit in bytes; None is what the machine has.
+        tensor_parallel: sizes of tp to be tried; None is all that divide ``ranks`` and fit into a node.
+        recompute: whether to try without and with recomputation.
+        options: further arguments of `dry_run`: ``optimizer``, ``data_parallel``, ``mixed_precision``, ``loss``.
+
+    Returns:
+        A `SearchResult`: the best way first.
+
+    Raises:
+        ValueError: where there is nothing to try.
+    """
+    named = machine_of(machine)
+    limit = named.memory if memory is None else float(memory)
+    sizes = tensor_parallel or [n for n in range(1, named.devices + 1) if ranks % n == 0]
+    wrong = [n for n in sizes if n < 1 or ranks % n]
+    if wrong or not plans:
+        raise ValueError(
+            f"tensor_parallel={wrong} does not divide {ranks} ranks" if wrong else "search needs at least one plan"
+        )
+    with dry_world(ranks) as platform:
+        parent, layers = repeated_layers(model, platform)
+        count = len(layers)
+        models = [(count, model)]
+        if count > 3:
+            models = [(n, cut_to(model, parent, n, platform)) for n in (2, 3)]
+    found = []
+    for tp in sizes:
+        for name, plan in plans.items() if tp > 1 else [("-", None)]:
+            for again in recompute:
+                found.append(Candidate(ranks // tp, tp, name, again))
+                try:
+                    runs = [
+                        dry_run(
+                            cut,
+                            {"dp": ranks // tp, "tp": tp},
+                            plan,
+                            *_share(batch, ranks // tp),
+                            machine=named,
+                            recompute=f"{parent}.*" if again and parent else again,
+                            **options,
+                        )
+                        for _, cut in models
+                    ]
+                except (ValueError, TypeError, RuntimeError) as error:
+                    found[-1].error = str(error).splitlines()[0]
+                else:
+                    found[-1].run = runs[0] if len(runs) == 1 else _continued(runs[0], runs[1], count - 3)
+
+    def order(c: Candidate) -> tuple:
+        if c.run is None:
+            return (2, 0.0)
+        if _fits(c, limit) or c.run.memory.peak is None:
+            return (0, c.run.seconds if c.run.seconds is not None else c.run.communication_seconds)
+        return (1, float(c.run.memory.peak))
+
+    return SearchResult(sorted(found, key=order), limit, named.name)
+
+
+def _share(batch: tuple, dp: int) -> Any:
+    platform = get_platform()
+    for x in tensors_in(batch, platform):
+        if platform.shape_of(x)[0] % dp:
+            raise ValueError(
+                f"dimension 0 of a batch of shape {tuple(platform.shape_of(x))} does not divide over dp={dp}"
+            )
+    return map_tensors(batch, lambda x: platform.narrow(x, 0, 0, platform.shape_of(x)[0] // dp), platform, lambda x: x)
+
+
+def _continued(two: DryRun, three: DryRun, further: int) -> DryRun:
+    """The dry run with so many further layers, each of which adds what the third has added."""
+
+    def more(a: Any, b: Any) -> Any:
+        return None if a is None or b is None else b + further * (b - a)
+
+    before, after = asdict(two.memory), asdict(three.memory)
+    memory = Memory(**{name: more(before[name], after[name]) for name in before})
+    memory.gathered = three.memory.gathered
+    if memory.peak is not None and memory.optimizer is not None:
+        held = memory.parameters + memory.buffers + memory.optimizer
+        memory.peak = held + _continued_peak(two, three, further)
+    traffic = {}
+    for name, t in three.traffic.items():
+        s = two.traffic[name]
+        counts = {kind: more(s.counts.get(kind, 0), n) for kind, n in t.counts.items()}
+        traffic[name] = replace(
+            t,
+            counts=counts,
+            bytes=more(s.bytes, t.bytes),
+            wire_bytes=more(s.wire_bytes, t.wire_bytes),
+            seconds=more(s.seconds, t.seconds),
+        )
+    return replace(
+        three,
+        memory=memory,
+        traffic=traffic,
+        flops=more(two.flops, three.flops),
+        compute_seconds=more(two.compute_seconds, three.compute_seconds),
+    )
+
+
+def _continued_peak(two: DryRun, three: DryRun, further: int) -> int:
+    """The most that lives in a step with so many further layers.
+
+    The forwards of two and of three layers end alike, and their backwards begin and end alike. There the deeper one has
+    the activations, or the gradients, of one layer more, and each further layer adds as much. In the layers between,
+    less lives than in the first or in the last of them.
+    """
+    peak = max(live for timeline in three.timelines for _, live in timeline)
+    (forward, backward), (deeper_forward, deeper_backward) = two.timelines, three.timelines
+    for shallow, deep in (
+        (forward[::-1], deeper_forward[::-1]),
+        (backward, deeper_backward),
+        (backward[::-1], deeper_backward[::-1]),
+    ):
+        alike = 0
+        for (what, _), (same, _) in zip(shallow, deep, strict=False):
+            if what != same:
+                break
+            alike += 1
+        # Operations of the head may look like those of a layer: the last layer of what is alike is left out.
+        for (_, less), (_, more) in zip(shallow[: max(0, alike - len(deep) + len(shallow))], deep, strict=False):
+            peak = max(peak, more + further * (more - less))
+    return peak
+
+
+def _plot(result: SearchResult) -> str:
+    picture, left, top, width, height = Svg(), 70.0, 40.0, 520.0, 300.0
+    known = [c for c in result.candidates if c.run is not None and c.run.seconds is not None and c.run.memory.peak]
+    picture.text(left, 24, f"{result.machine}: seconds a step over peak memory, dp x tp", bold=True)
+    most = max([result.memory_limit, *(c.run.memory.peak or 0 for c in known if c.run)]) * 1.1
+    slowest = max([c.run.seconds or 0.0 for c in known if c.run], default=1.0) * 1.1
+    picture.box(left, top, width, height, "#fafafa")
+    at = left + width * result.memory_limit / most
+    picture.box(left, top, at - left, height, "#eaf4ea")
+    picture.text(at + 4, top + 14, f"limit {format_bytes(result.memory_limit)}", colour="#080")
+    plans = list(dict.fromkeys((c.plan, c.recompute) for c in known))
+    for c in known:
+        assert c.run is not None
+        colour = COLOURS[plans.index((c.plan, c.recompute)) % len(COLOURS)]
+        x = left + width * (c.run.memory.peak or 0) / most
+        y = top + height - height * (c.run.seconds or 0.0) / slowest
+        picture.box(x - 4, y - 4, 8, 8, colour)
+        picture.text(x + 7, y + 4, f"{c.dp}x{c.tp}")
+    picture.text(left, top + height + 18, "0")
+    picture.text(left + width - 60, top + height + 18, format_bytes(most))
+    picture.text(4, top + 10, format_seconds(slowest))
+    for i, (plan, again) in enumerate(plans):
+        y = top + height + 40 + 18 * i
+        picture.box(left, y - 9, 10, 10, COLOURS[i % len(COLOURS)])
+        picture.text(left + 18, y, f"{plan}{', recomputing' if again else ''}")
+    return str(picture)

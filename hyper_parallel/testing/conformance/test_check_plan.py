@@ -1,0 +1,74 @@
+"""`check_plan` says that right plans are right, and of a wrong one which module is the first that differs."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel import ColwiseParallel, ModuleStyle, Replicate, RowwiseParallel, Shard, fully_shard
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.plan_check import PlanCheck, compare_on_ranks
+from hyper_parallel.testing.spmd import on_mesh
+
+
+def mlp() -> Any:
+    adapter = get_adapter()
+    return adapter.load(adapter.Mlp(12, 24), np.random.default_rng(3))
+
+
+class Halved(ModuleStyle):
+    """A style with a mistake: it halves what its module gets."""
+
+    input_layouts = (Shard(-1),)
+    desired_input_layouts = (Replicate(),)
+    output_layouts = (Replicate(),)
+
+    def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: Any) -> Any:
+        return super().prepare_input(module, x * 0.5, i, what, mesh)
+
+
+def with_shards(model: Any, mesh: Any) -> None:
+    fully_shard(model, mesh=mesh)
+
+
+PLANS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "right": (mlp, {"up": ColwiseParallel(), "down": RowwiseParallel()}, (4, 12)),
+    "data": (mlp, with_shards, (4, 12)),
+    "wrong": (mlp, {"up": ColwiseParallel(), "down": Halved()}, (4, 12)),
+}
+
+
+@on_mesh()
+def compared(mesh: Any, name: str) -> Any:
+    model, plan, shape = PLANS[name]
+    return compare_on_ranks((mesh.size(),), ("tp",), pickle.dumps((model, plan, (floats(*shape),), {}, None)))
+
+
+def test_right_plans(pool: Any) -> None:
+    for name in ("right", "data"):
+        for differences, modules, order, counts in pool.run(2, compared, name):
+            assert max(differences.values()) < 1e-5 and len(differences) == 6
+            assert max(modules.values()) < 1e-5 and order[-1] == "" and counts
+    assert {"up", "down"} <= set(order)
+
+
+def test_a_wrong_plan(pool: Any) -> None:
+    for differences, modules, order, _ in pool.run(2, compared, "wrong"):
+        assert differences["output"] > 1e-2
+        wrong = [path for path in order if modules.get(path, 0.0) > 1e-4]
+        assert wrong[0] == "down"
+
+
+def test_what_is_said() -> None:
+    right = PlanCheck(2, {"output": 1e-7, "loss": 0.0, "gradient of up.weight": 2e-6}, 1e-4, None)
+    assert (
+        right and "right: output, loss and 1 gradients on 2 ranks" in str(right) and '"right": true' in right.to_json()
+    )
+    wrong = PlanCheck(2, {"output": 0.5, "loss": 0.0, "gradient of up.weight": math.inf}, 1e-4, "up")
+    assert not wrong and list(wrong.wrong) == ["output", "gradient of up.weight"]
+    assert "the first module that differs: up" in str(wrong) and "inf" in str(wrong)
+    assert "look at the gradients" in str(PlanCheck(2, {"output": 0.5}, 1e-4, None))

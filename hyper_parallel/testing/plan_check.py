@@ -1,0 +1,244 @@
+"""`check_plan`: whether a model under its plan computes what it computes on one device, on ranks of this machine."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.debug.comm_trace import CommTrace
+from hyper_parallel.debug.module_scopes import ModuleScopes
+from hyper_parallel.debug.text import format_table
+from hyper_parallel.planning.step import apply_plan, mesh_of
+from hyper_parallel.platform import Platform, get_platform
+from hyper_parallel.testing.pool import WorkerPool
+
+__all__ = ["PlanCheck", "check_plan", "compare_on_ranks"]
+
+
+@dataclass
+class PlanCheck:
+    """What `check_plan` gives; ``str`` and ``print`` show it. It is true where the plan is right.
+
+    Attributes:
+        ranks: how many there were.
+        differences: ``"output"``, ``"loss"``, ``"gradient of PATH"`` -> the largest difference between the rank's value
+            and the single device's, relative to the largest number of that; infinity for another shape, or none.
+        tolerance: up to which they count as equal.
+        first_module: the first module in the order of calls whose output differs; None where none does, or where its
+            output cannot be compared because it is some part of the single device's that no layout names.
+        communicates: collectives of a step.
+    """
+
+    ranks: int
+    differences: dict[str, float]
+    tolerance: float
+    first_module: str | None
+    communicates: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Those of `differences` that are too large."""
+        return {name: d for name, d in self.differences.items() if not d <= self.tolerance}
+
+    def __bool__(self) -> bool:
+        return not self.wrong
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "right": bool(self), "wrong": self.wrong}
+
+    def to_json(self) -> str:
+        """`as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        if self:
+            most = max(self.differences.values(), default=0.0)
+            return (
+                f"right: output, loss and {len(self.differences) - 2} gradients on {self.ranks} ranks are those of one "
+                f"device, within {most:.2g} (tolerance {self.tolerance:.2g})"
+            )
+        rows = [(name, f"{difference:.3g}") for name, difference in self.wrong.items()]
+        first = (
+            f"the first module that differs: {self.first_module}"
+            if self.first_module
+            else ("no module's output differs: look at the gradients")
+        )
+        return "\n".join([f"wrong on {self.ranks} ranks; {first}", format_table(("what", "differs by"), rows, [1])])
+
+    __repr__ = __str__
+
+
+def check_plan(
+    model: Any,
+    mesh: Any,
+    plan: Any,
+    *sample: Any,
+    loss: Callable[[Any], Any] | None = None,
+    tolerance: float = 1e-4,
+    platform: str | None = None,
+    **kwargs: Any,
+) -> PlanCheck:
+    """Whether a model under its plan computes what it computes on one device: output, loss, and every gradient.
+
+    As many local processes as the mesh has ranks are started on the CPU. Model, plan, sample and loss are sent to them
+    by pickle: classes and functions must be importable there, which lambdas and what is defined in ``__main__`` are
+    not. A program that calls it at its top level needs ``if __name__ == "__main__":``.
+
+    Args:
+        model: module of the selected framework on the CPU, with values and without a plan; or a function that makes
+            it, which every rank calls after seeding the framework's generator.
+        mesh: as for `explain`; a few ranks show what many would do.
+        plan: as for `explain`.
+        sample, kwargs: what the whole model is called with, on one device and on every rank: tensors, or arrays of
+            NumPy.
+        loss: ``loss(output)``, a scalar; by default the sum of the squares of the output.
+        tolerance: the largest difference, relative to the largest number of a tensor, that still counts as rounding.
+        platform: name of the backend of the processes; None is the selected one's.
+
+    Raises:
+        JobError: where the plan is refused, or a rank fails: with the tracebacks of all ranks.
+        TypeError: for what cannot be pickled.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import ColwiseParallel, RowwiseParallel, check_plan  # doctest: +SKIP
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        >>> plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}  # doctest: +SKIP
+        >>> bool(check_plan(model, 2, plan, torch.ones(2, 4)))  # doctest: +SKIP
+        True
+    """
+    shape, names = mesh_of(mesh)
+    # As plain bytes: the pool's own pickler would hand over memory that one process alone can take.
+    sent = pickle.dumps((model, plan, sample, kwargs, loss))
+    with WorkerPool(platform or get_platform().name, size=math.prod(shape)) as pool:
+        found = pool.run(math.prod(shape), compare_on_ranks, shape, names, sent)
+    differences = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
+    firsts = [rank[1] for rank in found if rank[1] is not None]
+    wrong = any(not d <= tolerance for d in differences.values())
+    order = found[0][2]
+    first = min((f for rank in firsts for f, d in rank.items() if not d <= tolerance), key=order.index, default=None)
+    return PlanCheck(len(found), differences, tolerance, first if wrong else None, found[0][3])
+
+
+def compare_on_ranks(
+    shape: tuple[int, ...], names: tuple[str, ...], sent: bytes
+) -> tuple[dict[str, float], dict[str, float], list[str], dict[str, int]]:
+    """What one rank finds: `PlanCheck.differences`, those of the modules' outputs, the modules in the order of calls,
+    and how many collectives of each kind there were. ``sent`` is the pickled rest of what `check_plan` takes."""
+    platform = get_platform()
+    platform.manual_seed(0)
+    model, plan, sample, kwargs, loss = pickle.loads(sent)
+    if not isinstance(model, platform.Module):
+        model = model()
+    ranks = np.arange(math.prod(shape)).reshape(shape)
+    mesh = DeviceMesh(None, ranks, mesh_dim_names=names)
+    reference = _step(copy.deepcopy(model), platform, sample, kwargs, loss)
+    spread = apply_plan(model, mesh, plan)
+    with CommTrace() as trace:
+        found = _step(spread, platform, sample, kwargs, loss)
+    differences = {
+        "output": _difference(reference.output, found.output),
+        "loss": _difference(reference.loss, found.loss),
+    }
+    for path, gradient in reference.gradients.items():
+        differences[f"gradient of {path}"] = _difference(gradient, found.gradients.get(path))
+    modules = {
+        path: _difference(y, found.outputs.get(path))
+        for path, y in reference.outputs.items()
+        if path in found.outputs and np.shape(found.outputs[path]) == np.shape(y)
+    }
+    counts: dict[str, int] = {}
+    for c in trace.collectives:
+        counts[c.kind] = counts.get(c.kind, 0) + 1
+    return differences, modules, list(reference.outputs), counts
+
+
+@dataclass
+class _Step:
+    """Values of one step, whole, as arrays."""
+
+    output: Any
+    loss: Any
+    gradients: dict[str, Any]
+    outputs: dict[str, Any]
+
+
+def _step(model: Any, platform: Platform, sample: tuple, kwargs: dict[str, Any], loss: Any) -> _Step:
+    held: dict[str, Any] = {}
+    for path, module in platform.named_modules(model):
+        for name, p in platform.named_parameters(module):
+            if p.requires_grad and all(p is not other for other in held.values()):
+                held[f"{path}.{name}" if path else name] = p
+    kept: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
+
+    def tell(path: str, args: Any, output: Any) -> None:
+        first = next(iter(tensors_in(output, platform)), None)
+        if first is not None and path not in seen:
+            seen[path] = _whole(first, platform)
+
+    def as_tensor(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        return platform.from_bytes(np.ascontiguousarray(x), x.shape, platform.dtypes[str(x.dtype)])
+
+    def call() -> Any:
+        args, named = map_tensors((sample, kwargs), platform.to_device, platform, as_tensor)
+        output = model(*args, **named)
+        kept["output"] = output
+        kept["loss"] = value = (loss or _squares)(output)
+        return value
+
+    with ModuleScopes(model, platform, tell):
+        gradients = platform.differentiate(call, list(held.values()))
+    output = next(iter(tensors_in(kept["output"], platform)), None)
+    return _Step(
+        output=_whole(output, platform),
+        loss=_whole(kept["loss"], platform),
+        gradients={path: _whole(g, platform) for path, g in zip(held, gradients, strict=True)},
+        outputs=seen,
+    )
+
+
+def _squares(output: Any) -> Any:
+    platform = get_platform()
+    total: Any = 0.0
+    for x in tensors_in(output, platform):
+        if platform.is_floating_point(x):
+            total = total + (x * x).sum()
+    return total
+
+
+def _whole(x: Any, platform: Platform) -> Any:
+    """The whole tensor as an array of float64; None of none."""
+    if x is None:
+        return None
+    if not platform.is_tensor(x):
+        return np.float64(x)
+    with platform.no_grad():
+        x = x.full_tensor() if isinstance(x, DTensor) else x
+        x = platform.to_dtype(platform.detach(x), platform.dtypes["float64"])
+        return np.frombuffer(platform.bytes_of(x), np.float64).reshape(tuple(x.shape))
+
+
+def _difference(wanted: Any, found: Any) -> float:
+    if wanted is None and found is None:
+        return 0.0
+    if wanted is None or found is None or np.shape(wanted) != np.shape(found):
+        return math.inf
+    if np.size(wanted) == 0:
+        return 0.0
+    scale = float(np.max(np.abs(wanted))) or 1.0
+    difference = float(np.max(np.abs(wanted - found)))
+    return math.inf if math.isnan(difference) else difference / scale

@@ -1,0 +1,167 @@
+"""The command line: arguments, what is printed, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel.cli import launch
+from hyper_parallel.cli.main import main, parser
+from hyper_parallel.cli.output import UsageError
+from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, object_at, plan_of
+from hyper_parallel.planning.llama import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+PLATFORM = os.environ["HYPER_PARALLEL_PLATFORM"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert main(arguments) == status, capsys.readouterr()
+    captured = capsys.readouterr()
+    return captured.out if status != 2 else captured.err
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "env")
+    assert PLATFORM in text and "HYPER_PARALLEL_PLATFORM chooses another" in text
+    found = json.loads(said(capsys, "env", "--json"))
+    assert found["selected"] == PLATFORM
+    entry = found["backends"][PLATFORM]
+    assert entry["available"] and entry["devices"] >= 1 and entry["patches"]
+    assert all(entry["reason"] for entry in found["backends"].values() if not entry["available"])
+
+
+def test_python_m() -> None:
+    command = [sys.executable, "-m", "hyper_parallel", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert run.stdout.startswith("hyper-parallel ")
+
+
+def test_commands_of_launchers() -> None:
+    command = launch.command_of("torch", 4, ["train.py", "--steps", "3"])
+    wanted = "-m torch.distributed.run --nproc-per-node 4 --standalone train.py --steps 3"
+    assert command[1:] == wanted.split()
+    command = launch.command_of("torch", 8, ["train.py"], nodes=2, node_rank=1, address="10.0.0.1", port=29400)
+    wanted = "--nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29400 train.py"
+    assert command[3:] == wanted.split()
+    command = launch.command_of("mindspore", 4, ["train.py"], nodes=2, node_rank=1, address="10.0.0.1")
+    assert command[0].endswith("msrun") and command[-1] == "train.py"
+    wanted = "--worker_num 8 --local_worker_num 4 --master_addr 10.0.0.1 --master_port 29500 --node_rank 1 --join True"
+    assert command[1:-1] == wanted.split()
+
+
+def test_launch_prints_its_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    text = said(capsys, "launch", "-n", "2", "--platform", PLATFORM, "--json", "--print-only", str(script))
+    found = json.loads(text)
+    assert found["platform"] == PLATFORM and found["command"][-1] == str(script)
+    assert "needs a script" in said(capsys, "launch", "-n", "2", status=2)
+    assert "there is no file" in said(capsys, "launch", "nothing.py", status=2)
+    assert "unknown platform" in said(capsys, "launch", "--platform", "none", str(script), status=2)
+
+
+def test_launch_gives_back_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(7)")
+    ran: list[Any] = []
+    monkeypatch.setattr(launch, "command_of", lambda *how: ran.append(how) or [sys.executable, str(script)])
+    assert main(["launch", "-n", "3", "--platform", PLATFORM, "--", str(script), "--flag"]) == 7
+    assert ran[0][1:3] == (3, [str(script), "--flag"])
+
+
+TINY = ["--model", "llama-tiny", "--length", "16"]
+makes_models = pytest.mark.skipif(not PLATFORM.startswith("torch"), reason="models by name are for torch")
+
+
+@makes_models
+def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    text = said(capsys, "explain", *TINY, "--mesh", "4", "--table", "--svg", str(picture))
+    assert "0 .. 3, each" in text and "backward: all_gather over tp" in text and picture.read_text().startswith("<svg")
+    found = json.loads(said(capsys, "explain", *TINY, "--mesh", "dp=2,tp=2", "--forward-only", "--json"))
+    assert found["mesh"] == {"dp": 2, "tp": 2} and {c["direction"] for c in found["collectives"]} == {"forward"}
+    assert "the plan is not possible" in said(capsys, "explain", *TINY, "--mesh", "16", status=2)
+
+
+@makes_models
+def test_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = said(capsys, "dry-run", *TINY, "--mesh", "dp=64,tp=8", "--batch", "64", "--machine", "H200")
+    assert "one of 512 ranks, H200" in text and "done in" in text
+    found = json.loads(said(capsys, "dry-run", *TINY, "--mesh", "tp=2", "--recompute", "--dtype", "bfloat16", "--json"))
+    assert found["fits"] and found["memory"]["activations"] and found["traffic"]["tp"]["counts"]
+    picture = tmp_path / "ways.svg"
+    more = ["--batch", "8", "--search", "--mixed-precision", "--svg", str(picture)]
+    text = said(capsys, "dry-run", *TINY, "--mesh", "8", *more)
+    assert "tp + sequence" in text and picture.read_text().startswith("<svg")
+    tight = said(capsys, "dry-run", *TINY, "--mesh", "8", "--batch", "8", "--search", "--memory", "1kb", status=1)
+    assert "does not fit" in tight
+    assert "does not divide over dp=64" in said(capsys, "dry-run", *TINY, "--mesh", "dp=64,tp=8", status=2)
+
+
+@makes_models
+def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "of_mine.py").write_text(
+        "import importlib\n"
+        "from hyper_parallel import ColwiseParallel\n"
+        "def model():\n    return importlib.import_module('torch').nn.Linear(4, 8)\n"
+        "plan = {'': ColwiseParallel()}\nwrong = {'no': ColwiseParallel()}\n"
+    )
+    file = f"{tmp_path}/of_mine.py"
+    own = ["--model", f"{file}:model", "--mesh", "4", "--input", "float32[2,4]"]
+    assert "ColwiseParallel()" in said(capsys, "explain", *own, "--plan", f"{file}:plan")
+    assert "matches no module" in said(capsys, "explain", *own, "--plan", f"{file}:wrong", status=1)
+    assert "give --plan" in said(capsys, "explain", *own, status=2)
+
+
+def test_specifications() -> None:
+    assert (mesh_of("8"), mesh_of("dp=2, tp=4")) == ({"tp": 8}, {"dp": 2, "tp": 4})
+    assert (bytes_of("80GB"), bytes_of("1.5 KiB"), bytes_of("7")) == (80e9, 1536, 7)
+    (x,) = inputs_of(["float32[2,3]"], "", 1, 1)
+    assert tuple(x.shape) == (2, 3)
+    assert object_at("json:JSONDecoder.decode") is json.JSONDecoder.decode
+    for wrong, message in {
+        "mesh": lambda: mesh_of("dp:2"),
+        "no size": lambda: bytes_of("much"),
+        "write dtype": lambda: inputs_of(["float32"], "", 1, 1),
+        "no dtype is called": lambda: inputs_of(["real[2]"], "", 1, 1),
+        "write package.module:name": lambda: object_at("name"),
+        "there is no file": lambda: object_at("nothing.py:f"),
+        "cannot be imported": lambda: object_at("no_such_package:f"),
+        "has no 'f'": lambda: object_at("json:f"),
+        "no model is called": lambda: model_of("llama", None),
+        "give --plan": lambda: plan_of(None, "a:b", True),
+    }.items():
+        with pytest.raises(UsageError, match=wrong):
+            message()
+    assert "llama-3-70b" in MODELS
+
+
+def test_checkpoint_is_handed_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyper_parallel.cli import main as command
+
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert "no command for checkpoints" in said(capsys, "checkpoint", "show", "folder", status=2)
+    seen: list[list[str]] = []
+
+    def run_module(name: str, **how: Any) -> None:
+        seen.append([name, *sys.argv[1:]])
+        raise SystemExit(3)
+
+    monkeypatch.setattr(command, "find_spec", lambda name: name)
+    monkeypatch.setattr(command.runpy, "run_module", run_module)
+    assert main(["checkpoint", "--json", "show", "folder"]) == 3
+    assert seen == [["hyper_parallel.checkpoint", "show", "folder", "--json"]]
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("env", "launch", "test", "explain", "dry-run", "checkpoint"))
