@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "checkpoint": {*_BELOW_STYLES, "data_parallel"},
     "debug": _BELOW_STYLES,
     "planning": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "names"},
-    "command line": {*_BELOW_STYLES, "debug", "planning", "testing", "names"},
+    "command line": {*_BELOW_STYLES, "checkpoint", "debug", "planning", "testing", "adapters", "names"},
     "testing": {
         *_BELOW_STYLES,
         *("tensor_parallel", "data_parallel", "checkpoint", "integrations", "debug", "planning"),

@@ -313,8 +313,8 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
                 continue
             if tuple(layout.shape) == tuple(before.shape if is_older else value.shape):
                 raise ValueError(
-                    f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(layout.shape)}, of a parameter "
-                    f"that was distributed since, as {list(layout.placements)}: make the optimizer after "
+                    f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(layout.shape)}, of a "
+                    f"parameter that was distributed since, as {list(layout.placements)}: make the optimizer after "
                     f"parallelize_module and fully_shard, or distribute its state as well, if all ranks have the same: "
                     "state[name] = distribute_tensor(state[name], p.device_mesh, p.placements) for p, state in "
                     "optimizer.state.items()"
