@@ -41,12 +41,16 @@ from hyper_parallel import (
     Shard,
     StridedShard,
     available_platforms,
+    check_plan,
     check_ranks,
     coalesce_gradients,
+    describe,
     distribute_module,
     distribute_parameter,
     distribute_tensor,
+    dry_run,
     empty,
+    explain,
     full,
     fully_shard,
     get_platform,
@@ -64,6 +68,7 @@ from hyper_parallel import (
     register_style,
     replicate,
     strict,
+    visualize_plan,
     vocab_parallel_cross_entropy,
     zeros,
 )
@@ -116,6 +121,13 @@ def train(model: Any, x: Any) -> None:
     assert_type(y.device_mesh, DeviceMesh)
     with CommDebugMode() as comm, loss_parallel(), strict(), implicit_replication():
         assert_type(comm, CommDebugMode)
+    with CommTrace(model) as trace:
+        assert_type(trace.table(), str)
+    assert_type(describe(model).local_bytes, int)
+    assert_type(visualize_plan(model, path="plan.svg"), str)
+    assert_type(explain(model, {"dp": 2, "tp": 4}, None, x).to_json(), str)
+    assert_type(dry_run(model, 8, None, x).fits, bool | None)
+    assert_type(bool(check_plan(model, 2, None, x)), bool)
     with coalesce_gradients(), overlap_collectives(chunks=2), check_ranks():
         pass
     assert_type(OpSharding, type[OpSharding])
