@@ -49,7 +49,7 @@ def check_block() -> str:
     from hyper_parallel.testing.conformance.test_styles import block
 
     mesh = device_mesh()
-    counts = block.__wrapped__(mesh, True, 4 * mesh.size())
+    counts = block(True, 4 * mesh.size())
     return f"forward {counts['forward'] or 'without communication'}, backward {counts['backward'] or 'without'}"
 
 

@@ -43,14 +43,18 @@ from hyper_parallel import (
     Shard,
     StridedShard,
     available_platforms,
+    check_plan,
     check_ranks,
     checkpoint,
     coalesce_gradients,
     compute_local_shape_and_global_offset,
+    describe,
     distribute_module,
     distribute_parameter,
     distribute_tensor,
+    dry_run,
     empty,
+    explain,
     full,
     fully_shard,
     get_platform,
@@ -71,6 +75,7 @@ from hyper_parallel import (
     register_style,
     replicate,
     strict,
+    visualize_plan,
     visualize_sharding,
     vocab_parallel_cross_entropy,
     zeros,
@@ -91,7 +96,13 @@ STYLES: tuple[ParallelStyle, ...] = (
 )
 FACTORIES = (empty, full, linspace, logspace, ones, rand, randn, zeros)
 OTHERS = (
+    CommTrace,
     local_map,
+    check_plan,
+    describe,
+    dry_run,
+    explain,
+    visualize_plan,
     visualize_sharding,
     compute_local_shape_and_global_offset,
     distribute_parameter,
@@ -134,6 +145,13 @@ def train(model: Any, x: Any) -> None:
     assert_type(y.device_mesh, DeviceMesh)
     with CommDebugMode() as comm, loss_parallel(), strict(), implicit_replication():
         assert_type(comm, CommDebugMode)
+    with CommTrace(model) as trace:
+        assert_type(trace.table(), str)
+    assert_type(describe(model).local_bytes, int)
+    assert_type(visualize_plan(model, path="plan.svg"), str)
+    assert_type(explain(model, {"dp": 2, "tp": 4}, None, x).to_json(), str)
+    assert_type(dry_run(model, 8, None, x).fits, bool | None)
+    assert_type(bool(check_plan(model, 2, None, x)), bool)
     with coalesce_gradients(), overlap_collectives(chunks=2), check_ranks():
         pass
     assert_type(OpSharding, type[OpSharding])
