@@ -94,7 +94,7 @@ def compare(
     return counts
 
 
-def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> tuple[slice, ...]:
+def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> Any:
     from hyper_parallel.core.dtensor.layouts.layout import get_layout
 
     return get_layout(mesh, (placement,), shape).local_index()
@@ -207,7 +207,7 @@ def test_sequence_parallel_norm(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def attention(mesh: Any, prepared: bool) -> Any:
-    plan = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
+    plan: dict[str, Any] = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
     if prepared:
         plan[""] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
     return compare(lambda adapter: adapter.Attention(24, 2), plan, floats(2, 5, 24), mesh)

@@ -308,10 +308,13 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
         for name, value in own.items():
             before = getattr(value, "_layout", None)
             # On another mesh: of a tensor-parallel parameter that data parallelism has sharded further.
-            is_older = before is not None and before.mesh is not layout.mesh
-            if not is_older and not (type(value) is plain_class and value.dim()):
+            if before is not None and before.mesh is not layout.mesh:
+                shape = before.shape
+            elif type(value) is plain_class and value.dim():
+                shape = value.shape
+            else:
                 continue
-            if tuple(layout.shape) == tuple(before.shape if is_older else value.shape):
+            if tuple(layout.shape) == tuple(shape):
                 raise ValueError(
                     f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(layout.shape)}, of a "
                     f"parameter that was distributed since, as {list(layout.placements)}: make the optimizer after "
