@@ -244,6 +244,6 @@ def _comm(comm: Any, method: str) -> Any:
     if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{method} takes an object with allocate(size, *, dtype, device) and __call__(output_tensor, input_tensor, "
-            f"group, ..., async_op), as torch.distributed.fsdp has them, got {comm!r}"
+            f"group, ..., async_op), got {comm!r}"
         )
     return comm
