@@ -278,28 +278,3 @@ def test_the_system_says_that_the_disk_is_full(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
     assert [*tmp_path.iterdir()] == []
-
-
-def test_two_runs_in_one_directory(tmp_path: Path) -> None:
-    """Each finds and removes its own."""
-    from hyper_parallel.checkpoint import save
-    from hyper_parallel.checkpoint.index import read_index
-
-    set_run(tmp_path, "a" * 32)
-    first = [save(state(step), tmp_path / f"a-{step}", keep=2) for step in (1, 2, 3)]
-    draft = tmp_path / f".a-4.{'a' * 12}-01234567.draft"
-    draft.mkdir()
-    set_run(tmp_path, "b" * 32)
-    second = [save(state(step), tmp_path / f"b-{step}", keep=1) for step in (7, 8)]
-    assert {path.name for path in tmp_path.iterdir()} == {"a-2", "a-3", "b-8", draft.name}
-    with pytest.raises(ValueError, match=r"checkpoints of 2 runs.*'a-3' of run 'a+'.*'b-8' of run 'b+'.*run="):
-        latest(tmp_path)
-    assert latest(tmp_path, run="a" * 32) == first[-1] and latest(tmp_path, run="b" * 32) == second[-1]
-    assert latest(tmp_path, run="c") is None
-    # A run that was resumed from a checkpoint is the same run, and cleans up after itself.
-    load(state(0), first[-1])
-    save(state(4), tmp_path / "a-4", keep=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"a-3", "a-4", "b-8"}
-    assert read_index(tmp_path / "a-4").run == "a" * 32
-    # The clock went back: the newest is still the one that was saved last.
-    assert latest(tmp_path, run="a" * 32) == tmp_path / "a-4"

@@ -125,6 +125,11 @@ def sgd(module: Any, rate: float) -> Callable[[dict[str, Any]], None]:
     return step
 
 
+def optimizer(module: Any, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
+    """The backend has no optimizers of its own."""
+    return None, sgd(module, rate)
+
+
 def load(module: Any, rng: np.random.Generator) -> Any:
     for _, p in sorted(module.named_parameters()):
         p.value[...] = rng.standard_normal(p.value.shape).astype(np.float32) * 0.3

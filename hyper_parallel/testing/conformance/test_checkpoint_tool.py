@@ -63,6 +63,7 @@ def test_show_and_convert(pool: Any, tmp_path: Path, world_size: int, monkeypatc
     path = tmp_path / "step-7"
     weights = pool.run(world_size, save_all, str(path))[0]
     shown = run_without_frameworks("show", str(path))
+    assert f"{tool.show(path)}\n" == shown
     lines = {line.split("  ")[0].strip(): line for line in shown.splitlines()}
     assert lines["step = 7"] and "2 files" in shown and f'name = "{"x" * 99}...' in shown
     assert "(4, 3)" in lines["packed"] and "float32" in lines["packed"] and " 48 " in lines["packed"]
