@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` and `_MODULES` say the same at run time
+if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at run time
     from hyper_parallel import checkpoint as checkpoint
     from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard
     from hyper_parallel.core.data_parallel.module_methods import FSDPModule as FSDPModule
@@ -101,6 +101,7 @@ _HOME_OF = {
     "StridedShard": "hyper_parallel.core.dtensor.placement_types",
     "available_platforms": "hyper_parallel.platform",
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
+    "checkpoint": "hyper_parallel",
     "coalesce_gradients": "hyper_parallel.core.dtensor.communication.coalesce",
     "distribute_module": "hyper_parallel.core.dtensor.dtensor",
     "distribute_parameter": "hyper_parallel.core.dtensor.dtensor",
@@ -127,22 +128,19 @@ _HOME_OF = {
     "zeros": "hyper_parallel.core.dtensor.factories",
 }
 
-#: Public modules of which the names are not those of the package.
-_MODULES = ("checkpoint",)
-
-__all__ = sorted([*_HOME_OF, *_MODULES])
+__all__ = sorted(_HOME_OF)
 
 if not TYPE_CHECKING:  # type checkers must not take any name for one that exists
 
     def __getattr__(name: str) -> Any:
-        if name in _MODULES:
-            return importlib.import_module(f"hyper_parallel.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
+        if _HOME_OF[name] == __name__:
+            return importlib.import_module(f"{__name__}.{name}")
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF, *_MODULES})
+    return sorted([*globals(), *_HOME_OF])

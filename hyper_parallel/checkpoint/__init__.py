@@ -9,12 +9,14 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.loading import load
 from hyper_parallel.checkpoint.pretrained import load_pretrained, save_pretrained
 from hyper_parallel.checkpoint.random_state import RandomState
+from hyper_parallel.checkpoint.sampler import StatefulDistributedSampler
 from hyper_parallel.checkpoint.saving import AsyncSave, async_save, save
 
 __all__ = [
     "AsyncSave",
     "CheckpointError",
     "RandomState",
+    "StatefulDistributedSampler",
     "async_save",
     "latest",
     "load",

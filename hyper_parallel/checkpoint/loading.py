@@ -187,7 +187,8 @@ def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> No
             return
         source.append(slice(first - part_offset, last - part_offset))
         target.append(slice(at + first - offset, at + last - offset))
-    files.read(part, tuple(source), local[(*target, ...)])
+    place: Any = (*target, ...)  # a view also of what has no dimensions
+    files.read(part, tuple(source), local[place])
 
 
 def _verify(directory: Path, index: Index, rank: int, size: int) -> None:

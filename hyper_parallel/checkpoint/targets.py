@@ -237,9 +237,10 @@ class Filling:
 
     def new_tensor(self, stored: str, layout: Any) -> Any:
         """A new tensor to be filled, plain or of ``layout``."""
-        if stored not in self.index.tensors:
+        found = self.index.find(stored)
+        if found is None:
             raise CheckpointError(f"the index has a place for tensor {stored!r}, and no such tensor")
-        there, platform = self.index.tensors[stored], self.platform
+        stored, there, platform = found, self.index.tensors[found], self.platform
         if there.dtype not in platform.dtypes:
             raise _MisfitError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
         dtype, shape = platform.dtypes[there.dtype], there.shape if layout is None else layout.local_shape
@@ -378,8 +379,8 @@ def _first_moment(filling: Filling, p: Any, stored: str, name: str) -> Any:
         return filling.new_tensor(stored, layout)
     if layout is not None and len(shape):
         filling.wrong(
-            f"{name} has shape {shape}, its parameter {layout.shape}, so that its placement is not known before the "
-            "first step: let the optimizer step once before loading"
+            f"{name} has shape {shape}, its parameter {tuple(layout.shape)}, so that its placement is not known before "
+            "the first step: let the optimizer step once before loading"
         )
         return None
     return filling.new_tensor(stored, None)

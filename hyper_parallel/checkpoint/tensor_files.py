@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
-def header_of(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
+def header_of(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
     """What a file of these tensors begins with, and where the data of each begins in the file; then where the file
     ends.
 
@@ -89,7 +89,7 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str] | None = None) 
         entries: in the order in which they lie in it.
         metadata: what else the header says.
     """
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     places = [0]
     for entry in entries:
         places.append(places[-1] + entry.nbytes)
@@ -101,7 +101,11 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str] | None = None) 
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], checksums: bool, advance: Callable[[int], None]
+    path: Path,
+    entries: Sequence[Entry],
+    checksums: bool,
+    advance: Callable[[int], None],
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[int, dict[str, int]]:
     """Write a file, which is on the disk when this returns.
 
@@ -110,11 +114,12 @@ def write_tensors(
         entries: in the order in which they lie in it.
         checksums: whether to compute them.
         advance: called with numbers of bytes that have been written.
+        metadata: what the header says besides.
 
     Returns:
         The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
     """
-    header, places = header_of(entries)
+    header, places = header_of(entries, metadata)
     sums: dict[str, int] = {}
     with disk.NewFile(path) as file:
         file.write(header)
@@ -185,7 +190,8 @@ class TensorFile:
             CheckpointError: when the disk does not give them.
         """
         source = self.array(name)
-        inside = source[(*box, ...)]
+        place: Any = (*box, ...)
+        inside = source[place]
         if not (inside.flags.c_contiguous and target.flags.c_contiguous):
             target[...] = inside
             return

@@ -39,10 +39,11 @@ def test_core_calls_every_verb_that_is_required() -> None:
 
 
 def test_every_verb_is_called() -> None:
-    """Those of checkpoints, which are not there yet, by the conformance suite."""
+    """By core, by checkpoints, or by the conformance suite."""
     package = CONTRACT.parents[1]
     paths = [
         *(package / "core").rglob("*.py"),
+        *(package / "checkpoint").rglob("*.py"),
         *(package / "testing" / "conformance").glob("*.py"),
         CONTRACT / "tensors.py",
     ]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import assert_type
@@ -41,6 +42,7 @@ from hyper_parallel import (
     StridedShard,
     available_platforms,
     check_ranks,
+    checkpoint,
     coalesce_gradients,
     distribute_module,
     distribute_parameter,
@@ -123,3 +125,6 @@ def train(model: Any, x: Any) -> None:
     except (CollectiveError, RankMismatchError) as error:
         assert_type(error, CollectiveError | RankMismatchError)
     assert_type(value_and_grad(model)(x), tuple[Any, Any])
+    assert_type(checkpoint.save({"model": model, "step": 2}, "run/step-2", keep=3), Path)
+    assert_type(checkpoint.async_save(model, "run/step-3").result(), Path)
+    assert_type(checkpoint.latest("run"), Path | None)

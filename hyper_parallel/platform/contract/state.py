@@ -3,8 +3,9 @@ share, which are torch's, so that what one framework has saved another can load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 __all__ = ["OptimizerState", "StateRole"]
@@ -31,7 +32,10 @@ class OptimizerState:
 
 
 class StateRole:
-    """Modules and optimizers, as something to be saved."""
+    """Modules and optimizers, as something to be saved, and tensors as bytes."""
+
+    #: The framework's dtypes by their usual names ("float32", "bfloat16", "int64", "bool", ...): those of files.
+    dtypes: Mapping[str, Any] = MappingProxyType({})
 
     def saved_tensors(self: Any, module: Module) -> Iterator[tuple[str, Tensor]]:
         """(path, tensor) of the parameters and buffers of a module and of all below it that belong into a checkpoint.
@@ -57,3 +61,20 @@ class StateRole:
         """Let the optimizer go on with ``state``: options that it has, numbers, and tensors. Tensors that are its own
         have been filled; others, which only an optimizer without state gets, it keeps."""
         raise TypeError(f"{type(self).__name__} knows no optimizers")
+
+    def host_memory(self: Any, x: Tensor) -> memoryview:
+        """The bytes of `bytes_of`, to be read at once: they may be the memory of ``x`` itself, and change with it."""
+        return memoryview(self.bytes_of(x))
+
+    def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:
+        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype, as
+        any object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
+        with it; a backend without it reads none."""
+        raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
+
+    def write_bytes(self: Any, x: Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
+        """`write` of values that ``fill`` puts, as the ``size`` bytes of `bytes_of`, into memory that it is given: that
+        of ``x`` itself where the host can write there, which saves copies. Called without interception."""
+        values = bytearray(size)
+        fill(memoryview(values))
+        self.write(x, self.from_bytes(values, self.shape_of(x), x.dtype))

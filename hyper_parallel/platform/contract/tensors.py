@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["TensorRole"]
@@ -25,8 +24,6 @@ class TensorRole(ABC):
     #: Whether element-wise operations give results that lie in memory in the order of their first operand, and draw
     #: random numbers in that order; else both are in row-major order.
     keeps_memory_order: bool = True
-    #: The framework's dtypes by their usual names ("float32", "bfloat16", "int64", "bool", ...): those of files.
-    dtypes: Mapping[str, Any] = MappingProxyType({})
 
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""
@@ -63,23 +60,6 @@ class TensorRole(ABC):
     def write(self, x: Tensor, values: Tensor) -> None:
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
         the same object, on its device. Called without gradients."""
-
-    def host_memory(self, x: Tensor) -> memoryview:
-        """The bytes of `bytes_of`, to be read at once: they may be the memory of ``x`` itself, and change with it."""
-        return memoryview(self.bytes_of(x))
-
-    def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:
-        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype, as
-        any object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
-        with it; a backend without it reads none."""
-        raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
-
-    def write_bytes(self: Any, x: Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
-        """`write` of values that ``fill`` puts, as the ``size`` bytes of `bytes_of`, into memory that it is given: that
-        of ``x`` itself where the host can write there, which saves copies. Called without interception."""
-        values = bytearray(size)
-        fill(memoryview(values))
-        self.write(x, self.from_bytes(values, self.shape_of(x), x.dtype))
 
     #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
     #: is gone that needs it, and neither verb is called.

@@ -1,0 +1,41 @@
+"""``python -m hyper_parallel.checkpoint show PATH`` and ``... convert PATH --to huggingface|one-file --out PATH``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.checkpoint.tool import convert, show
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 1 when the checkpoint cannot be read or the files not be written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hyper_parallel.checkpoint", description="Looks into a checkpoint, without any framework."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("show", help="list tensors and values")
+    command.add_argument("path", type=Path)
+    command = commands.add_parser("convert", help="write the weights as other files")
+    command.add_argument("path", type=Path)
+    command.add_argument("--to", choices=["huggingface", "one-file"], required=True)
+    command.add_argument("--out", type=Path, required=True, help="the new directory, or the new file")
+    command.add_argument("--part", help="what to convert, such as model; default: the only module, or everything")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "show":
+            print(show(given.path))
+        else:
+            for path in convert(given.path, given.to, given.out, given.part):
+                print(path)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

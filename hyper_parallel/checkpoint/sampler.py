@@ -1,0 +1,153 @@
+"""`StatefulDistributedSampler`: the order of the data, as a part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint.ranks import all_ranks
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.platform import get_platform
+
+__all__ = ["StatefulDistributedSampler"]
+
+_WORD = (1 << 64) - 1
+
+
+class StatefulDistributedSampler:
+    """Which samples this data-parallel rank takes, in which order; goes on where it was saved, also with another number
+    of ranks.
+
+    The order of an epoch follows from ``seed`` and the epoch alone, and its samples go to the ranks in turn. So what
+    was used up to some moment is the same for any number of ranks, and the state is one number: all ranks have the
+    same, and those that hold parts of one replica (tensor parallelism) take the same samples.
+
+    An iteration goes on where the one before it ended, and begins the next epoch where that ended.
+
+    Args:
+        dataset: what is sampled, or how many samples it has.
+        num_replicas: how many data-parallel ranks there are.
+        rank: this one of them.
+        shuffle: whether the order is a random one.
+        seed: of the order; the same on all ranks.
+        drop_last: whether what is left over at the end of an epoch is left out. Otherwise samples from its beginning
+            are added, so that all ranks have as many.
+        mesh: of one dimension, over the data-parallel ranks, which says the number of replicas and the rank. With
+            neither these nor it, all ranks of the world are replicas.
+
+    Raises:
+        ValueError: for numbers that make no sense.
+
+    Example:
+        >>> from hyper_parallel.checkpoint import StatefulDistributedSampler
+        >>> sampler = StatefulDistributedSampler(10, num_replicas=2, rank=0, shuffle=False)
+        >>> samples = iter(sampler)
+        >>> next(samples), next(samples)
+        (0, 2)
+        >>> other = StatefulDistributedSampler(10, num_replicas=3, rank=1, shuffle=False)
+        >>> other.load_state_dict(sampler.state_dict())
+        >>> list(other)
+        [5, 8]
+
+    Source: ``torch.utils.data.DistributedSampler``, with the state of torchdata's ``StatefulDistributedSampler``.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        if (num_replicas is None) != (rank is None) or (mesh is not None and rank is not None):
+            raise ValueError("a sampler takes num_replicas and rank together, or mesh, or none of them")
+        if num_replicas is None or rank is None:
+            ranks = all_ranks(get_platform(), mesh)
+            num_replicas, rank = len(ranks.members), ranks.members.index(ranks.rank)
+        self.size = dataset if isinstance(dataset, int) else len(dataset)
+        if self.size < 1 or not 0 <= rank < num_replicas:
+            raise ValueError(f"a sampler of {self.size} samples cannot be rank {rank} of {num_replicas} replicas")
+        self.num_replicas, self.rank = num_replicas, rank
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self._start = 0  # of all samples of the epoch, how many were used when this many replicas began
+        self._drawn = 0  # by this rank since then
+        self._used: int | None = None
+
+    def __len__(self) -> int:
+        """How many samples an iteration that began now would give."""
+        left = self._left()
+        return left if left else self._share(self.size)
+
+    def __iter__(self) -> Iterator[int]:
+        self._start, self._drawn, self._used = self._position(), 0, None
+        if not self._left():
+            self.epoch, self._start = self.epoch + 1, 0
+        order, first = self._order(), self._start + self.rank
+        for i in range(self._left()):
+            self._drawn += 1
+            yield int(order[(first + i * self.num_replicas) % self.size])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it is the one that is under way."""
+        if epoch != self.epoch:
+            self.epoch, self._start, self._drawn, self._used = epoch, 0, 0, None
+
+    def set_used(self, count: int) -> None:
+        """Say how many of the samples of this iteration the program has used, for a loader that draws ahead of it (with
+        workers): the state counts these, else those that were drawn.
+
+        Args:
+            count: samples of this rank since the iteration began.
+        """
+        if not 0 <= count <= self._drawn:
+            raise ValueError(f"{count} samples cannot have been used: {self._drawn} were drawn in this iteration")
+        self._used = count
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes; the same on all ranks that have drawn as many."""
+        return {
+            "epoch": self.epoch,
+            "position": self._position(),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "size": self.size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with the order of the run that was saved.
+
+        Raises:
+            ValueError: when that was of a data set of another size.
+        """
+        if state["size"] != self.size:
+            raise ValueError(
+                f"the order of the data is that of {state['size']} samples, and this data set has {self.size}: begin "
+                "an epoch with it, and load without the sampler"
+            )
+        self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
+        self._start, self._drawn, self._used = state["position"], 0, None
+
+    def _position(self) -> int:
+        """Of all samples of the epoch, how many are used when all ranks have used as many as this one."""
+        used = self._drawn if self._used is None else self._used
+        return min(self._start + used * self.num_replicas, self.size)
+
+    def _share(self, count: int) -> int:
+        return count // self.num_replicas if self.drop_last else -(-count // self.num_replicas)
+
+    def _left(self) -> int:
+        return self._share(self.size - self._start)
+
+    def _order(self) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.size)
+        # The raw words of the generator are the same in every release of NumPy, which shuffles need not be.
+        words = np.random.Philox(key=np.array([self.seed & _WORD, self.epoch & _WORD], np.uint64)).random_raw(self.size)
+        return np.argsort(words, kind="stable")

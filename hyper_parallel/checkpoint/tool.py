@@ -1,0 +1,179 @@
+"""A look into checkpoints, and their weights as other files: without any framework."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint import directories, disk
+from hyper_parallel.checkpoint.index import Index, read_index
+from hyper_parallel.checkpoint.loading import Files
+from hyper_parallel.checkpoint.nest import joined
+from hyper_parallel.checkpoint.progress import Progress
+from hyper_parallel.checkpoint.tensor_files import Entry, element_type, write_tensors
+from hyper_parallel.checkpoint.values import KIND
+
+__all__ = ["convert", "show"]
+
+#: Bytes of a file of weights, at most, unless one tensor is larger: as Hugging Face has it.
+SHARD = 5 * 10**9
+
+
+def show(path: Path) -> str:
+    """A table of what a checkpoint has: of each tensor its name, shape, dtype, size and placement, and the values.
+
+    Raises:
+        CheckpointError: when there is none, or it is damaged.
+    """
+    index = read_index(directories.locate(path))
+    rows = [("tensor", "shape", "dtype", "bytes", "placement when it was saved")]
+    for name, x in index.tensors.items():
+        rows.append((name, str(x.shape), x.dtype, f"{x.nbytes:,}", x.placement))
+    rows += [(name, "", "", "", f"the same tensor as {target}") for name, target in index.aliases.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    when = datetime.fromtimestamp(index.time / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    total = sum(x.nbytes for x in index.tensors.values())
+    lines = [
+        f"{path}",
+        f"saved {when} by run {index.run}: {len(index.tensors)} tensors, {total:,} bytes, {len(index.files)} files",
+    ]
+    values = [*_values(index.values, "")]
+    lines += [f"{name} = {value}" for name, value in values if name == "step"]
+    lines.append("")
+    for row in rows:
+        cells = [
+            row[0].ljust(widths[0]),
+            row[1].ljust(widths[1]),
+            row[2].ljust(widths[2]),
+            row[3].rjust(widths[3]),
+            row[4],
+        ]
+        lines.append("  ".join(cells).rstrip())
+    others = [f"{name} = {value}" for name, value in values if name != "step"]
+    return "\n".join([*lines, *(["", *others] if others else [])])
+
+
+def _values(x: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path, in short) of what is neither tensor nor module."""
+    if isinstance(x, dict) and KIND not in x:
+        for name, value in x.items():
+            yield from _values(value, joined(path, name))
+    elif isinstance(x, dict) and x[KIND] in ("tensor", "module"):
+        return
+    elif isinstance(x, dict) and x[KIND] == "optimizer":
+        yield path, f"an optimizer of {sum(len(group['parameters']) for group in x['groups'])} parameters"
+    elif isinstance(x, dict) and x[KIND] == "ranks":
+        yield path, f"one for each of {len(x['of'])} ranks"
+    elif isinstance(x, dict) and x[KIND] == "object":
+        yield from _values(x["state"], path)
+    else:
+        text = json.dumps(x)
+        yield path, text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def convert(path: Path, to: str, out: Path, part: str | None = None) -> list[Path]:
+    """Write the weights of a checkpoint as whole tensors; holds one of them in memory at a time.
+
+    Args:
+        path: of the checkpoint.
+        to: ``"one-file"``: all tensors, by their names, in one file of safetensors; ``"huggingface"``: those of a model
+            in a directory as `save_pretrained` of Hugging Face writes it (without ``config.json``), in several files
+            and an index where they are large.
+        out: the new file or directory.
+        part: of what in the checkpoint; names then go on from there. None is the only module for ``"huggingface"``, and
+            everything for ``"one-file"``.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: when ``out`` is there, or the checkpoint has no such part, or several modules and none is named.
+        CheckpointError: when the checkpoint is damaged, or the disk full.
+    """
+    place = directories.locate(path)
+    index = read_index(place)
+    if out.exists():
+        raise ValueError(f"{out} is there already")
+    if part is None:
+        part = _only_module(index, path) if to == "huggingface" else ""
+    names = [name for name in index.tensors if not part or name.startswith(f"{part}.")]
+    if not names:
+        raise ValueError(f"{path} has no tensors below {part!r}")
+    files = Files(place, index)
+    entries = [_entry(name, name[len(part) + 1 :] if part else name, index, files) for name in names]
+    with Progress(f"converting {path.name}", sum(entry.nbytes for entry in entries), True) as progress:
+        if to == "one-file":
+            _write(out, entries, progress.advance)
+            return [out]
+        return _write_directory(out, entries, progress.advance)
+
+
+def _only_module(index: Index, path: Path) -> str:
+    found: list[str] = []
+
+    def visit(x: Any, place: str) -> None:
+        if isinstance(x, dict) and x.get(KIND) == "module":
+            found.append(place)
+        elif isinstance(x, dict) and KIND not in x:
+            for name, value in x.items():
+                visit(value, joined(place, name))
+
+    visit(index.values, "")
+    if len(found) != 1:
+        listed = ", ".join(map(repr, found)) or "none"
+        raise ValueError(f"{path} has {len(found)} modules ({listed}): say what to convert, --part NAME")
+    return found[0]
+
+
+def _entry(name: str, called: str, index: Index, files: Files) -> Entry:
+    x = index.tensors[name]
+    for part in x.parts:
+        files.check(part, x)
+
+    def read() -> memoryview:
+        whole = np.empty(x.shape, element_type(x.dtype))
+        for part in x.parts:
+            box = tuple(slice(0, n) for n in part.sizes)
+            place: Any = (*(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True)), ...)
+            files.read(part, box, whole[place])
+        return whole.reshape(-1).view(np.uint8).data
+
+    return Entry(called, x.dtype, x.shape, read)
+
+
+def _write(path: Path, entries: list[Entry], advance: Callable[[int], None]) -> None:
+    """A file that appears when all of it is on the disk."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    write_tensors(draft, entries, False, advance, {"format": "pt"})
+    disk.rename(draft, path)
+    disk.sync_directory(path.parent)
+
+
+def _write_directory(out: Path, entries: list[Entry], advance: Callable[[int], None]) -> list[Path]:
+    groups: list[list[Entry]] = [[]]
+    for entry in entries:
+        if groups[-1] and sum(x.nbytes for x in groups[-1]) + entry.nbytes > SHARD:
+            groups.append([])
+        groups[-1].append(entry)
+    out.mkdir(parents=True)
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    for name, group in zip(names, groups, strict=True):
+        _write(out / name, group, advance)
+    written = [out / name for name in names]
+    if len(groups) > 1:
+        total = sum(math.prod(entry.shape) * element_type(entry.dtype).itemsize for entry in entries)
+        weights = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
+        content = {"metadata": {"total_size": total}, "weight_map": weights}
+        written.append(out / "model.safetensors.index.json")
+        with disk.NewFile(written[-1]) as file:
+            file.write(json.dumps(content, indent=2).encode())
+    return written
