@@ -237,7 +237,7 @@ def test_weights_alone(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
 
 
 def test_example_goes_on_with_the_other_framework(tmp_path: Path) -> None:
-    """train_llama: four steps of torch, then four of MindSpore with another number of ranks; eight of torch beside."""
+    """train_llama: four steps of torch, then four of MindSpore, spread in another way; eight of torch beside."""
 
     def train(platform: str, *arguments: str) -> dict[str, Any]:
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
@@ -253,9 +253,7 @@ def test_example_goes_on_with_the_other_framework(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     whole = train("torch-cpu", "--tp", "2", "--until", "8")
     train("torch-cpu", "--tp", "2", "--until", "4", "--save", run)
-    resumed = train("mindspore", "--tp", "1", "--dp", "2", "--until", "6", "--resume", run, "--save", run)
+    resumed = train("mindspore", "--tp", "1", "--dp", "2", "--until", "8", "--resume", run)
     assert resumed["first_step"] == 4
-    back = train("torch-cpu", "--tp", "1", "--until", "8", "--resume", run)
-    assert back["first_step"] == 6
     for kind in ("sharded_losses", "unsharded_losses"):
-        np.testing.assert_allclose(resumed[kind] + back[kind], whole[kind][4:], rtol=1e-5)
+        np.testing.assert_allclose(resumed[kind], whole[kind][4:], rtol=1e-5)
