@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -37,7 +36,7 @@ class Observer(Protocol):
         """
 
 
-class ObservationRole(ABC):
+class ObservationRole:
     """What a backend can tell of the program around core."""
 
     def observe(self, observer: Observer) -> AbstractContextManager[Any]:
