@@ -20,8 +20,8 @@ class CommCounts(dict[str, int]):
         >>> counts = CommCounts(all_reduce=2)
         >>> counts["all_reduce"], counts["broadcast"], counts == {"all_reduce": 2}
         (2, 0, True)
-        >>> import torch
-        >>> counts[torch.ops.c10d_functional.all_reduce], torch.ops.c10d.broadcast_ in counts
+        >>> import torch.distributed
+        >>> counts[torch.ops.c10d.allreduce_], torch.ops.c10d.broadcast_ in counts
         (2, False)
     """
 

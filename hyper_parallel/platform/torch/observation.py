@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.observation import Observer
-from hyper_parallel.platform.torch.private import OpOverloadPacket
+from hyper_parallel.platform.torch.private import DispatchMode, OpOverloadPacket
 
 __all__ = ["ObservationVerbs"]
 
@@ -82,7 +81,7 @@ class ObservationVerbs(Platform):
         return _KINDS[name][0] if namespace in _NAMESPACES and name in _KINDS else None
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(DispatchMode):
     """Tells of the collectives that the program issues."""
 
     def __init__(self, observer: Observer) -> None:

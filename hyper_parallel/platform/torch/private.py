@@ -27,6 +27,7 @@ from hyper_parallel.platform.versions import tested_versions
 
 __all__ = [
     "REPLACED",
+    "DispatchMode",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
@@ -128,6 +129,8 @@ dispatch_modes: Callable[[], int] = _take("_C._len_torch_dispatch_stack", _retur
 in_dispatch_mode: Callable[[], bool] = _take(
     "utils._python_dispatch.is_in_torch_dispatch_mode", _returns(bool), lambda: dispatch_modes() > 0
 )
+#: Sees every kernel that runs inside of it.
+DispatchMode: Any = _take("utils._python_dispatch.TorchDispatchMode", inspect.isclass)
 OpOverload: Any = _take("_ops.OpOverload", inspect.isclass)
 OpOverloadPacket: Any = _take("_ops.OpOverloadPacket", inspect.isclass)
 

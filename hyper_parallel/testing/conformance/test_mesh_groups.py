@@ -46,7 +46,7 @@ def of_groups() -> None:
     platform = get_platform()
     mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
     groups = mesh.get_all_groups()
-    assert DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=("dp", "tp")) is mesh
+    assert DeviceMesh.from_group(groups, mesh.device_type, mesh.ranks, mesh_dim_names=("dp", "tp")) is mesh
     named = DeviceMesh.from_group(groups, mesh.device_type, mesh.ranks, mesh_dim_names=("rows", "columns"))
     assert named is not mesh and named.get_all_groups() == groups and named["rows"].get_group() == groups[0]
     check_use(named, 2)
