@@ -14,6 +14,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import is_distributed, lies_across, whole_for_all
 from hyper_parallel.core.data_parallel.call import Call
+from hyper_parallel.core.data_parallel.computed_again import Inside
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
@@ -49,6 +50,7 @@ class Unit:
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
         self.parameters = UnitParameters(plan, module, self.what)
+        self._inside = Inside(self.platform, module, plan.slots, self.what)
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
         #: The buffers of these, and of each buffer those that gradients are asked for.
@@ -74,6 +76,7 @@ class Unit:
             args, kwargs = self._cast((args, kwargs), policy.param_dtype)
         inputs = list(tensors_in((args, kwargs), platform))
         self._check_batch(inputs, not running and not again)
+        self._inside.check()
         outermost = not running and not again and model.outermost() is self
         if outermost:
             model.begin()
