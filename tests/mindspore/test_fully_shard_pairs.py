@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.mindspore.data_parallel_rows import run
+from tests.mindspore.data_parallel_rows import run, settle
 from tests.support.data_parallel_table import pairs, title
 
 
-@pytest.mark.parametrize("row", pairs(checkpoint=("reentrant",)), ids=title)
+@pytest.mark.parametrize("row", pairs(settle), ids=title)
 def test_pairs(pool: Any, row: dict[str, Any]) -> None:
     pool.run(4, run, row)

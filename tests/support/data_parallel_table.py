@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tests.support.pairs import covering
+from tests.support.pairs import covering, drawn
 
-__all__ = ["CHOICES", "HAS_TENSOR_PARALLELISM", "pairs", "settle", "title"]
+__all__ = ["CHOICES", "HAS_TENSOR_PARALLELISM", "full_set", "pairs", "settle", "title"]
+
+Row = dict[str, Any]
 
 #: What is chosen -> the choices, of which the first goes with everything.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh": ("dp x tp", "dp", "replicate x shard", "replicate x shard x tp"),
     "units": ("blocks", "nested", "root"),
     "reshard": (None, True, False),
-    #: What is computed again in backward; torch has two ways, the second of which MindSpore does not know.
-    "checkpoint": ("none", "block", "reentrant"),
+    #: What is computed again in backward, and how: by filling in what forward has kept, or as a function of its own.
+    "checkpoint": ("none", "non-reentrant", "reentrant"),
     #: In which dtype is computed: single or double, by autocast, or by the policy of `fully_shard`.
     "lower": ("no", "autocast", "policy"),
     "tied": (False, True),
@@ -37,7 +40,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 HAS_TENSOR_PARALLELISM = ("dp x tp", "replicate x shard x tp")
 
 
-def settle(row: dict[str, Any]) -> dict[str, Any]:
+def settle(row: Row) -> Row:
     """``row`` without choices that mean nothing beside others."""
     row = dict(row)
     if row["mesh"] not in HAS_TENSOR_PARALLELISM:
@@ -50,13 +53,19 @@ def settle(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def pairs(**without: Any) -> list[dict[str, Any]]:
-    """Rows in which each pair of choices occurs; ``without`` names kinds, and of each choices that there are not."""
-    choices = {kind: tuple(v for v in values if v not in without.get(kind, ())) for kind, values in CHOICES.items()}
-    return covering(choices, settle)
+def pairs(settle: Callable[[Row], Row] = settle) -> list[Row]:
+    """Rows in which each pair of choices occurs that can."""
+    return covering(CHOICES, settle)
 
 
-def title(row: dict[str, Any]) -> str:
+def full_set(settle: Callable[[Row], Row], more: int, seed: int) -> list[Row]:
+    """Rows in which every three choices occur that can, after those of `pairs`, and ``more`` at random."""
+    rows = pairs(settle)
+    rows += covering(CHOICES, settle, 3, rows)
+    return rows + drawn(CHOICES, settle, more, seed)
+
+
+def title(row: Row) -> str:
     """A row as the name of a test."""
     words = []
     for kind, value in row.items():

@@ -293,7 +293,7 @@ class Unit:
         assert self.model is not None
         leaves = self._leaves
         if self.model.one_loss:
-            with self.platform.no_dispatch():
+            with self.platform.no_dispatch(), self.platform.with_grad():
                 leaves = [self._as_read(i, x, self._waiting) for i, x in enumerate(leaves)]
         self.parameters.show(leaves)
 
