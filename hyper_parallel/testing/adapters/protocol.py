@@ -83,9 +83,13 @@ class Adapter(Protocol):
         `sgd`: ``"adamw"``, with betas 0.9 and 0.95, or ``"momentum"``, SGD with momentum 0.9. Asked for where the
         platform knows optimizers (`Platform.is_optimizer`)."""
 
-    def load(self, module: Module, rng: np.random.Generator) -> Module:
-        """Give every parameter 0.3 times standard normal numbers, drawn in the order of names; returns the module, on
-        this rank's device."""
+    def clip(self, module: Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
+        """The gradients of `model_value_and_grads`, clipped by the framework so that the norm of all is ``norm`` at
+        most. Asked for where `optimizer` is."""
+
+    def load(self, module: Module, rng: np.random.Generator, dtype: Any = np.float32) -> Module:
+        """Give every parameter 0.3 times standard normal numbers, drawn in the order of names, and this floating point
+        dtype; returns the module, on this rank's device."""
 
     def freeze(self, module: Module, name: str) -> None:
         """Switch the gradient of a parameter off."""
