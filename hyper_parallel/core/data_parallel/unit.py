@@ -203,11 +203,7 @@ class Unit:
 
     def _views_backward(self, ctx: Any, *given: Any) -> Sequence[Any]:
         platform, cotangents = self.platform, list(given)
-        if any(g is not None and platform.requires_grad(g) for g in cotangents):
-            raise RuntimeError(
-                "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
-                "modules that they go through"
-            )
+        self._refuse_second_order(cotangents)
         self._one_less_awaited()
         trained: list[int] = ctx.call.trained[ctx.buffer]
         if ctx.call.waiting:
@@ -216,6 +212,14 @@ class Unit:
         fast = platform.fast or NOTHING_FASTER
         delay = fast.can_delay_gradient(*parameters)
         return self._reduce(ctx.buffer, trained, cotangents, delay)
+
+    def _refuse_second_order(self, cotangents: Sequence[Any]) -> None:
+        """Raise RuntimeError where cotangents have gradients themselves."""
+        if any(g is not None and self.platform.requires_grad(g) for g in cotangents):
+            raise RuntimeError(
+                "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
+                "modules that they go through"
+            )
 
     def _one_less_awaited(self) -> None:
         """The cotangents of one buffer are there, or that of the input. After all of them nothing reads the whole
@@ -268,6 +272,7 @@ class Unit:
         return [self.platform.detach(x) for x in xs]
 
     def _returned_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        self._refuse_second_order(cotangents)
         ctx.call.check_unchanged(self.what)
         assert self.model is not None
         running = self.model.this_pass()
