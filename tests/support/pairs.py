@@ -52,9 +52,7 @@ def covering(
     return rows
 
 
-def drawn(
-    choices: Mapping[str, Sequence[Any]], settle: Callable[[Row], Row], count: int, seed: int
-) -> list[Row]:
+def drawn(choices: Mapping[str, Sequence[Any]], settle: Callable[[Row], Row], count: int, seed: int) -> list[Row]:
     """Rows at random."""
     rng = random.Random(seed)
     return [settle({kind: rng.choice(values) for kind, values in choices.items()}) for _ in range(count)]
@@ -72,7 +70,7 @@ def _possible(choices: Mapping[str, Sequence[Any]], settle: Callable[[Row], Row]
 
 
 def _around(group: Row, choices: Mapping[str, Sequence[Any]], settle: Callable[[Row], Row]) -> Iterator[Row]:
-    """Rows with the choices of a group, unless these have no meaning there: otherwise the first of each, but for one."""
+    """Rows with the choices of a group, unless these have no meaning there, and else the first of each, but for one."""
     first = {kind: values[0] for kind, values in choices.items()}
     for kind, values in choices.items():
         for value in values:

@@ -143,9 +143,9 @@ def _given(dp: Any, ids: Any, targets: Any, row: dict[str, Any]) -> tuple[Any, A
 
 def _backward(model: Any, ids: Any, targets: Any, row: dict[str, Any], is_sharded: bool) -> None:
     sharded_loss = is_sharded and row["loss_parallel"]
-    with torch.autocast(device().type, torch.bfloat16, enabled=row["lower"] == "autocast"):
-        with hp.loss_parallel() if sharded_loss else contextlib.nullcontext():
-            loss = sum(model(ids, targets) for _ in range(row["calls"]))
+    lower = torch.autocast(device().type, torch.bfloat16, enabled=row["lower"] == "autocast")
+    with lower, hp.loss_parallel() if sharded_loss else contextlib.nullcontext():
+        loss = sum(model(ids, targets) for _ in range(row["calls"]))
     with contextlib.ExitStack() as stack:
         if sharded_loss:
             stack.enter_context(hp.loss_parallel())

@@ -19,7 +19,9 @@ def together(rows: list[dict[str, Any]], count: int) -> set:
 
 def test_all_pairs_of_small_choices() -> None:
     choices = {"a": (0, 1, 2), "b": (0, 1), "c": (0, 1)}
-    wanted = {(x, y) for x, y in itertools.combinations(((k, v) for k in choices for v in choices[k]), 2) if x[0] != y[0]}
+    wanted = {
+        (x, y) for x, y in itertools.combinations(((k, v) for k in choices for v in choices[k]), 2) if x[0] != y[0]
+    }
     rows = covering(choices)
     assert together(rows, 2) == wanted and len(rows) <= 8
 

@@ -36,7 +36,7 @@ class Inside:
         and the whole parameters that are read when it is computed again do not lead there."""
         for ref, path in self._modules:
             module = ref()
-            if module is not None and self._differentiates_again(module):  # type: ignore[misc]
+            if module is not None and self._differentiates_again(module):
                 raise ValueError(
                     f"{self._what}: {path!r} is computed again in backward, which gives no gradients of parameters "
                     f"that belong to a unit around it: apply fully_shard to {path!r} as well, before the module "

@@ -104,8 +104,8 @@ class ModuleVerbs:
         if module._recompute_cell is not None:
             module._recompute_cell = _computed_again(module._recompute_cell, module.construct)
 
-    def differentiates_again(self, module: Any) -> bool:
-        return isinstance(module._recompute_cell, nn.Cell)
+    #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
+    differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:
@@ -135,7 +135,9 @@ def _computed_again(made: Any, construct: Callable) -> Any:
     if isinstance(made, nn.Cell):
         return RECOMPUTE.get()(construct)
     options = inspect.getclosurevars(made).nonlocals
-    return RECOMPUTE.get()(construct, False, *(options[name] for name in ("output_recompute", "early_stop", "context_fn")))
+    return RECOMPUTE.get()(
+        construct, False, *(options[name] for name in ("output_recompute", "early_stop", "context_fn"))
+    )
 
 
 @cache

@@ -154,7 +154,8 @@ def rarely_called(mesh: Any) -> None:
     with pytest.raises(TypeError, match="save module.state_dict"):
         pickle.dumps(plan)
     spread = fully_shard(
-        changed(mesh, lambda forward: lambda self, x: distribute_tensor(forward(self, x), mesh, [Replicate()])), mesh=mesh
+        changed(mesh, lambda forward: lambda self, x: distribute_tensor(forward(self, x), mesh, [Replicate()])),
+        mesh=mesh,
     )
     rows = np.ones((2, SIZES[0]), np.float32)
     with pytest.raises(ValueError, match=r"returns a DTensor of shape .* compute plain ones"):
@@ -230,9 +231,7 @@ def reduced_in_parts(mesh: Any) -> None:
         _, _, grads = adapter.model_value_and_grads(single, loss_of(single), batch)
         sharded.set_requires_all_reduce(i == 1)
         with CommDebugMode() as comm:
-            _, _, got = adapter.model_value_and_grads(
-                sharded, loss_of(sharded), batch[rank * ROWS : (rank + 1) * ROWS]
-            )
+            _, _, got = adapter.model_value_and_grads(sharded, loss_of(sharded), batch[rank * ROWS : (rank + 1) * ROWS])
         assert comm.get_comm_counts()["reduce_scatter"] == 3
         assert comm.get_comm_counts().get("all_reduce", 0) == 3 * i
         for name, g in grads.items():
