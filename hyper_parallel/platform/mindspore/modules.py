@@ -109,8 +109,8 @@ class ModuleVerbs:
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:
-    """``make(forward)``, where ``forward`` alone is cast as `Cell.to_float` has told the cell: MindSpore would cast what
-    is around it, too, such as parameters that are gathered."""
+    """``make(forward)``, where ``forward`` alone is cast as `Cell.to_float` has told the cell. MindSpore would cast
+    what is around it too, such as parameters that are gathered."""
 
     def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
         kind = module.mixed_precision_type
@@ -131,7 +131,7 @@ def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Cal
 
 
 def _computed_again(made: Any, construct: Callable) -> Any:
-    """What `Cell.recompute` has made of a cell, of another ``construct``. It holds that of the time when it was made."""
+    """What `Cell.recompute` has made of a cell, of another ``construct``: it holds that of its own time."""
     if isinstance(made, nn.Cell):
         return RECOMPUTE.get()(construct)
     options = inspect.getclosurevars(made).nonlocals

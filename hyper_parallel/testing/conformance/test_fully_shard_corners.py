@@ -151,7 +151,7 @@ def rarely_called(mesh: Any) -> None:
     adapter.call(block, x)
     plan = vars(block)[UNIT]
     assert copy.copy(plan) is plan and copy.deepcopy(plan) is plan
-    with pytest.raises(TypeError, match="save module.state_dict"):
+    with pytest.raises(TypeError, match=r"save module\.state_dict"):
         pickle.dumps(plan)
     spread = fully_shard(
         changed(mesh, lambda forward: lambda self, x: distribute_tensor(forward(self, x), mesh, [Replicate()])),
