@@ -19,6 +19,8 @@ __all__ = ["Adapter", "missing_names"]
 
 Tensor = Any
 Module = Any
+#: Names that are asked for where the platform knows optimizers alone.
+NOT_ALWAYS = frozenset({"optimizer", "clip"})
 
 
 class Adapter(Protocol):
@@ -336,6 +338,6 @@ class Adapter(Protocol):
 
 
 def missing_names(adapter: Any) -> list[str]:
-    """The names of `Adapter` that ``adapter`` does not have, sorted."""
+    """The names of `Adapter` that ``adapter`` does not have and has to have, sorted."""
     names = {name for name in (*vars(Adapter), *Adapter.__annotations__) if not name.startswith("_")}
-    return sorted(name for name in names if not hasattr(adapter, name))
+    return sorted(name for name in names - NOT_ALWAYS if not hasattr(adapter, name))

@@ -112,6 +112,30 @@ def after_a_failure(mesh: Any) -> None:
 
 
 @spmd.on_mesh()
+def after_an_error(mesh: Any) -> None:
+    """Something fails on all ranks while units are whole in backward; the next step is right all the same."""
+    adapter, platform = get_adapter(), mesh.platform
+    trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
+    trained.step(0)
+
+    def fail(ctx: Any, cotangent: Any) -> Any:
+        raise RuntimeError("something else")
+
+    failing = platform.autograd_function(lambda ctx, x: platform.detach(x), fail)
+
+    def loss(x: Any) -> Any:
+        with platform.no_dispatch():
+            x = failing(x)
+        return adapter.sum(adapter.square(adapter.call(trained.sharded, x))), None
+
+    with pytest.raises(RuntimeError, match="something else"):
+        adapter.model_value_and_grads(trained.sharded, loss, np.ones((2, 2, 6), np.float32))
+    trained.sharded.reset_iter_state()
+    trained.step(1)
+    trained.check()
+
+
+@spmd.on_mesh()
 def other_dtype_of_gradients(mesh: Any) -> None:
     """Reduced in half precision, and kept in that of the parameters."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
@@ -139,6 +163,7 @@ def rarely_called(mesh: Any) -> None:
     block.reset_iter_state()
     block.set_reduce_scatter_divide_factor(2.0)
     block.set_requires_gradient_sync(False, recurse=False)
+    block.set_reshard_after_forward(False)
     x = adapter.tensor(np.ones((2, 2, 6), np.float32))
     with CommDebugMode() as comm:
         handle = block.attention.unshard(async_op=True)
@@ -194,6 +219,7 @@ JOBS = (
     called_with,
     gathered_for_nothing,
     after_a_failure,
+    after_an_error,
     other_dtype_of_gradients,
     rarely_called,
     unused_somewhere,

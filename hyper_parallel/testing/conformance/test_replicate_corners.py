@@ -37,7 +37,7 @@ def compare(mesh: Any, single: Any, copied: Any, features: int, parts: Any = lam
     _, _, got = adapter.model_value_and_grads(copied, loss_of(copied), x[rank * ROWS : (rank + 1) * ROWS])
     for name, whole in grads.items():
         if whole is None:
-            assert got[name] is None, name
+            assert got[name] is None or not adapter.numpy(got[name]).any(), name
             continue
         same(adapter.numpy(got[name]) * size, adapter.numpy(whole), f"gradient of {name}", 1e-4)
 
