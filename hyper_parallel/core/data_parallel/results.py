@@ -12,8 +12,18 @@ from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.trees import map_tensors
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.platform.contract import Platform
 
-__all__ = ["Results"]
+__all__ = ["Results", "refuse_second_order"]
+
+
+def refuse_second_order(cotangents: Sequence[Any], platform: Platform) -> None:
+    """Raise RuntimeError where cotangents have gradients themselves."""
+    if any(g is not None and platform.requires_grad(g) for g in cotangents):
+        raise RuntimeError(
+            "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
+            "modules that they go through"
+        )
 
 
 class Results:
@@ -87,6 +97,7 @@ class Results:
         return xs
 
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        refuse_second_order(cotangents, self._platform)
         self._reached(ctx.call)
         return cotangents
 

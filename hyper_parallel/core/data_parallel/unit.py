@@ -17,10 +17,11 @@ from typing import Any
 from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batch, whole_for_all
 from hyper_parallel.core.data_parallel.borders import Guard, cast
 from hyper_parallel.core.data_parallel.call import Call
+from hyper_parallel.core.data_parallel.computed_again import Inside
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.results import Results
+from hyper_parallel.core.data_parallel.results import Results, refuse_second_order
 from hyper_parallel.core.data_parallel.together import Together
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
@@ -62,6 +63,7 @@ class Unit:
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
         self.parameters = UnitParameters(plan, modules, self.what)
+        self._inside = Inside(self.platform, modules, plan.slots, self.what)
         self._together = Together(len(modules))
         self.post_optim_event: Any = None
         self._opened = 0  # by how many backward passes, one within the other
@@ -93,6 +95,7 @@ class Unit:
         if kwargs or len(inputs) < len(args):
             inputs = tensors_in((args, kwargs), platform)
         self._check_batch(inputs, not running and not again)
+        self._inside.check()
         outermost = not running and not again and model.outermost() is self
         if LISTENERS:
             self.parameters.scope = current_module()
@@ -253,11 +256,7 @@ class Unit:
 
     def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         platform, call, b = self.platform, ctx.call, ctx.buffer
-        if any(map(platform.requires_grad, [g for g in cotangents if g is not None])):
-            raise RuntimeError(
-                "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
-                "modules that they go through"
-            )
+        refuse_second_order(cotangents, platform)
         if platform.frees_storage:
             self._check_reached(ctx.call)
         self._one_less_awaited()
@@ -310,7 +309,7 @@ class Unit:
         assert self.model is not None
         leaves = self._leaves
         if self.model.one_loss:
-            with self.platform.no_dispatch():
+            with self.platform.no_dispatch(), self.platform.with_grad():
                 leaves = self._as_read(leaves, self._waiting)
         self.parameters.show(leaves, call.parameters)
 

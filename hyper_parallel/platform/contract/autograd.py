@@ -151,6 +151,10 @@ class AutogradRole(ABC):
         """Context manager without gradients, for a framework that records unless it is told not to."""
         return nullcontext()
 
+    def with_grad(self) -> AbstractContextManager:
+        """Context manager with gradients, inside a backward, for a framework that records none there."""
+        return nullcontext()
+
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
         """The tensor stored on ``holder`` with `write_cache` under ``key``, if it is still valid: the same gradient
         recording, and ``holder`` neither changed in place nor given other data since. Otherwise None. Called with
