@@ -189,11 +189,6 @@ class ModuleRole(ABC):
         **kwargs)``, that of its class, or what replaces it already. Hooks run around it as before. A copy of the module
         runs it on itself. It stays an instance of its class, and becomes one of ``mixin``, which goes first."""
 
-    #: ``differentiates_again(module)``: whether backward will compute the module again and differentiate that by
-    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing: to fill in
-    #: again what forward has kept is none.
-    differentiates_again: Callable[[Any], bool] | None = None
-
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:
     """The kind of the nearest class that ``module`` is an instance of."""
