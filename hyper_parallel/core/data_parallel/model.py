@@ -103,7 +103,8 @@ class Model:
 
     def _ended(self, key: Any) -> None:
         ended = self._passes.pop(key, None)
-        self._forwards = 0
+        if not self._passes:  # not within another one
+            self._forwards = 0
         if ended is None:
             return
         with self.platform.no_grad(), self.platform.no_dispatch():

@@ -14,6 +14,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import is_distributed, lies_across, whole_for_all
 from hyper_parallel.core.data_parallel.call import Call
+from hyper_parallel.core.data_parallel.computed_again import Inside
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
@@ -49,6 +50,7 @@ class Unit:
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
         self.parameters = UnitParameters(plan, module, self.what)
+        self._inside = Inside(self.platform, module, plan.slots, self.what)
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
         #: The buffers of these, and of each buffer those that gradients are asked for.
@@ -74,6 +76,7 @@ class Unit:
             args, kwargs = self._cast((args, kwargs), policy.param_dtype)
         inputs = list(tensors_in((args, kwargs), platform))
         self._check_batch(inputs, not running and not again)
+        self._inside.check()
         outermost = not running and not again and model.outermost() is self
         if outermost:
             model.begin()
@@ -200,11 +203,7 @@ class Unit:
 
     def _views_backward(self, ctx: Any, *given: Any) -> Sequence[Any]:
         platform, cotangents = self.platform, list(given)
-        if any(g is not None and platform.requires_grad(g) for g in cotangents):
-            raise RuntimeError(
-                "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
-                "modules that they go through"
-            )
+        self._refuse_second_order(cotangents)
         self._one_less_awaited()
         trained: list[int] = ctx.call.trained[ctx.buffer]
         if ctx.call.waiting:
@@ -213,6 +212,14 @@ class Unit:
         fast = platform.fast or NOTHING_FASTER
         delay = fast.can_delay_gradient(*parameters)
         return self._reduce(ctx.buffer, trained, cotangents, delay)
+
+    def _refuse_second_order(self, cotangents: Sequence[Any]) -> None:
+        """Raise RuntimeError where cotangents have gradients themselves."""
+        if any(g is not None and self.platform.requires_grad(g) for g in cotangents):
+            raise RuntimeError(
+                "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
+                "modules that they go through"
+            )
 
     def _one_less_awaited(self) -> None:
         """The cotangents of one buffer are there, or that of the input. After all of them nothing reads the whole
@@ -265,6 +272,7 @@ class Unit:
         return [self.platform.detach(x) for x in xs]
 
     def _returned_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        self._refuse_second_order(cotangents)
         ctx.call.check_unchanged(self.what)
         assert self.model is not None
         running = self.model.this_pass()
@@ -290,7 +298,7 @@ class Unit:
         assert self.model is not None
         leaves = self._leaves
         if self.model.one_loss:
-            with self.platform.no_dispatch():
+            with self.platform.no_dispatch(), self.platform.with_grad():
                 leaves = [self._as_read(i, x, self._waiting) for i, x in enumerate(leaves)]
         self.parameters.show(leaves)
 

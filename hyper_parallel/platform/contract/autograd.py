@@ -71,6 +71,11 @@ class AutogradRole(ABC):
         ``ctx.saved_tensors``. Interception is off in both.
         """
 
+    #: ``differentiates_again(module)``: whether backward will compute the module again and differentiate that by
+    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing: to fill in
+    #: again what forward has kept is none.
+    differentiates_again: Callable[[Any], bool] | None = None
+
     #: Whether a `joint_function` is told which of its results nothing was computed from.
     tells_unused: bool = False
 
@@ -134,6 +139,10 @@ class AutogradRole(ABC):
 
     def no_grad(self) -> AbstractContextManager:
         """Context manager without gradients, for a framework that records unless it is told not to."""
+        return nullcontext()
+
+    def with_grad(self) -> AbstractContextManager:
+        """Context manager with gradients, inside a backward, for a framework that records none there."""
         return nullcontext()
 
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:

@@ -76,6 +76,9 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
     if layout is None or not isinstance(gradients, Tensor) or getattr(gradients, "_layout", None) is not None:
         return gradients
     platform = layout.mesh.platform
+    if gradients.dtype != sources.dtype:
+        # MindSpore gives zeros in single precision for what was not used.
+        gradients = gradients.astype(sources.dtype)
     if layout.summed_mesh_dims:
         with platform.no_dispatch():
             gradients = InterceptedTensor._core.to_owner(gradients, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import attrgetter
@@ -13,7 +14,7 @@ from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense, is_dense
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
-from hyper_parallel.platform.mindspore.private import CheckedCell
+from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
 
 __all__ = ["ModuleVerbs"]
 
@@ -96,9 +97,47 @@ class ModuleVerbs:
                     CheckedCell._init_check(cell)
                     CheckedCell._self_check(cell)
         replaced = module.__dict__.get("_replaced_forward")
-        object.__setattr__(module, "_replaced_forward", make(cls.construct if replaced is None else replaced))
+        forward = cls.construct if replaced is None else replaced
+        object.__setattr__(module, "_replaced_forward", make(forward) if mixin is None else _cast_inside(make, forward))
         if replaced is None or mixin is not None:
             module.__class__ = _class_with_replaced_forward(cls, mixin)
+        if module._recompute_cell is not None:
+            module._recompute_cell = _computed_again(module._recompute_cell, module.construct)
+
+    #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
+    differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
+
+
+def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:
+    """``make(forward)``, where ``forward`` alone is cast as `Cell.to_float` has told the cell. MindSpore would cast
+    what is around it too, such as parameters that are gathered."""
+
+    def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = module.mixed_precision_type
+        if kind is None:
+            return forward(module, *args, **kwargs)
+        with Casts(kind):
+            return forward(module, *args, **kwargs)
+
+    around = make(cast)
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if module.mixed_precision_type is None:
+            return around(module, *args, **kwargs)
+        with Casts(Casts.NONE):
+            return around(module, *args, **kwargs)
+
+    return run
+
+
+def _computed_again(made: Any, construct: Callable) -> Any:
+    """What `Cell.recompute` has made of a cell, of another ``construct``: it holds that of its own time."""
+    if isinstance(made, nn.Cell):
+        return RECOMPUTE.get()(construct)
+    options = inspect.getclosurevars(made).nonlocals
+    return RECOMPUTE.get()(
+        construct, False, *(options[name] for name in ("output_recompute", "early_stop", "context_fn"))
+    )
 
 
 @cache

@@ -17,7 +17,9 @@ import mindspore
 from hyper_parallel.platform.versions import tested_versions
 
 __all__ = [
+    "RECOMPUTE",
     "AutogradFunction",
+    "Casts",
     "CheckedCell",
     "FunctionBase",
     "GlobalComm",
@@ -65,6 +67,26 @@ is_recording: Callable[[], bool] = _executor._executor.requires_grad
 drop_recordings: Callable[[], None] = _executor.clear_res
 #: What a cell does in its first call, ``_init_check`` and ``_self_check``, wants parameters where it finds any.
 CheckedCell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
+#: Makes what a cell calls in place of its ``construct`` once it is to be computed again in backward.
+RECOMPUTE: Any = _take("common._register_for_recompute", "recompute_registry", lambda it: callable(it.get))
+_MixedPrecisionType: Any = _take("_c_expression", "MixedPrecisionType", lambda kinds: hasattr(kinds, "NOTSET"))
+
+
+class Casts:
+    """Inside, operands are cast as this kind of mixed precision says, which a cell has from `Cell.to_float`."""
+
+    NONE = _MixedPrecisionType.NOTSET
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        _executor.set_mixed_precision_type(self._kind)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _executor.set_mixed_precision_type(self.NONE, False)
+
+
 #: Whether communication is initialised, and the group of all ranks.
 GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))
 type_id_to_type: Callable[[int], Any] = _take("_c_expression.typing", "type_id_to_type", callable)

@@ -72,6 +72,9 @@ class AutogradVerbs(Platform):
         task = graph_task()
         return None if task == -1 else task
 
+    #: See `Platform.with_grad`.
+    with_grad: Any = staticmethod(torch.enable_grad)
+
     #: See `Platform.after_backward`.
     after_backward: Any = staticmethod(queue_callback)
 
