@@ -124,9 +124,9 @@ def sgd(module: Any, rate: float) -> Callable[[dict[str, Any]], None]:
     return step
 
 
-def load(module: Any, rng: np.random.Generator) -> Any:
+def load(module: Any, rng: np.random.Generator, dtype: Any = np.float32) -> Any:
     for _, p in sorted(module.named_parameters()):
-        p.value[...] = rng.standard_normal(p.value.shape).astype(np.float32) * 0.3
+        p.value = rng.standard_normal(p.value.shape).astype(dtype) * dtype(0.3)
     return module
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, experimental, mint, nn, ops
 
 from hyper_parallel import DTensor
 from hyper_parallel.platform.mindspore.grad import wrap_gradients
@@ -110,15 +110,23 @@ def optimizer(module: nn.Cell, name: str, rate: float) -> tuple[Any, Callable[[d
     named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
     if name == "adamw":
         made = experimental.optim.AdamW(list(named.values()), rate, (0.9, 0.95))
+    elif next(iter(named.values())).dtype == ms.float64:
+        made = nn.Momentum(list(named.values()), rate, 0.9)  # the same, where SGD has no kernel
     else:
         made = experimental.optim.SGD(list(named.values()), rate, 0.9)
     return made, lambda grads: made(tuple(grads[name] for name in named))
 
 
-def load(module: nn.Cell, rng: np.random.Generator) -> nn.Cell:
+def clip(module: nn.Cell, grads: dict[str, Any], norm: float) -> dict[str, Any]:
+    """See `Adapter.clip`."""
+    return dict(zip(grads, ops.clip_by_global_norm(tuple(grads.values()), norm), strict=True))
+
+
+def load(module: nn.Cell, rng: np.random.Generator, dtype: Any = np.float32) -> nn.Cell:
     """Give every parameter numbers from ``rng``, in the order of names."""
     for _, p in sorted(dict(module.parameters_and_names()).items()):
-        p.set_data(Tensor(rng.standard_normal(p.shape).astype(np.float32) * np.float32(0.3)))
+        p.set_dtype(ms.float64 if dtype is np.float64 else ms.float32)
+        p.set_data(Tensor(rng.standard_normal(p.shape).astype(dtype) * dtype(0.3)))
     return module
 
 

@@ -19,6 +19,8 @@ __all__ = ["Adapter", "missing_names"]
 
 Tensor = Any
 Module = Any
+#: Names that are asked for where the platform knows optimizers alone.
+NOT_ALWAYS = frozenset({"optimizer", "clip"})
 
 
 class Adapter(Protocol):
@@ -83,9 +85,13 @@ class Adapter(Protocol):
         `sgd`: ``"adamw"``, with betas 0.9 and 0.95, or ``"momentum"``, SGD with momentum 0.9. Asked for where the
         platform knows optimizers (`Platform.is_optimizer`)."""
 
-    def load(self, module: Module, rng: np.random.Generator) -> Module:
-        """Give every parameter 0.3 times standard normal numbers, drawn in the order of names; returns the module, on
-        this rank's device."""
+    def clip(self, module: Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
+        """The gradients of `model_value_and_grads`, clipped by the framework so that the norm of all is ``norm`` at
+        most. Asked for where `optimizer` is."""
+
+    def load(self, module: Module, rng: np.random.Generator, dtype: Any = np.float32) -> Module:
+        """Give every parameter 0.3 times standard normal numbers, drawn in the order of names, and this floating point
+        dtype; returns the module, on this rank's device."""
 
     def freeze(self, module: Module, name: str) -> None:
         """Switch the gradient of a parameter off."""
@@ -332,6 +338,6 @@ class Adapter(Protocol):
 
 
 def missing_names(adapter: Any) -> list[str]:
-    """The names of `Adapter` that ``adapter`` does not have, sorted."""
+    """The names of `Adapter` that ``adapter`` does not have and has to have, sorted."""
     names = {name for name in (*vars(Adapter), *Adapter.__annotations__) if not name.startswith("_")}
-    return sorted(name for name in names if not hasattr(adapter, name))
+    return sorted(name for name in names - NOT_ALWAYS if not hasattr(adapter, name))

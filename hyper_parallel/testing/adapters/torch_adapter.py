@@ -88,11 +88,18 @@ def optimizer(module: nn.Module, name: str, rate: float) -> tuple[Any, Callable[
     return made, lambda grads: made.step()
 
 
-def load(module: nn.Module, rng: np.random.Generator) -> nn.Module:
+def clip(module: nn.Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
+    """See `Adapter.clip`."""
+    nn.utils.clip_grad_norm_(module.parameters(), norm)
+    return grads  # which are on the parameters
+
+
+def load(module: nn.Module, rng: np.random.Generator, dtype: Any = np.float32) -> nn.Module:
     """Give every parameter numbers from ``rng``, in the order of names."""
+    drawn = {np.float32: torch.float32, np.float64: torch.float64}[dtype]
     with torch.no_grad():
-        for _, p in sorted(module.named_parameters()):
-            p.copy_(torch.from_numpy(rng.standard_normal(p.shape).astype(np.float32) * 0.3))
+        for _, p in sorted(module.to(drawn).named_parameters()):
+            p.copy_(torch.from_numpy(rng.standard_normal(p.shape).astype(dtype) * 0.3))
     return module.to(device())
 
 

@@ -1,0 +1,272 @@
+"""`fully_shard`: what is rare, or matters to few backends."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import CommDebugMode, MixedPrecisionPolicy, Replicate, distribute_tensor, fully_shard
+from hyper_parallel.core.data_parallel.fully_shard import buffers_of
+from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, Trained, block_of, shard_block
+
+SIZES = (6, 5)
+
+
+@contextlib.contextmanager
+def other(platform: Any, **facts: Any) -> Iterator[None]:
+    """The platform says something else of itself: what is true of another backend, or of another device."""
+    before = {name: getattr(platform, name) for name in facts}
+    try:
+        for name, value in facts.items():
+            setattr(platform, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(platform, name, value)
+
+
+def changed(mesh: Any, make: Any) -> Any:
+    """A linear module with another forward."""
+    adapter = get_adapter()
+    module = adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5))
+    mesh.platform.replace_forward(module, make)
+    return module
+
+
+@spmd.on_mesh()
+def called_with(mesh: Any) -> None:
+    """Batches that come after other arguments, or in a nest."""
+    adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
+    x = np.random.default_rng(1).standard_normal((size * ROWS, SIZES[0])).astype(np.float32)
+    mine = slice(rank * ROWS, (rank + 1) * ROWS)
+    for make, call in (
+        (lambda forward: lambda self, n, x: forward(self, x) * n, lambda module, x: adapter.call(module, 3, x)),
+        (lambda forward: lambda self, xs: forward(self, xs["x"]), lambda module, x: adapter.call(module, {"x": x})),
+    ):
+        single, sharded = changed(mesh, make), fully_shard(changed(mesh, make), mesh=mesh)
+
+        def loss_of(module: Any, call: Any) -> Any:
+            def loss(x: Any) -> Any:
+                y = call(module, x)
+                return adapter.sum(adapter.square(y)), y
+
+            return loss
+
+        _, grad_x, grads = adapter.model_value_and_grads(single, loss_of(single, call), x)
+        _, got_grad_x, got = adapter.model_value_and_grads(sharded, loss_of(sharded, call), x[mine])
+        same(got_grad_x, grad_x[mine], "gradient of the batch", 1e-4)
+        for name, whole in grads.items():
+            same(adapter.numpy(got[name]) * size, adapter.numpy(whole), f"gradient of {name}", 1e-4)
+
+
+@spmd.on_mesh()
+def without_freeing(mesh: Any) -> Any:
+    """On a device whose storage cannot be given back, whole parameters are kept until backward."""
+    with other(mesh.platform, frees_storage=False):
+        trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
+        for step in range(2):
+            trained.step(step)
+        trained.step(2, calls=2)
+        trained.check()
+    return trained.counts
+
+
+@spmd.on_mesh()
+def gathered_for_nothing(mesh: Any) -> None:
+    """A unit that was gathered ahead, and does not run again in this forward."""
+    trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
+    trained.sharded.feed_forward.set_modules_to_forward_prefetch([trained.sharded.attention])
+    for step in range(2):
+        trained.step(step)
+    trained.check()
+    assert trained.counts[-1]["forward"] == ({"all_gather": 4} if mesh.size() > 1 else {})
+
+
+@spmd.on_mesh()
+def after_a_failure(mesh: Any) -> None:
+    """Gradients of gradients are refused in the middle of backward; the next step is right all the same."""
+    adapter = get_adapter()
+    trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
+    trained.step(0)
+    x = np.ones((2, 2, 6), np.float32)
+
+    def function(x: Any) -> Any:
+        return adapter.sum(adapter.square(adapter.call(trained.sharded, x)))
+
+    with pytest.raises(RuntimeError, match="gradients of gradients do not go through fully_shard"):
+        adapter.second_order(function, lambda g: adapter.sum(adapter.square(g)), [x])
+    trained.sharded.reset_iter_state()
+    trained.step(1)
+    trained.check()
+
+
+@spmd.on_mesh()
+def after_an_error(mesh: Any) -> None:
+    """Something fails on all ranks while units are whole in backward; the next step is right all the same."""
+    adapter, platform = get_adapter(), mesh.platform
+    trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
+    trained.step(0)
+
+    def fail(ctx: Any, cotangent: Any) -> Any:
+        raise RuntimeError("something else")
+
+    failing = platform.autograd_function(lambda ctx, x: platform.detach(x), fail)
+
+    def loss(x: Any) -> Any:
+        with platform.no_dispatch():
+            x = failing(x)
+        return adapter.sum(adapter.square(adapter.call(trained.sharded, x))), None
+
+    with pytest.raises(RuntimeError, match="something else"):
+        adapter.model_value_and_grads(trained.sharded, loss, np.ones((2, 2, 6), np.float32))
+    trained.sharded.reset_iter_state()
+    trained.step(1)
+    trained.check()
+
+
+@spmd.on_mesh()
+def other_dtype_of_gradients(mesh: Any) -> None:
+    """Reduced in half precision, and kept in that of the parameters."""
+    adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
+    half, whole = (adapter.tensor(np.ones(1, dtype)).dtype for dtype in (np.float16, np.float32))
+    single, sharded = (adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)) for _ in range(2))
+    fully_shard(sharded, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=half))
+    x = np.random.default_rng(1).standard_normal((size * ROWS, SIZES[0])).astype(np.float32)
+    mine = slice(rank * ROWS, (rank + 1) * ROWS)
+
+    def loss_of(module: Any) -> Any:
+        return lambda x: (adapter.mean(adapter.square(adapter.call(module, x))), None)
+
+    _, _, grads = adapter.model_value_and_grads(single, loss_of(single), x)
+    _, _, got = adapter.model_value_and_grads(sharded, loss_of(sharded), x[mine])
+    for name, g in grads.items():
+        assert got[name].dtype == whole
+        same(adapter.numpy(got[name]), adapter.numpy(g), f"gradient of {name}", 2e-3)
+
+
+@spmd.on_mesh()
+def rarely_called(mesh: Any) -> None:
+    """Methods, copies and pickles."""
+    adapter = get_adapter()
+    block = shard_block(adapter.load(block_of((6, 7)), np.random.default_rng(3)), mesh)
+    block.reset_iter_state()
+    block.set_reduce_scatter_divide_factor(2.0)
+    block.set_requires_gradient_sync(False, recurse=False)
+    block.set_reshard_after_forward(False)
+    x = adapter.tensor(np.ones((2, 2, 6), np.float32))
+    with CommDebugMode() as comm:
+        handle = block.attention.unshard(async_op=True)
+        block.attention.unshard()
+        block.attention.unshard()
+        handle.wait()
+        handle.wait()
+    assert comm.get_comm_counts() == ({"all_gather": 1} if mesh.size() > 1 else {})
+    block.attention.reshard()
+    adapter.call(block, x)
+    plan = vars(block)[UNIT]
+    assert copy.copy(plan) is plan and copy.deepcopy(plan) is plan
+    with pytest.raises(TypeError, match=r"save module\.state_dict"):
+        pickle.dumps(plan)
+    spread = fully_shard(
+        changed(mesh, lambda forward: lambda self, x: distribute_tensor(forward(self, x), mesh, [Replicate()])),
+        mesh=mesh,
+    )
+    rows = np.ones((2, SIZES[0]), np.float32)
+    with pytest.raises(ValueError, match=r"returns a DTensor of shape .* compute plain ones"):
+        adapter.model_value_and_grads(spread, lambda x: (adapter.call(spread, x), None), rows)
+    with fails(ValueError, "set_modules_to_backward_prefetch"):
+        block.set_modules_to_backward_prefetch([x])
+
+
+@spmd.on_mesh()
+def unused_somewhere(mesh: Any) -> None:
+    """What no rank has used is told apart from what some have, by numbers that travel with gradients."""
+    adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
+    linear = fully_shard(adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)), mesh=mesh)
+    adapter.call(linear, adapter.tensor(np.ones((2, SIZES[0]), np.float32)))
+    (buffer,) = buffers_of(linear)
+    shapes = [block.shape for block in buffer.blocks]
+    like = np.random.default_rng(2)
+    every = [[like.standard_normal(shape).astype(np.float32) for shape in shapes] for _ in range(size)]
+    # One that all ranks use; then one that the last alone uses; then none.
+    for users in ((range(size), range(size)), (range(size), [size - 1]), ([size - 1], []), ([], [])):
+        with other(platform, tells_unused=True), platform.no_grad(), platform.no_dispatch():
+            given = [adapter.tensor(x) if rank in use else None for x, use in zip(every[rank], users, strict=True)]
+            found = buffer.reduce([0, 1], given, "sum").shards(0.5)
+        for i, (use, block, got) in enumerate(zip(users, buffer.blocks, found, strict=True)):
+            if not use:
+                assert got is None, users
+                continue
+            total = sum(every[r][i] for r in use) * 0.5
+            rows = -(-total.shape[0] // size)
+            wanted = total[rank * rows : (rank + 1) * rows]
+            assert tuple(platform.shape_of(got)) == wanted.shape == tuple(block.local_shape)
+            same(adapter.numpy(got), wanted, f"used by {users}", 1e-4)
+
+
+JOBS = (
+    called_with,
+    gathered_for_nothing,
+    after_a_failure,
+    after_an_error,
+    other_dtype_of_gradients,
+    rarely_called,
+    unused_somewhere,
+)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rare(pool: Any, world_size: int, job: Any) -> None:
+    pool.run(world_size, job)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_without_freeing(pool: Any, world_size: int) -> None:
+    for counts in pool.run(world_size, without_freeing):
+        for step, calls in zip(counts, (1, 1, 2), strict=True):
+            assert step["forward"] == {"all_gather": 3 * calls}
+            assert step["backward"] == {"reduce_scatter": 3 * calls}
+
+
+@spmd.on_mesh(2, 2, names=("dp_replicate", "dp_shard"))
+def reduced_in_parts(mesh: Any) -> None:
+    """Gradients of one batch over shards alone, and of the next over replicas too, with what was kept."""
+    adapter, rank = get_adapter(), mesh.get_rank()
+    single = adapter.load(block_of((6, 7)), np.random.default_rng(5))
+    sharded = shard_block(adapter.load(block_of((6, 7)), np.random.default_rng(5)), mesh)
+    batches = np.random.default_rng(4).standard_normal((2, 4 * ROWS, 2, 6)).astype(np.float32)
+
+    def loss_of(module: Any) -> Any:
+        return lambda x: (adapter.sum(adapter.square(adapter.call(module, x))), None)
+
+    wanted: dict[str, Any] = {}
+    total: dict[str, Any] = {}
+    for i, batch in enumerate(batches):
+        _, _, grads = adapter.model_value_and_grads(single, loss_of(single), batch)
+        sharded.set_requires_all_reduce(i == 1)
+        with CommDebugMode() as comm:
+            _, _, got = adapter.model_value_and_grads(sharded, loss_of(sharded), batch[rank * ROWS : (rank + 1) * ROWS])
+        assert comm.get_comm_counts()["reduce_scatter"] == 3
+        assert comm.get_comm_counts().get("all_reduce", 0) == 3 * i
+        for name, g in grads.items():
+            wanted[name] = wanted.get(name, 0) + adapter.numpy(g)
+            if got[name] is not None:
+                total[name] = total.get(name, 0) + adapter.numpy(got[name])
+    for name, g in wanted.items():
+        same(total[name], g / 4, f"gradient of {name}", 2e-4)
+
+
+def test_reduced_in_parts(pool: Any) -> None:
+    pool.run(4, reduced_in_parts)
