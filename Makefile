@@ -5,6 +5,7 @@
 # make demo [PLATFORM=mindspore] [TP=2] [DP=1]   train a small Llama on DP x TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
+# make nightly [N=100] [SEED=1] [PLATFORM=mindspore]   the full table of data parallelism, recorded in ci/last_nightly.json
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
 # make lint                               ruff and mypy
 # make clean                              remove environments and build output
@@ -49,7 +50,7 @@ endif
 BACKEND_OF_ENVIRONMENT := $(ENVIRONMENT)
 ENVIRONMENT := $(ENVIRONMENT)$(addprefix -,$(TORCH))
 
-.PHONY: test test-npu readme-table demo bench fuzz mutants lint clean
+.PHONY: test test-npu readme-table demo bench fuzz nightly mutants lint clean
 
 ifeq ($(PLATFORM),)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.
@@ -86,6 +87,11 @@ SEED := 1
 fuzz: .venv/all/.ready
 	.venv/all/bin/python -m hyper_parallel.testing.fuzz $(or $(PLATFORM),torch-cpu) --count $(or $(N),1000) \
 	    --record ci/last_fuzz.json
+
+nightly: .venv/all/.ready
+	@for platform in $(or $(PLATFORM),$(CPU_PLATFORMS)); do \
+	    .venv/all/bin/python -m ci.nightly $$platform --more $(or $(N),100) $(if $(filter command line,$(origin SEED)),--seed $(SEED)) || exit 1; \
+	done
 
 mutants: .venv/all/.ready
 	.venv/all/bin/python -m ci.mutants --count $(or $(N),200) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))
