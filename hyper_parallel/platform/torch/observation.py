@@ -48,8 +48,9 @@ _KINDS: dict[str, tuple[str, int]] = {
     "reduce_": ("reduce", 0),
 }
 _NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+_PACKAGE = __name__.rpartition(".")[0]
 #: Of this backend: what is called from there core has recorded already.
-_OWN = f"{__name__.rpartition('.')[0]}.collectives"
+_OWN = frozenset({f"{_PACKAGE}.collectives", f"{_PACKAGE}.overlap"})
 
 
 class ObservationVerbs(Platform):
@@ -100,7 +101,7 @@ def _is_own() -> bool:
     """Whether this backend's collectives are on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == _OWN:
+        if frame.f_globals.get("__name__") in _OWN:
             return True
         frame = frame.f_back
     return False
