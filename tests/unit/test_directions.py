@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "integrations": {*_BELOW_STYLES, "tensor_parallel"},
     "debug": _BELOW_STYLES,
     "planning": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "debug", "names"},
-    "command line": {*_BELOW_STYLES, "debug", "planning", "testing", "names"},
+    "command line": {*_BELOW_STYLES, "debug", "planning", "testing", "adapters", "names"},
     "testing": {
         *_BELOW_STYLES,
         *("tensor_parallel", "data_parallel", "integrations", "debug", "planning", "adapters", "names"),

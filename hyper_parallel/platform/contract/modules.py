@@ -187,6 +187,7 @@ class ModuleRole(ABC):
 
     def show_styles(self, module: Module) -> None:
         """Let the text of ``module``, as ``print`` shows it, have what `platform.module_text.text_of_plan` adds."""
+        return None
 
     @abstractmethod
     def replace_forward(self, module: Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
