@@ -167,11 +167,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in ("env", "launch", "test", "explain", "dry-run", "checkpoint"))
 
 
-@makes_models
-def test_what_the_command_test_checks(pool: Any, tmp_path: Path) -> None:
-    """Its jobs; the command has run on torch-cpu."""
-    found = [
-        pool.run(2, f"hyper_parallel.cli.selftest:check_{name}", *given)[0]
-        for name, *given in (("collectives",), ("block",), ("checkpoint", str(tmp_path / "checkpoint")))
-    ]
-    assert found[0] == "11 redistributions" and "reduce_scatter" in found[1] and "loaded by columns" in found[2]
+def test_what_the_command_test_checks(pool: Any) -> None:
+    """Its jobs; that of checkpoints takes all ranks of the pool, and is run by the command alone."""
+    found = [pool.run(2, f"hyper_parallel.cli.selftest:check_{name}")[0] for name in ("collectives", "block")]
+    assert found[0] == "11 redistributions" and "reduce_scatter" in found[1]
