@@ -28,6 +28,8 @@ def check_collectives() -> str:
     from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh, adapter = device_mesh(), get_adapter()
+    if mesh is None:
+        return ""  # a rank that was not asked for
     whole = np.arange(7 * 5, dtype=np.float32).reshape(7, 5)
     checked = 0
     for given in (Replicate(), Shard(0), Shard(1)):
@@ -49,6 +51,8 @@ def check_block() -> str:
     from hyper_parallel.testing.conformance.test_styles import block
 
     mesh = device_mesh()
+    if mesh is None:
+        return ""
     counts = block(True, 4 * mesh.size())
     return f"forward {counts['forward'] or 'without communication'}, backward {counts['backward'] or 'without'}"
 

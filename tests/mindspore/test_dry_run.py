@@ -10,12 +10,14 @@ from mindspore import Tensor
 
 from examples.train_llama.config import LlamaConfig
 from examples.train_llama.model_mindspore import LlamaForCausalLM
-from examples.train_llama.plan import spread
+from examples.train_llama.plan import spread, tensor_parallel_plan
 from hyper_parallel import CommTrace, explain, get_platform
+from hyper_parallel.planning import dry_run
 from hyper_parallel.testing.conformance.test_explain import facts
 from hyper_parallel.testing.spmd import on_mesh
 
 TOKENS = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)
+PLAN = tensor_parallel_plan()
 
 
 @on_mesh(2, 2, names=("dp", "tp"))
@@ -33,3 +35,13 @@ def a_llama(mesh: Any) -> tuple[list[tuple], list[tuple]]:
 def test_a_llama(pool: Any) -> None:
     for foreseen, seen in pool.run(4, a_llama):
         assert foreseen == seen and len(seen) > 30
+
+
+def test_a_dry_run() -> None:
+    """What does not need to know of single operations."""
+    found = dry_run(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2)), {"dp": 64, "tp": 2}, PLAN, Tensor(TOKENS))
+    memory = found.memory
+    assert memory.parameters == memory.gradients > 0 and memory.gathered > 0
+    assert memory.activations is memory.peak is found.seconds is found.seconds_overlapped is found.fits is None
+    assert found.traffic["tp"].bytes > 0 and found.traffic["dp"].counts == {"all_gather": 5, "reduce_scatter": 3}
+    assert "time: not known" in str(found) and '"traffic"' in found.to_json()

@@ -165,3 +165,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         parser().parse_args(["--help"])
     text = capsys.readouterr().out
     assert all(name in text for name in ("env", "launch", "test", "explain", "dry-run", "checkpoint"))
+
+
+def test_what_the_command_test_checks(pool: Any) -> None:
+    """Its jobs; that of checkpoints takes all ranks of the pool, and is run by the command alone."""
+    found = [pool.run(2, f"hyper_parallel.cli.selftest:check_{name}")[0] for name in ("collectives", "block")]
+    assert found[0] == "11 redistributions" and "reduce_scatter" in found[1]

@@ -86,7 +86,12 @@ class MindSporePlatform(
             call()
             return [None] * len(parameters)
         _, found = mindspore.value_and_grad(call, None, weights=tuple(trained))()
-        gradients = dict(zip(map(id, trained), found, strict=True))
+        gradients = {
+            id(p): g
+            if getattr(p, "_layout", None) is None or hasattr(g, "_layout")
+            else self.wrap(g, p._layout.cotangent)
+            for p, g in zip(trained, found, strict=True)
+        }
         return [gradients.get(id(p)) for p in parameters]
 
     def why_no_rule(self, function: Any) -> str | None:
