@@ -183,7 +183,7 @@ def save_trained(setup: Setup, name: str, path: str) -> Any:
     return saved, train(model, name, step, range(2, 12))
 
 
-def load_and_train(setup: Setup, name: str, path: str, stepped: bool) -> Any:
+def load_and_train(setup: Setup, name: str, path: str, stepped: bool, end: int) -> Any:
     """The same from a checkpoint, into a model with other values; the optimizer may have stepped before."""
     mesh = setup.mesh()
     if mesh is None:
@@ -195,7 +195,7 @@ def load_and_train(setup: Setup, name: str, path: str, stepped: bool) -> Any:
     result = load(state_of(model, optimizer, 0), path, mesh=mesh)
     assert result["step"] == 2 and result["model"] is model and result.get("optimizer") is optimizer
     loaded = digests(model, optimizer, mesh.platform)
-    return loaded, train(model, name, step, range(2, 12))
+    return loaded, train(model, name, step, range(2, end))
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -205,9 +205,10 @@ def test_training_goes_on(pool: Any, tmp_path: Path, setup: Setup) -> None:
     name = list(MODELS)[number % len(MODELS)]
     saved, losses = pool.run(4, save_trained, setup, name, path)[0]
     for other in (setup, SETUPS[(number + 7) % len(SETUPS)]):
-        ranks = [x for x in pool.run(4, load_and_train, other, name, path, number % 2) if x is not None]
+        end = 12 if other is setup else 4
+        ranks = [x for x in pool.run(4, load_and_train, other, name, path, number % 2, end) if x is not None]
         for loaded, again in ranks:
             assert loaded == saved, other
             if other is setup:
                 assert again == losses
-            np.testing.assert_allclose(again, losses, rtol=1e-4, err_msg=str(other))
+            np.testing.assert_allclose(again, losses[: end - 2], rtol=1e-4, err_msg=str(other))
