@@ -12,6 +12,7 @@ must bring:
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
   table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
 * `devices` - this rank's device, factories, random numbers;
+* `compiled` - what a compiler of the framework is told of styles; optional;
 * `state` - what of modules and optimizers belongs into a checkpoint.
 
 `core` is the other direction: what core hands to the backend, which imports nothing of it. `fast` is optional: what is
@@ -25,6 +26,7 @@ from typing import ClassVar
 
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
+from hyper_parallel.platform.contract.compiled import CompiledForward, CompiledInputs, CompilerRole, Conversion, Cut
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
 from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCollective
@@ -36,7 +38,11 @@ from hyper_parallel.platform.contract.tensors import TensorRole
 
 __all__ = [
     "NOTHING_FASTER",
+    "CompiledForward",
+    "CompiledInputs",
+    "Conversion",
     "Core",
+    "Cut",
     "Dispatch",
     "Fast",
     "LinearCollective",
@@ -50,7 +56,15 @@ __all__ = [
 
 
 class Platform(
-    ModuleRole, GroupRole, CollectiveRole, AutogradRole, TensorRole, InterceptionRole, DeviceRole, StateRole
+    ModuleRole,
+    CompilerRole,
+    GroupRole,
+    CollectiveRole,
+    AutogradRole,
+    TensorRole,
+    InterceptionRole,
+    DeviceRole,
+    StateRole,
 ):
     """What core asks of a backend: the sum of the roles. There is one instance of each backend in a process, which
     `hyper_parallel.get_platform` gives.
