@@ -66,6 +66,19 @@ class Services:
         coordinate = layout.mesh.get_coordinate()
         return () if coordinate is None else held_rectangles(layout, coordinate)
 
+    def layout_of_cut(self, mesh: device_mesh.DeviceMesh, cut: int | None, shape: Sequence[int]) -> Layout:
+        """See `platform.contract.Core`."""
+        return get_layout(mesh, (Replicate() if cut is None else Shard(cut % len(shape)),), tuple(shape))
+
+    def cut_of_layout(self, layout: Layout) -> tuple[device_mesh.DeviceMesh | None, int | None]:
+        """See `platform.contract.Core`."""
+        placement = layout.placements[0]
+        if layout.mesh.ndim == 1 and placement is Replicate():
+            return layout.mesh, None
+        if layout.mesh.ndim == 1 and type(placement) is Shard and not layout.shape[placement.dim] % layout.mesh.size():
+            return layout.mesh, placement.dim
+        return None, None
+
     def strides_of_whole(self, x: Any) -> tuple[int, ...]:
         """See `platform.contract.Core`."""
         layout: Layout = x._layout

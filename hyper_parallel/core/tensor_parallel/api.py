@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
+from hyper_parallel.core.tensor_parallel.compiled import share_inputs
 from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT, name_module
@@ -91,6 +92,7 @@ def parallelize_module(
         name_module(submodule, path)
         style.src_data_rank = src_data_rank
         style._apply(submodule, mesh)
+    share_inputs(matches, dict(mesh.platform.named_modules(module)), mesh)
     for path, submodule, guard in guards:
         name_module(submodule, path)
         mesh.platform.register_forward_pre_hook(submodule, guard)

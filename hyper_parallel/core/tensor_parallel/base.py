@@ -28,6 +28,7 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import (
     remember_layouts,
 )
 from hyper_parallel.core.tensor_parallel.uneven_shards import UNEVEN, compare_shapes
+from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.contract.modules import APPLIED
 
 
@@ -213,6 +214,11 @@ class ModuleStyle(ParallelStyle):
         applied; else None. It must do what ``forward``, the module's own, does between the conversions."""
         return None
 
+    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
+        """What a compiler of the framework traces in place of ``module``, whose parameters are distributed. None, for a
+        module that stays outside of compiled code."""
+        return None
+
     def excludes(self, other: ParallelStyle) -> bool:
         return isinstance(other, ModuleStyle)
 
@@ -241,7 +247,9 @@ class ModuleStyle(ParallelStyle):
         for _, submodule in list(platform.named_modules(module)):
             replicate_undistributed(submodule, device_mesh, self.src_data_rank)
         remember_layouts(module, device_mesh)
+        compiled = self.compiled_forward(module, device_mesh)
         platform.replace_forward(module, lambda forward: self._new_forward(module, forward, device_mesh))
+        platform.set_compiled_forward(module, compiled)
         mark_applied(module, self, device_mesh)
         return module
 

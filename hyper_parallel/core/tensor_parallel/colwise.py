@@ -20,11 +20,12 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
+from hyper_parallel.core.tensor_parallel.compiled import describe_weight
 from hyper_parallel.core.tensor_parallel.convert import to_output
 from hyper_parallel.core.tensor_parallel.heads import local_heads
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
-from hyper_parallel.platform.contract import NOTHING_FASTER, cached_view
+from hyper_parallel.platform.contract import NOTHING_FASTER, CompiledForward, cached_view
 
 _FIRST = (0,)
 
@@ -62,6 +63,8 @@ class ColwiseParallel(WeightParallel):
     """
 
     _splits_outputs = True
+    #: Whether the module returns a summand of its input's cotangent.
+    reads_for_parts = True
     _embedding = Shard(1)
     input_layouts = desired_input_layouts = (Replicate(),)
     output_layouts = (Shard(-1),)
@@ -96,6 +99,9 @@ class ColwiseParallel(WeightParallel):
                 return local_heads(y, self.heads, mesh)
             desired = None if whole or self.is_packed else desired
         return to_output(y, mesh, desired, self.use_local_output, what)
+
+    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
+        return describe_weight(self, module, mesh, "column")
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         given, desired, use_local = self.input_layouts[0], self.output_layouts[0], self.use_local_output

@@ -7,7 +7,9 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.compiled import describe
 from hyper_parallel.core.tensor_parallel.convert import to_placement
+from hyper_parallel.platform.contract import CompiledForward
 
 
 class HeadNormParallel(ModuleStyle):
@@ -33,6 +35,9 @@ class HeadNormParallel(ModuleStyle):
 
     def __init__(self, *, use_local_output: bool = True) -> None:
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
+
+    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
+        return describe(self, module, mesh, "parts", normalized=1)
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter,

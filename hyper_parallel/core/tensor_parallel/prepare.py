@@ -9,6 +9,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, hook_of_style, mark_applied
+from hyper_parallel.core.tensor_parallel.compiled import describe_conversions
 from hyper_parallel.core.tensor_parallel.convert import (
     Slots,
     as_named,
@@ -81,6 +82,10 @@ class PrepareModuleInput(ParallelStyle):
         distributed = dtensor_class(device_mesh.platform)
 
         before = hook_of_style(partial(self._before, device_mesh, distributed))
+        how = describe_conversions(
+            self._slots, device_mesh, len(self.input_layouts), self.use_local_output, of_outputs=False
+        )
+        before = device_mesh.platform.compiled_hook(before, how)
         device_mesh.platform.register_forward_pre_hook(module, before, with_kwargs=True)
         mark_applied(module, self, device_mesh)
         return module
@@ -140,7 +145,13 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = check_flag(use_local_output, "use_local_output", name)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        after = hook_of_style(partial(self._after, device_mesh))
+        slots = [
+            (i, given, self.desired_output_layouts[i])
+            for i, given in enumerate(self.output_layouts)
+            if given is not None
+        ]
+        how = describe_conversions(slots, device_mesh, len(self.output_layouts), self.use_local_output, of_outputs=True)
+        after = device_mesh.platform.compiled_hook(hook_of_style(partial(self._after, device_mesh)), how)
         device_mesh.platform.register_forward_hook(module, after)
         mark_applied(module, self, device_mesh)
         return module

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.compiled import describe
 from hyper_parallel.core.tensor_parallel.convert import as_single
+from hyper_parallel.platform.contract import CompiledForward
 
 
 class NoParallel(ModuleStyle):
@@ -43,3 +48,6 @@ class NoParallel(ModuleStyle):
         self.output_layout = as_single(output_layout, "output_layout", name) or Replicate()
         self.input_layouts, self.output_layouts = (self.input_layout,), (self.output_layout,)
         self.use_local_output = check_flag(use_local_output, "use_local_output", name)
+
+    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
+        return describe(self, module, mesh, "alike")

@@ -16,10 +16,11 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
+from hyper_parallel.core.tensor_parallel.compiled import describe_weight
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
-from hyper_parallel.platform.contract import NOTHING_FASTER
+from hyper_parallel.platform.contract import NOTHING_FASTER, CompiledForward
 
 
 class RowwiseParallel(WeightParallel):
@@ -55,6 +56,9 @@ class RowwiseParallel(WeightParallel):
     input_layouts: tuple[Placement] = (Shard(-1),)
     desired_input_layouts: tuple[Placement] = (Shard(-1),)
     output_layouts: tuple[Placement] = (Replicate(),)
+
+    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
+        return describe_weight(self, module, mesh, "row")
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         given, desired, use_local = self.input_layouts[0], self.output_layouts[0], self.use_local_output

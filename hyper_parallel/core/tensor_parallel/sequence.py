@@ -13,10 +13,11 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, ModuleStyle, check_flag, is_placed
+from hyper_parallel.core.tensor_parallel.compiled import describe
 from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim
 from hyper_parallel.core.tensor_parallel.planned_parameters import layouts_of
 from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
-from hyper_parallel.platform.contract import NOTHING_FASTER
+from hyper_parallel.platform.contract import NOTHING_FASTER, CompiledForward
 
 
 class SequenceParallel(ModuleStyle):
@@ -48,6 +49,10 @@ class SequenceParallel(ModuleStyle):
         self.sequence_dim = sequence_dim
         self.sequence_sharding = self.input_layouts = self.desired_input_layouts = (Shard(sequence_dim),)
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
+
+    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
+        normalized = mesh.platform.normalized_dims(module)
+        return None if normalized is None else describe(self, module, mesh, "parts", normalized=normalized)
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         normalized = mesh.platform.normalized_dims(module)

@@ -13,6 +13,7 @@ must bring:
   table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
 * `devices` - this rank's device, factories, random numbers;
 * `observation` - what is seen of the program around core;
+* `compiled` - what a compiler of the framework is told of styles; optional;
 * `state` - what of modules and optimizers belongs into a checkpoint;
 * `dry` - tensors that have shapes and no data, and what operations on them would cost.
 
@@ -27,6 +28,7 @@ from typing import ClassVar
 
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
+from hyper_parallel.platform.contract.compiled import CompiledForward, CompiledInputs, CompilerRole, Conversion, Cut
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
 from hyper_parallel.platform.contract.dry import DryRole, Usage
@@ -40,7 +42,11 @@ from hyper_parallel.platform.contract.tensors import TensorRole
 
 __all__ = [
     "NOTHING_FASTER",
+    "CompiledForward",
+    "CompiledInputs",
+    "Conversion",
     "Core",
+    "Cut",
     "Dispatch",
     "Fast",
     "LinearCollective",
@@ -57,6 +63,7 @@ __all__ = [
 
 class Platform(
     ModuleRole,
+    CompilerRole,
     GroupRole,
     CollectiveRole,
     AutogradRole,

@@ -62,6 +62,16 @@ class Core(Protocol):
         """
         ...
 
+    def layout_of_cut(self, mesh: Mesh, cut: int | None, shape: Sequence[int]) -> Layout:
+        """The layout of a tensor of global ``shape`` of which ranks of the 1-D ``mesh`` have consecutive parts along
+        dimension ``cut``, or all with None."""
+        ...
+
+    def cut_of_layout(self, layout: Layout) -> tuple[Mesh, int | None]:
+        """The mesh and the cut of which `layout_of_cut` makes ``layout``, where all ranks have equal parts; else (None,
+        None)."""
+        ...
+
     def from_local(self, local: Tensor, layout: Layout) -> Any:
         """The DTensor of ``layout`` of which ``local``, a plain tensor, is this rank's part; differentiable."""
         ...

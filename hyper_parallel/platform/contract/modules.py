@@ -179,7 +179,7 @@ class ModuleRole(ABC):
         ``with_kwargs``); what it returns, unless None, replaces the output. By default it is the module's method."""
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
-    def show_styles(self, module: Module) -> None:  # noqa: B027 - there is nothing to do for correctness
+    def show_styles(self, module: Module) -> None:
         """Let the text of ``module``, as ``print`` shows it, have what `platform.module_text.text_of_plan` adds."""
         return
 

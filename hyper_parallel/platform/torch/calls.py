@@ -14,7 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.module_text import text_of_plan
+from hyper_parallel.platform.torch.compiled.forwards import make_run, run_forward
+from hyper_parallel.platform.torch.compiled.hooks import share_inputs
+from hyper_parallel.platform.torch.compiled.tracing import is_tracing
 from hyper_parallel.platform.torch.module_copies import copying_methods
 from hyper_parallel.platform.torch.private import (
     calls_quickly,
@@ -25,16 +29,34 @@ from hyper_parallel.platform.torch.private import (
     tracer,
 )
 
-__all__ = ["call_quickly", "replace_forward"]
+__all__ = ["call_quickly", "replace_forward", "set_compiled_forward", "share_compiled_inputs"]
 
 
 def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
+    module.__dict__.pop("_compiled_run", None)  # what replaces a forward replaces the compiled one
     module.__dict__["_replaced_forward"] = make(cls.forward if replaced is None else replaced)
     if replaced is None or mixin is not None:
         module.__class__ = _with_replaced_forward(cls, mixin)
+
+
+def share_compiled_inputs(module: nn.Module) -> None:
+    """See `Platform.share_compiled_inputs`."""
+    cls: Any = type(module)
+    if not getattr(cls, "_shares", False):
+        module.__class__ = _with_shared_inputs(cls)
+
+
+@cache
+def _with_shared_inputs(cls: Any) -> type:
+    return _derive(cls, {"_shares": True})
+
+
+def set_compiled_forward(module: nn.Module, how: CompiledForward | None) -> None:
+    """See `Platform.set_compiled_forward`."""
+    module.__dict__["_compiled_run"] = make_run(module, how)
 
 
 def call_quickly(module: nn.Module) -> None:
@@ -47,6 +69,8 @@ def call_quickly(module: nn.Module) -> None:
 @cache
 def _with_replaced_forward(cls: Any, mixin: type | None) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing() and "_compiled_run" in self.__dict__:
+            return run_forward(self, args, kwargs)
         return self._replaced_forward(self, *args, **kwargs)
 
     return _derive(cls, {"forward": forward}, mixin)
@@ -60,9 +84,14 @@ def _with_quick_call(cls: Any) -> type:
 def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type:
     """A class under the name of ``cls`` that has these methods, those of the class ``base``, and a ``__call__`` that
     does what that of `torch.nn.Module` does."""
+    shares = "_shares" in methods
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
+        if is_tracing():
+            if shares:
+                args, kwargs = share_inputs(args, kwargs)
+            return cls.__call__(self, *args, **kwargs)
         if (
             state["_backward_pre_hooks"]
             or state["_backward_hooks"]

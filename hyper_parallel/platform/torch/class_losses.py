@@ -13,13 +13,22 @@ from hyper_parallel.platform.torch.tensor import State, stand_for
 __all__ = ["whole_classes_only"]
 
 
+def _refuse(count: int) -> None:
+    State.core.refuse_part_of_classes(count)
+
+
+#: As `torch.compiler.assume_constant_result`, which imports the compiler: asked while it traces.
+_refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def whole_classes_only(original: Callable) -> Callable:
     """What stands for ``cross_entropy`` and ``nll_loss`` of `torch.nn.functional`."""
 
     @functools.wraps(original)
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(input) is Tensor and input.dim():
-            State.core.refuse_part_of_classes(input.shape[min(1, input.dim() - 1)])
+        # Torch 2.14 compiles a call of this function as one operation, and calls it with a fake tensor meanwhile.
+        if (type(input) is Tensor or type(input).__name__ == "FakeTensor") and input.dim():
+            _refuse(input.shape[min(1, input.dim() - 1)])
         return original(input, target, *args, **kwargs)
 
     # torch looks itself up by name when it asks a DTensor.

@@ -52,6 +52,7 @@ def _reduce(self: Any, protocol: Any) -> tuple:
     """
     state = dict(self.__getstate__())
     state.pop("_replaced_forward", None)
+    state.pop("_compiled_run", None)
     for name, options in _HOOKS.items():
         kept = type(state[name])((i, hook) for i, hook in state[name].items() if not getattr(hook, "of_style", False))
         for hook in kept.values():

@@ -12,6 +12,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import ModuleKind, Platform
 from hyper_parallel.platform.torch import calls
+from hyper_parallel.platform.torch.compiled.hooks import compiled_hook
 from hyper_parallel.platform.torch.private import same_implementation
 from hyper_parallel.platform.torch.tensor import is_dtensor, wrap
 
@@ -73,6 +74,13 @@ class ModuleVerbs(Platform):
     def show_styles(self, module: nn.Module) -> None:
         """See `Platform.show_styles`."""
         calls.call_quickly(module)
+
+    #: See `Platform.set_compiled_forward`.
+    set_compiled_forward: Any = staticmethod(calls.set_compiled_forward)
+    #: See `Platform.compiled_hook`.
+    compiled_hook: Any = staticmethod(compiled_hook)
+    #: See `Platform.share_compiled_inputs`.
+    share_compiled_inputs: Any = staticmethod(calls.share_compiled_inputs)
 
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False

@@ -22,6 +22,7 @@ from hyper_parallel.platform.torch import (
     transforms,
     wrappers,
 )
+from hyper_parallel.platform.torch.compiled import dynamo
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -30,6 +31,7 @@ __all__ = ["PATCHES"]
 _TESTED = "2.13 to 2.15"
 _STATES = "torch.distributed._state_dict_utils"
 _DCP = "torch.distributed.checkpoint"
+_DYNAMO = "torch._dynamo"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _OF_STATE = "state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs"
 _OF_PARAMETERS = "mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
@@ -213,6 +215,20 @@ PATCHES = PatchSet(
             fully_sharded.taking_meshes,
             check=takes("self"),
             after=f"{_FSDP2}._fsdp_common",
+        ),
+        _patch(
+            f"{_DYNAMO}.variables.builder.VariableBuilder.wrap_tensor",
+            "``torch.compile`` fails an assertion where it meets a DTensor: Python and C++ tell it different shapes",
+            dynamo.wrapping_dtensors,
+            check=takes("self value"),
+            after=f"{_DYNAMO}.variables.builder",
+        ),
+        _patch(
+            f"{_DYNAMO}.output_graph.OutputGraph.call_user_compiler",
+            "compiled graphs compute on DTensors, which dispatch them again",
+            dynamo.plain_inputs,
+            check=takes("self gm example_inputs"),
+            after=f"{_DYNAMO}.output_graph",
         ),
     ],
     classes=lambda: [State.tensor_class],

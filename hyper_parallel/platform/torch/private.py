@@ -42,6 +42,7 @@ __all__ = [
     "dispatch_modes",
     "flatten",
     "fused_attention",
+    "functional_collectives",
     "function_modes",
     "global_backward_hooks",
     "global_backward_pre_hooks",
@@ -304,6 +305,8 @@ if dist.is_available():
     for _name in ("_get_backend", "_allgather_base", "_reduce_scatter_base"):
         _take(f"distributed.ProcessGroup.{_name}", callable)
     default_store: Callable[[], Any] = _take("distributed.distributed_c10d._get_default_store", callable)
+    #: Collectives as operators that torch's compiler knows.
+    functional_collectives: Any = _take("ops._c10d_functional", lambda ops: callable(ops.wait_tensor))
     #: The mesh that one of torch's was sliced from, itself where it was not.
     root_of_mesh: Callable[[Any], Any] = _take("distributed.device_mesh.DeviceMesh._get_root_mesh", callable)
 

@@ -1,0 +1,114 @@
+"""What core tells a backend of a styled module, for a compiler that traces it: the second forward of a plan.
+
+Where a framework compiles what Python does, DTensors are in the way: a compiler sees local tensors that claim to be
+larger. So a backend with a compiler builds, of a style's data, a forward of plain local tensors, two autograd functions
+and collectives that the compiler can see. A backend without takes the data and does nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["CompiledForward", "CompiledInputs", "CompilerRole", "Conversion", "Cut"]
+
+#: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
+Cut: TypeAlias = "int | None"
+
+
+@dataclass(frozen=True)
+class CompiledForward:
+    """A module as its style runs it.
+
+    Attributes:
+        kind: what the module and its parameters are.
+
+            - ``"column"``: a linear layer, or an embedding, of which each rank has some output features. The input is
+              whole, and each rank computes a part of its gradient.
+            - ``"row"``: a linear layer of which each rank has some input features, or an embedding of which it has some
+              rows; the bias is whole. Each rank computes a summand of the output.
+            - ``"parts"``: any module that treats the parts of its input as the whole: norms. Its parameters are whole,
+              and each rank computes a summand of their gradients. The output is cut as the input.
+            - ``"alike"``: any module that computes the same on all ranks.
+        mesh: 1-D mesh of core.
+        group: of its ranks.
+        size, rank: how many they are, and which one this is.
+        given: how a plain input lies.
+        wanted: how the output is to lie.
+        local: whether the output is plain, not a DTensor.
+        layouts: of the parameters that the module itself holds, by name, None for one that is plain.
+        sizes: of ``"column"`` and ``"row"``, how many of the features or rows each rank has.
+        packed: whether these are several matrices in one, each cut by itself.
+        normalized: of ``"parts"``, how many of the last dimensions of the input must be whole.
+    """
+
+    kind: str
+    mesh: Any
+    group: Any
+    size: int
+    rank: int
+    given: Cut
+    wanted: Cut
+    local: bool
+    layouts: Mapping[str, Any]
+    sizes: tuple[int, ...] = ()
+    packed: bool = False
+    normalized: int = 0
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One input or output of a module that a hook brings to another layout.
+
+    Attributes:
+        key: its position, or its keyword.
+        given: how a plain one lies.
+        wanted: how it is to lie.
+    """
+
+    key: Any
+    given: Cut
+    wanted: Cut
+
+
+@dataclass(frozen=True)
+class CompiledInputs:
+    """What a hook of a style converts: inputs of a module, or outputs.
+
+    Attributes:
+        mesh, group, size, rank: see `CompiledForward`.
+        conversions: in order.
+        count: how many there must be: outputs, or at least so many positional inputs.
+        local: whether the results are plain, not DTensors.
+        of_outputs: whether they are outputs.
+    """
+
+    mesh: Any
+    group: Any
+    size: int
+    rank: int
+    conversions: tuple[Conversion, ...]
+    count: int
+    local: bool
+    of_outputs: bool
+
+
+class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings nothing
+    """What a framework with a compiler makes of these. Where there is none, or DTensors are kept from it, nothing."""
+
+    def set_compiled_forward(self, module: Any, how: CompiledForward | None) -> None:
+        """Let a compiler trace what ``how`` describes in place of the forward that `ModuleRole.replace_forward` gave
+        ``module``. With None nothing: the module stays outside of compiled code."""
+        return
+
+    def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:
+        """``hook``, which a style is about to register, or a hook that does what ``how`` describes where a compiler
+        traces it, and is the same otherwise. With None it is left outside of compiled code."""
+        return hook
+
+    def share_compiled_inputs(self, module: Any) -> None:
+        """Inside of ``module`` several column-parallel modules may read one of its inputs: in compiled code one
+        collective is to sum what they give its gradient, as in eager mode."""
+        return

@@ -1,0 +1,90 @@
+"""How torch's compiler sees DTensors: as the local tensors that they are.
+
+A DTensor is a graph input of the local shape; its guards compare what torch knows below Python, and its layout. In the
+frame a class of `placed` stands for it. The compiled graph itself gets plain tensors, forward and backward.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache, wraps
+from types import SimpleNamespace
+from typing import Any
+
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.compiled.placed import held_class
+from hyper_parallel.platform.torch.tensor import State, is_dtensor
+
+__all__ = ["plain_inputs", "wrapping_dtensors"]
+
+#: Code of this library that works on DTensors themselves: where it runs, nothing is compiled.
+_NOT_COMPILED = (
+    "core.dtensor",
+    *(f"platform.torch.{name}" for name in ("dtensor_class", "handlers", "operators", "tensor")),
+)
+
+
+def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """What stands for ``VariableBuilder.wrap_tensor``, where the compiler meets a tensor of the program."""
+
+    @wraps(original)
+    def wrap_tensor(self: Any, value: Any) -> Any:
+        if getattr(type(value), "is_placed_class", False):
+            layout = value._layout
+            value.__class__, value._layout = State.tensor_class, layout
+        if not is_dtensor(value):
+            return original(self, value)
+        layout, parts = value._layout, _parts_of_dynamo()
+        with no_dispatch():
+            # As `torch._dynamo.mark_static`: sizes that vary would be read of the DTensor, which says the global ones.
+            value._dynamo_static_indices = set(range(value.dim()))
+            found = original(self, value)
+        of_layout = parts.source.AttrSource(self.source, "_layout")
+        parts.guards.install_guard(of_layout.make_guard(parts.guards.GuardBuilder.ID_MATCH))
+        held = held_class(layout, *State.core.cut_of_layout(layout))
+        return parts.variable.from_tensor_var(self.tx, found, held, self.source)
+
+    return wrap_tensor
+
+
+@cache
+def _parts_of_dynamo() -> Any:
+    """Found when a DTensor is met: while torch's compiler is being imported they are not there yet."""
+    importlib.import_module("hyper_parallel.platform.torch.compiled.outside")
+    guards, source = map(importlib.import_module, ("torch._dynamo.guards", "torch._dynamo.source"))
+    overrides: Any = importlib.import_module("torch._dynamo.variables.torch_function")
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    for name in _NOT_COMPILED:
+        rules.add(f"hyper_parallel.{name}")
+    return SimpleNamespace(guards=guards, source=source, variable=overrides.TensorWithTFOverrideVariable)
+
+
+def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for ``OutputGraph.call_user_compiler``, which gives a graph and its inputs to a backend."""
+
+    @wraps(original)
+    def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:
+        held = [i for i, x in enumerate(example_inputs) if is_dtensor(x)]
+        if not held:
+            return original(self, gm, example_inputs)
+        # What the compiler has traced with: of a new view it would not know where its sizes come from.
+        traced = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+        compiled = original(self, gm, [traced[i] if i in held else x for i, x in enumerate(example_inputs)])
+
+        def run(*args: Any) -> Any:
+            return compiled(*_plain(args, held))
+
+        return run
+
+    return call_user_compiler
+
+
+def _plain(args: Any, held: list[int]) -> list[Any]:
+    new = list(args)
+    with no_dispatch():
+        for i in held:
+            x = new[i]
+            new[i] = x.view_as(x)
+    return new

@@ -1,0 +1,255 @@
+"""The second forward of a plan: styled modules as torch's compiler traces them.
+
+Made of a style's data (`CompiledForward`): local parameters as plain tensors, and the functions of `functions`. What is
+not as the data say, and what has no data, runs outside of the compiled code as it does in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.contract import CompiledForward
+from hyper_parallel.platform.torch.compiled import functions
+from hyper_parallel.platform.torch.compiled.moves import Moves
+from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, plain
+from hyper_parallel.platform.torch.tensor import State
+
+__all__ = ["make_run", "run_forward"]
+
+#: Why a module is left to eager mode: what a compiled forward returns in place of its output then.
+_NO_WAY = "this style, or this kind of module, is not traced"
+_INPUT = "its inputs are not one tensor that lies as the style takes it"
+_PARAMETERS = "its parameters are not those that the style has distributed"
+_OUTPUT = "its output would not be cut evenly, or into parts of several matrices"
+
+
+def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a styled module inside of a compiled frame."""
+    run = module._compiled_run
+    y = _NO_WAY if run is None else run(module, args, kwargs)
+    return Outside.run(module, args, kwargs, y) if isinstance(y, str) else y
+
+
+def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., Any] | None:
+    """``run(module, args, kwargs)`` in place of the forward of ``module``: gives a reason, a string, where it does not
+    apply."""
+    if how is None:
+        return None
+    cls = original_class(module)
+    if how.kind in ("column", "row"):
+        if cls is nn.Linear:
+            return _linear(how)
+        return _embedding(how, module) if cls is nn.Embedding and is_simple(module) else None
+    if how.kind == "parts":
+        return _parts(how, cls)
+    return _alike(how, module, cls)
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that a module had before styles gave it one of their own."""
+    cls = type(module)
+    while "_quick" in cls.__dict__:
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def _moves(how: Any) -> Moves:
+    return Moves(how.mesh, how.group, how.size, how.rank, how.local)
+
+
+def _give(moves: Moves, y: Tensor | None, cut: int | None, even: bool = True) -> Any:
+    """What the module returns, or why it cannot."""
+    y = None if y is None else moves.give(y, cut, even)
+    return _OUTPUT if y is None else y
+
+
+def _is_planned(p: Any, layout: Any) -> bool:
+    """Whether a parameter is the DTensor that the plan has made, or None where that had none."""
+    if layout is None or p is None:
+        return p is layout
+    return isinstance(p, State.tensor_class.__bases__[0]) and p._layout is layout
+
+
+def _linear(how: CompiledForward) -> Callable[..., Any]:
+    moves, given, wanted, sizes = _moves(how), how.given, how.wanted, how.sizes
+    of_weight, of_bias = how.layouts["weight"], how.layouts.get("bias")
+    even, packed, taken, columns = min(sizes) == max(sizes), how.packed, sum(sizes), how.kind == "column"
+
+    def column(given: Any, x: Tensor, cut: int | None, weight: Any, bias: Any, to: int | None) -> Any:
+        if cut == x.ndim - 1 and x.shape[cut] * moves.size != weight.shape[1]:
+            return _INPUT
+        x = moves.read(given, x, cut)
+        with no_dispatch():
+            y = F.linear(x, weight, bias)
+        features = y.ndim - 1
+        if to != features:
+            if packed:
+                return _OUTPUT
+            y = moves.move(y, features, to, sizes)
+        return _give(moves, y, to, (even and not packed) or to != features)
+
+    def row(x: Tensor, cut: int | None, weight: Any, bias: Any, to: int | None) -> Any:
+        features = x.ndim - 1
+        if cut != features:
+            if packed or x.shape[features] != taken or (cut is not None and not even):
+                return _INPUT
+            x = moves.part(x, features, sizes) if cut is None else moves.move(x, cut, features)
+        if to == features:
+            return _OUTPUT
+        with no_dispatch():
+            if to is None:
+                y: Any = moves.add_up(F.linear(x, weight, None), None)
+                # Automatic mixed precision computes in another dtype than that of the parameters.
+                y = y if bias is None else y + bias.to(y.dtype)
+            else:
+                bias = bias if bias is None else functions.one_summand(plain(bias), moves.rank)
+                y = moves.add_up(F.linear(x, weight, bias), to)
+        return _give(moves, y, to)
+
+    def run(module: Any, args: tuple, kwargs: dict) -> Any:
+        if kwargs or len(args) != 1:
+            return _INPUT
+        found = moves.take(args[0], given)
+        if found is None:
+            return _INPUT
+        x, cut = found
+        own = module._parameters
+        weight, bias = own.get("weight"), own.get("bias")
+        if not _is_planned(weight, of_weight) or not _is_planned(bias, of_bias):
+            return _PARAMETERS
+        if wanted is None:
+            to = None
+        elif -x.ndim <= wanted < x.ndim:
+            to = wanted % x.ndim
+        else:
+            return _INPUT
+        return column(args[0], x, cut, weight, bias, to) if columns else row(x, cut, weight, bias, to)
+
+    return run
+
+
+def is_simple(embedding: Any) -> bool:
+    """Whether an embedding only looks rows up: it writes none, and its gradients are dense."""
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+
+
+def _embedding(how: CompiledForward, module: Any) -> Callable[..., Any]:
+    moves, given, wanted, sizes, padding = _moves(how), how.given, how.wanted, how.sizes, module.padding_idx
+    of_weight, even, columns = how.layouts["weight"], min(how.sizes) == max(how.sizes), how.kind == "column"
+    total, first, count = sum(sizes), sum(sizes[: how.rank]), sizes[how.rank]
+    own_padding = padding - first if padding is not None and first <= padding < first + count else None
+
+    def column(ids: Tensor, weight: Any, to: int | None) -> Any:
+        with no_dispatch():
+            y = F.embedding(ids, weight, padding)
+        features = y.ndim - 1
+        y = moves.move(y, features, to, sizes)
+        return _give(moves, y, to, even or to != features)
+
+    def row(ids: Tensor, weight: Any, to: int | None) -> Any:
+        # An id that no rank has stays outside of the rows that this one has, so that looking it up fails as ever.
+        own = (ids >= first) & (ids < first + count)
+        elsewhere = (ids >= 0) & (ids < total) & ~own
+        with no_dispatch():
+            y = F.embedding((ids - first).masked_fill(elsewhere, 0), weight, own_padding)
+        y = moves.add_up(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), to)
+        return _give(moves, y, to)
+
+    def run(module: Any, args: tuple, kwargs: dict) -> Any:
+        found = None if kwargs or len(args) != 1 else moves.take(args[0], given)
+        weight = module._parameters.get("weight")
+        if found is None:
+            return _INPUT
+        if not _is_planned(weight, of_weight):
+            return _PARAMETERS
+        ids, cut = found
+        if wanted is not None and not -ids.ndim - 1 <= wanted <= ids.ndim:
+            return _INPUT
+        to = None if wanted is None else wanted % (ids.ndim + 1)
+        ids = moves.whole(ids, cut)
+        return (column if columns else row)(ids, weight, to)
+
+    return run
+
+
+def _layer_norm(module: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+def _rms_norm(module: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+
+
+_NORMS = {nn.LayerNorm: _layer_norm, nn.RMSNorm: _rms_norm}
+
+
+def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
+    moves, given, planned, normalized = _moves(how), how.given, tuple(how.layouts.items()), how.normalized
+    norm, group, forward = _NORMS.get(cls), how.group.group_name, cls.forward
+    part = part_class(group)
+
+    def view(p: Any) -> Any:
+        return p if p is None or moves.size == 1 else functions.read_for_parts(plain(p), group)
+
+    def run(module: Any, args: tuple, kwargs: dict) -> Any:
+        found = None if kwargs or len(args) != 1 else moves.take(args[0], given)
+        own = module._parameters
+        if found is None:
+            return _INPUT
+        for name, layout in planned:
+            if not _is_planned(own.get(name), layout):
+                return _PARAMETERS
+        x, cut = found
+        if cut is None or cut >= x.ndim - normalized:
+            return _INPUT
+        if norm is not None:
+            y = norm(module, x, view(own.get("weight")), view(own.get("bias")))
+        else:
+            y = plain(forward(module, x.as_subclass(part)))
+        return moves.give(y, cut)
+
+    return run
+
+
+def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] | None:
+    """A layer of the framework on a whole input, between its conversions."""
+    moves, given, wanted, planned = _moves(how), how.given, how.wanted, tuple(how.layouts.items())
+    if cls is nn.Embedding:
+        padding = module.padding_idx
+
+        def call(module: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
+            return F.embedding(x, weight, padding)
+    elif cls is nn.Linear:
+
+        def call(module: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
+            return F.linear(x, weight, bias)
+    elif cls in _NORMS:
+        call = _NORMS[cls]
+    else:
+        return None
+    if cls is nn.Embedding and not is_simple(module):
+        return None
+
+    def run(module: Any, args: tuple, kwargs: dict) -> Any:
+        found = None if kwargs or len(args) != 1 else moves.take(args[0], given)
+        if found is None:
+            return _INPUT
+        own = module._parameters
+        for name, layout in planned:
+            if not _is_planned(own.get(name), layout):
+                return _PARAMETERS
+        x = moves.whole(*found)
+        weight, bias = own.get("weight"), own.get("bias")
+        y = call(module, x, weight if weight is None else plain(weight), bias if bias is None else plain(bias))
+        if wanted is not None and not -y.ndim <= wanted < y.ndim:
+            return _INPUT
+        to = None if wanted is None else wanted % y.ndim
+        y = moves.move(y, None, to)
+        return _give(moves, y, to)
+
+    return run

@@ -1,0 +1,130 @@
+"""From one layout to another inside a compiled frame: plain local tensors in, plain local tensors out.
+
+A tensor lies as its cut says: a dimension along which the ranks have consecutive parts, or None for what all have.
+Parts are equal unless their ``sizes`` are given.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from hyper_parallel.platform.torch.compiled import functions
+from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class, placed_class, plain
+from hyper_parallel.platform.torch.tensor import State
+
+__all__ = ["Moves"]
+
+
+#: Tensors of more dimensions stay outside of compiled code.
+_MOST_DIMS = 8
+
+
+@cache
+def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | None, type]]:
+    """`placed_class` and `gathered_class` by cut."""
+    cuts = range(_MOST_DIMS)
+    return {cut: placed_class(mesh, size, cut) for cut in (None, *cuts)}, {
+        cut: gathered_class(mesh, size, cut) for cut in cuts
+    }
+
+
+class Moves:
+    """What one style moves, on its 1-D mesh.
+
+    Args:
+        mesh, size, rank: of the style.
+        group: the process group.
+        local: whether its results are plain.
+    """
+
+    def __init__(self, mesh: Any, group: Any, size: int, rank: int, local: bool) -> None:
+        self.mesh, self.size, self.rank, self.local, self.group = mesh, size, rank, local, group.group_name
+        # Made here: in a frame a class cannot be.
+        self.placed, self.gathered = _classes(mesh, size)
+        self.dtensor = State.tensor_class.__bases__[0]
+
+    def take(self, x: Any, given: int | None) -> tuple[Tensor, int | None] | None:
+        """An input as a plain tensor, and its cut; None where it is no tensor, or lies in a way that is not known here.
+        A plain one lies as ``given``."""
+        if isinstance(x, self.dtensor):
+            if x.placed_on is not self.mesh:
+                return None
+            cut = x.placed_cut if x.gathers is None else x.gathers
+            x = plain(x)
+        elif isinstance(x, Tensor):
+            cut, x = given, plain(x) if isinstance(x, Shared) else x
+        else:
+            return None
+        if cut is None:
+            return x, None
+        return (x, cut % x.ndim) if -x.ndim <= cut < x.ndim <= _MOST_DIMS else None
+
+    def give(self, y: Tensor, cut: int | None, even: bool = True) -> Any:
+        """An output that lies so, plain or as a DTensor; None for a DTensor whose parts differ in size."""
+        if self.local:
+            return y
+        return y.as_subclass(self.placed[cut]) if even else None
+
+    def give_gathered(self, x: Tensor, cut: int) -> Any:
+        """The DTensor that is gathered of shards along ``cut``."""
+        y: Any = x.as_subclass(self.gathered[cut])
+        y.read_for_parts = None
+        return y
+
+    def cuts_evenly(self, x: Tensor, dim: int) -> bool:
+        """Whether all ranks get as much of ``dim``, which they have whole."""
+        return bool(x.shape[dim] % self.size == 0)
+
+    def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:
+        """All of ``x``, which `take` made of ``given``, for a consumer that returns a summand of the cotangent. Several
+        that are given the same share one collective."""
+        shares = isinstance(given, Shared) or (isinstance(given, self.dtensor) and given.gathers is not None)
+        if not shares:
+            return self.whole_for_parts(x, cut)
+        if given.read_for_parts is None:
+            given.read_for_parts = self.whole_for_parts(x, cut)
+        return given.read_for_parts
+
+    def whole_for_parts(self, x: Tensor, cut: int | None) -> Tensor:
+        """All of a tensor, for a consumer that returns a summand of the cotangent."""
+        if self.size == 1 or not x.is_floating_point():
+            return x if cut is None else self.whole(x, cut)
+        if cut is None:
+            return functions.read_for_parts(x, self.group)
+        return functions.gather_for_parts(x, cut, (), self.size, self.rank, self.group)
+
+    def whole(self, x: Tensor, cut: int | None, sizes: tuple[int, ...] = ()) -> Tensor:
+        """All of a tensor, for consumers that return the whole cotangent."""
+        if self.size == 1 or cut is None:
+            return x
+        return functions.gather(x, cut, sizes, self.size, self.rank, self.group)
+
+    def part(self, x: Tensor, cut: int, sizes: tuple[int, ...] = ()) -> Tensor:
+        """This rank's part of what all ranks have."""
+        return x if self.size == 1 else functions.slice_(x, cut, sizes, self.size, self.rank, self.group)
+
+    def move(self, x: Tensor, cut: int | None, wanted: int | None, sizes: tuple[int, ...] = ()) -> Tensor | None:
+        """From one layout to another; ``sizes`` of a cut that is not even. None where the new parts were not even."""
+        if cut == wanted or self.size == 1:
+            return x
+        if wanted is None:
+            return self.whole(x, cut, sizes)
+        if not self.cuts_evenly(x, wanted):
+            return None
+        if cut is None:
+            return self.part(x, wanted)
+        even = not sizes or min(sizes) == max(sizes)
+        return functions.exchange(x, cut, wanted, self.size, self.group) if even else None
+
+    def add_up(self, x: Tensor, wanted: int | None) -> Tensor | None:
+        """The sum of the ranks' summands, whole or in parts; None where these were not even."""
+        if self.size == 1:
+            return x
+        if wanted is None:
+            return functions.sum_up(x, self.group)
+        if not self.cuts_evenly(x, wanted):
+            return None
+        return functions.scatter(x, wanted, (), self.size, self.rank, self.group)

@@ -1,0 +1,41 @@
+"""What a compiled frame leaves to eager mode. Imported once torch's compiler is there, which takes long to import."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.compiled.placed import Outside, settle
+
+__all__: list[str] = []
+
+#: Paths of modules of which it was said.
+_SAID: set[str] = set()
+
+
+@torch.compiler.disable(
+    reason="HyperParallel: an operation on a DTensor. Compiled code has DTensors only between modules with styles: "
+    "give the module before use_local_output=True, or compile less; see docs/compile.md"
+)
+def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
+    return call(*settle(args), **settle(kwargs))
+
+
+@torch.compiler.disable(
+    reason="HyperParallel: a module of which torch.compile cannot trace the style, with these inputs; see "
+    "docs/compile.md for those that it can"
+)
+def _run(module: Any, args: tuple, kwargs: dict, why: str) -> Any:
+    path = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
+    if path not in _SAID:
+        _SAID.add(path)
+        warnings.warn(
+            f"{path!r} runs outside of compiled code, as in eager mode: {why}. docs/compile.md says what is traced",
+            stacklevel=2,
+        )
+    return module._replaced_forward(module, *settle(args), **settle(kwargs))
+
+
+Outside.leave, Outside.run = _leave, _run

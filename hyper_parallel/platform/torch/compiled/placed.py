@@ -1,0 +1,181 @@
+"""What stands for DTensors inside a compiled frame: plain local tensors of a class that says how they lie.
+
+To torch's compiler a `Placed` is the local tensor. Styled modules, whose compiled forwards know the class, take it for
+what it is; whatever else computes on one leaves the compiled code: there it becomes the DTensor that eager mode has.
+One that leaves the frame becomes a DTensor when somebody first looks at it. There is a class for each mesh and cut, so
+that it needs no attributes, which compiled code would have to carry along.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.compiled.functions import read_for_parts
+from hyper_parallel.platform.torch.tensor import State
+
+__all__ = [
+    *("Outside", "Part", "Shared", "gathered_class", "held_class", "part_class", "placed_class", "plain", "settle"),
+]
+
+
+def plain(x: Any) -> Tensor:
+    """The local tensor of a `Placed` or a DTensor."""
+    with no_dispatch():
+        return x.view_as(x)
+
+
+class Part(Tensor):
+    """A plain tensor of which each rank has some positions, while a module computes that treats each by itself: what it
+    computes from whole parameters gives a summand of their gradients. See `part_class`."""
+
+
+def settle(x: Any) -> Any:
+    """``x``, or what is inside of a tuple, list or dict, with a DTensor in place of each `Placed`, which is changed."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(settle, x)) if type(x) in (tuple, list) else x
+    if type(x) is dict:
+        return {key: settle(value) for key, value in x.items()}
+    cls = type(x)
+    if getattr(cls, "is_placed_class", False):
+        layout = x._layout
+        x.__class__ = State.tensor_class
+        x._layout = layout
+        wanted = cls.gathered_layout(x, layout)
+        return x if wanted is layout else x.redistribute(placements=wanted.placements)
+    if issubclass(cls, Shared):
+        return plain(x)
+    return x
+
+
+class Outside:
+    """What runs outside of compiled code, see `outside`, which sets them: it imports torch's compiler."""
+
+    #: ``leave(call, args, kwargs)``: a call with DTensors in place of what is `Placed`.
+    leave: Any = None
+    #: ``run(module, args, kwargs)``: the same, of the forward of a styled module.
+    run: Any = None
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    for other in types:
+        if issubclass(other, Part):
+            return NotImplemented  # which reads parameters in its own way
+    return Outside.leave(func, args, kwargs or {})
+
+
+@cache
+def placed_class(mesh: Any, size: int, cut: int | None) -> type:
+    """The class of tensors of which ranks of the 1-D ``mesh`` hold equal parts along ``cut``, or all with None."""
+
+    def layout(self: Any) -> Any:
+        with no_dispatch():
+            shape = list(Tensor.shape.__get__(self))
+        if cut is not None:
+            shape[cut] *= size
+        return State.core.layout_of_cut(mesh, cut, tuple(shape))
+
+    def shape(self: Any) -> Any:
+        own = plain(self).shape
+        if cut is None:
+            return own
+        at = cut % len(own)
+        return torch.Size((*own[:at], own[at] * size, *own[at + 1 :]))
+
+    fixed = {"is_placed_class": True, "gathered_layout": staticmethod(lambda x, layout: layout)}
+    return _derive({"_layout": property(layout), "shape": property(shape), **fixed}, mesh, cut)
+
+
+@cache
+def gathered_class(mesh: Any, size: int, cut: int) -> type:
+    """The class of shards along ``cut`` that stand for the DTensor which is gathered of them, `Replicate`: who reads it
+    gathers, so that backward is what the reader needs. Instances have ``read_for_parts``, the tensor that the first
+    reader of summands has gathered, or None."""
+    shards = placed_class(mesh, size, cut)
+    get_shape: Any = vars(shards)["shape"].fget
+
+    def gathered(x: Any, layout: Any) -> Any:
+        return State.core.layout_of_cut(mesh, None, layout.shape)
+
+    methods = {
+        "_layout": vars(shards)["_layout"],
+        "shape": property(lambda self: get_shape(self)),
+        "is_placed_class": True,
+        "gathered_layout": staticmethod(gathered),
+        "gathers": property(lambda self: cut),
+    }
+    return _derive(methods, mesh, None)
+
+
+class Shared(Tensor):
+    """A plain tensor that a module gives several column-parallel ones, which share the all-reduce of its gradient.
+
+    Instances have ``read_for_parts``, see `gathered_class`. To all others it is the plain tensor.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        with no_dispatch():
+            return func(*args, **(kwargs or {}))
+
+
+@cache
+def part_class(group: str) -> type:
+    """The class of a `Part` in the module that is computing, whose parameters are whole on all ranks of ``group``."""
+
+    def read(x: Any) -> Any:
+        if isinstance(x, Part):
+            return plain(x)
+        if isinstance(x, State.tensor_class.__bases__[0]):
+            return read_for_parts(plain(x), group)
+        return x
+
+    def torch_function(cls: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        y = func(*[read(x) for x in args], **{key: read(x) for key, x in (kwargs or {}).items()})
+        return y.as_subclass(own) if isinstance(y, Tensor) else y
+
+    own = type("Part", (Part,), {"__torch_function__": classmethod(torch_function)})
+    return own
+
+
+@cache
+def held_class(layout: Any, mesh: Any, cut: int | None) -> type:
+    """The class that stands for DTensors of ``layout`` that come into a frame; where their parts are not those that a
+    `placed_class` has, ``mesh`` is None."""
+    return _derive({"_layout": property(lambda self: layout), "shape": property(lambda self: layout.shape)}, mesh, cut)
+
+
+def _derive(methods: dict[str, Any], mesh: Any, cut: int | None) -> type:
+    def same(name: str) -> property:
+        return property(lambda self: getattr(plain(self), name))
+
+    def to_local(self: Any, *, grad_placements: Any = None) -> Any:
+        if grad_placements is None:
+            return plain(self)
+        return Outside.leave(State.tensor_class.to_local, (self,), {"grad_placements": grad_placements})
+
+    def through(name: str) -> Any:
+        method = getattr(mixin, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return Outside.leave(method, (self, *args), kwargs)
+
+        return call
+
+    mixin, base = State.tensor_class.__bases__
+    namespace = {
+        "__doc__": "A DTensor inside a compiled frame.",
+        "__torch_function__": classmethod(_torch_function),
+        "gathers": property(lambda self: None),
+        "placed_on": property(lambda self: mesh),
+        "placed_cut": property(lambda self: cut),
+        "to_local": to_local,
+        **{name: same(name) for name in ("dtype", "device", "ndim")},
+        **{name: through(name) for name in ("redistribute", "full_tensor")},
+        **methods,
+    }
+    return type(mixin)("Placed", (mixin, base), namespace)

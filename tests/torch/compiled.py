@@ -1,0 +1,110 @@
+"""Compiling parallelised models and counting the collectives of their graphs, for the tests of torch.compile."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch._dynamo
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+from hyper_parallel import CommDebugMode, DTensor, parallelize_module
+from tests.torch.support import close
+
+_NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+class Graphs:
+    """A backend that runs the traced graphs as they are, and counts the collectives in them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.graphs = 0
+        self.backend = aot_autograd(fw_compiler=self._count, bw_compiler=self._count)
+
+    def _count(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable:
+        self.graphs += 1
+        for node in graph.graph.nodes:
+            name = str(node.target)
+            if name.startswith("_c10d_functional.") and "wait_tensor" not in name:
+                kind = name.split(".")[1]
+                self.counts[_NAMES.get(kind, kind)] += 1
+        return make_boxed_func(graph.forward)
+
+
+def fresh() -> None:
+    """Forget all that was compiled in this process."""
+    torch._dynamo.reset()
+
+
+def step(model: nn.Module, x: Any, call: Callable[..., Any], around: Any = nullcontext) -> tuple[Any, Any]:
+    """The output and the gradient of ``x``; the loss weighs every element of the output differently."""
+    model.zero_grad()
+    x = x.detach().clone()
+    if x.is_floating_point():
+        x.requires_grad_()
+    with around():
+        y = call(x)
+    loss = y if y.ndim == 0 else (y.float() * torch.linspace(0.5, 1.5, y.numel(), device=y.device).view(y.shape)).mean()
+    if isinstance(loss, DTensor):
+        loss = loss.full_tensor()
+    loss.backward()
+    return y, x.grad
+
+
+def compare(
+    mesh: Any,
+    single: nn.Module,
+    plan: Any,
+    xs: list[Any],
+    *,
+    compile: Callable[[nn.Module, Any], Callable[..., Any]] | None = None,
+    around: Any = nullcontext,
+    tolerance: float = 1e-5,
+    counts: bool = True,
+) -> dict[str, int]:
+    """Check that the compiled model gives the single device's outputs and gradients, by the collectives of eager mode.
+
+    Returns:
+        The collectives of a step.
+    """
+    fresh()
+    model = parallelize_module(copy.deepcopy(single), mesh, plan)
+    with CommDebugMode() as comm:
+        step(model, xs[0], model, around)
+    eager = {kind: n for kind, n in comm.get_comm_counts().items() if n}
+    step(model, xs[0], model, around)
+    graphs = Graphs()
+    call = (compile or whole)(model, graphs.backend)
+    found: dict[str, int] = {}
+    for x in xs:
+        with CommDebugMode() as comm:
+            y, gradient = step(model, x, call, around)
+        assert graphs.graphs and not comm.get_total_counts()
+        found = found or dict(graphs.counts)
+        wanted, wanted_gradient = step(single, x, single, around)
+        close(y, wanted, "the output", tolerance)
+        if gradient is not None:
+            close(gradient, wanted_gradient, "the gradient of the input", tolerance)
+        of_single = dict(single.named_parameters())
+        for name, p in model.named_parameters():
+            close(p.grad, of_single[name].grad, f"the gradient of {name}", tolerance)
+    if counts:
+        assert found == {str(kind).split(".")[-1]: n for kind, n in eager.items()}, (found, eager)
+    return found
+
+
+def whole(model: nn.Module, backend: Any) -> Callable[..., Any]:
+    """The whole model, in one graph."""
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
+    return compiled
