@@ -25,19 +25,19 @@ pytestmark = pytest.mark.skipif(
 EXPECTED: dict[str, tuple[Cost, Cost]] = {
     "MLP": (
         Cost(0, 0, 12, 12, "1 all_reduce (256 B)"),
-        Cost(0, 0, 5, 0, "1 all_reduce (256 B)"),
+        Cost(0, 0, 6, 0, "1 all_reduce (256 B)"),
     ),
     "MLP, DTensors between modules": (
         Cost(4, 1, 40, 12, "1 all_reduce (256 B)"),
-        Cost(0, 0, 14, 0, "1 all_reduce (256 B)"),
+        Cost(0, 0, 15, 0, "1 all_reduce (256 B)"),
     ),
     "Llama block": (
         Cost(0, 0, 36, 76, "2 all_reduce (2048 B)"),
-        Cost(0, 0, 10, 0, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 11, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, DTensors between modules": (
         Cost(41, 31, 324, 78, "2 all_reduce (2048 B)"),
-        Cost(0, 0, 19, 0, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 20, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
         Cost(4, 0, 92, 80, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
