@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.collectives import FINISHED, Work
+from hyper_parallel.platform.contract.compiled import CompilerRole
 from hyper_parallel.platform.registry import get_platform, selected
 
 __all__ = ["dry_platform", "dry_world", "is_dry"]
@@ -35,6 +36,10 @@ class SendsNothing:
     """The roles "groups" and "collectives" of a world whose other ranks are not there."""
 
     _world: _World | None = None
+    # Nothing is compiled, and a compiler is told of groups.
+    set_compiled_forward = CompilerRole.set_compiled_forward
+    compiled_hook = CompilerRole.compiled_hook
+    share_compiled_inputs = CompilerRole.share_compiled_inputs
 
     def init_process_group(self, timeout: float | None = None) -> None:
         """There is one, inside `dry_world`."""

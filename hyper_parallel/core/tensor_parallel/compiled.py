@@ -44,7 +44,7 @@ def describe(style: Any, module: Any, mesh: DeviceMesh, kind: str, **more: Any) 
     return CompiledForward(
         kind=kind,
         mesh=mesh,
-        group=mesh.platform.native_group(mesh.platform_group(0)),
+        group=mesh.platform_group(0),
         size=mesh.size(),
         rank=mesh.get_local_rank(0),
         given=cut_of(given),
@@ -86,7 +86,7 @@ def describe_conversions(
         return None
     return CompiledInputs(
         mesh=mesh,
-        group=mesh.platform.native_group(mesh.platform_group(0)),
+        group=mesh.platform_group(0),
         size=mesh.size(),
         rank=mesh.get_local_rank(0),
         conversions=tuple(Conversion(key, cut_of(given), cut_of(to)) for key, given, to in wanted),

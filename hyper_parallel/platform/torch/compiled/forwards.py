@@ -190,7 +190,7 @@ _NORMS = {nn.LayerNorm: _layer_norm, nn.RMSNorm: _rms_norm}
 
 def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
     moves, given, planned, normalized = _moves(how), how.given, tuple(how.layouts.items()), how.normalized
-    norm, group, forward = _NORMS.get(cls), how.group.group_name, cls.forward
+    norm, group, forward = _NORMS.get(cls), how.group().group_name, cls.forward
     part = part_class(group)
 
     def view(p: Any) -> Any:

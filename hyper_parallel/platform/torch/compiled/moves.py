@@ -36,12 +36,12 @@ class Moves:
 
     Args:
         mesh, size, rank: of the style.
-        group: the process group.
+        group: that of its ranks, as core gets it.
         local: whether its results are plain.
     """
 
     def __init__(self, mesh: Any, group: Any, size: int, rank: int, local: bool) -> None:
-        self.mesh, self.size, self.rank, self.local, self.group = mesh, size, rank, local, group.group_name
+        self.mesh, self.size, self.rank, self.local, self.group = mesh, size, rank, local, group().group_name
         # Made here: in a frame a class cannot be.
         self.placed, self.gathered = _classes(mesh, size)
         self.dtensor = State.tensor_class.__bases__[0]
