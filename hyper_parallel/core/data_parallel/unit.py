@@ -341,6 +341,7 @@ class Unit:
                 given = {i for i in self._trained_leaves if self._leaves[i].grad is not None}
             if given or self._waiting:
                 self._reduce_leaves()
+        self.parameters.drop_parts()
         if self.reshard_after_backward:
             self.parameters.free()
         else:
@@ -356,11 +357,6 @@ class Unit:
                 for i in trained:
                     self._leaves[i].grad = None
                 self._reduce(b, self.parameters.places.parameters(), trained, cotangents, True)
-        self.parameters.drop_parts()
-        if self.reshard_after_backward:
-            self.parameters.free()
-        else:
-            self.parameters.keep()
 
     def abandon(self) -> None:
         """Backward has failed."""
