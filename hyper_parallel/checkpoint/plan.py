@@ -80,7 +80,7 @@ def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
     """What is held, and by which ranks, in the order of their coordinates. Along dimensions of the root that the mesh
     lacks, all ranks hold the same."""
     mesh = layout.mesh
-    ranks = mesh.get_root_mesh().mesh
+    ranks = mesh.get_root_mesh().ranks
     by_part: dict[tuple[Rectangle, ...], list[int]] = {}
     known: dict[tuple[int, ...], tuple[Rectangle, ...]] = {}
     for place in np.ndindex(*ranks.shape):
