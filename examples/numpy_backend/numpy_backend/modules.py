@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.platform.module_text import text_of_plan
 from numpy_backend import layers
 from numpy_backend.array import Array, Parameter
 
@@ -40,6 +41,13 @@ class Module:
             if name in self.__dict__.get(table, ()):
                 return self.__dict__[table][name]
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    def __repr__(self) -> str:
+        """Its layers, a line each, with what a plan has made of them."""
+        lines = [text_of_plan(self, self._parameters, type(self).__name__)]
+        for name, module in self._modules.items():
+            lines += f"{name}: {module!r}".split("\n")
+        return "\n  ".join(lines)
 
     def register_buffer(self, name: str, value: Array) -> None:
         """An array that is part of the module and not learnt."""

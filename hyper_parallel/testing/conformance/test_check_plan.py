@@ -42,7 +42,7 @@ PLANS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 }
 
 
-@on_mesh()
+@on_mesh(names=("tp",))  # which all ranks of the pool make: `compare_on_ranks` finds it again
 def compared(mesh: Any, name: str) -> Any:
     model, plan, shape = PLANS[name]
     return compare_on_ranks((mesh.size(),), ("tp",), pickle.dumps((model, plan, (floats(*shape),), {}, None)))
