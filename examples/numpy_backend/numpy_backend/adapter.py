@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -134,11 +133,6 @@ def load(module: Any, rng: np.random.Generator, dtype: Any = np.float32) -> Any:
     for _, p in sorted(module.named_parameters()):
         p.value = rng.standard_normal(p.value.shape).astype(dtype) * dtype(0.3)
     return module
-
-
-def without_values() -> Any:
-    """NumPy's arrays always have values."""
-    return nullcontext()
 
 
 def freeze(module: Any, name: str) -> None:

@@ -20,8 +20,8 @@ __all__ = ["Adapter", "missing_names"]
 
 Tensor = Any
 Module = Any
-#: Names that are asked for where the platform knows optimizers alone.
-NOT_ALWAYS = frozenset({"optimizer", "clip"})
+#: Names that are asked for where the platform knows optimizers, or tensors without values.
+NOT_ALWAYS = frozenset({"optimizer", "clip", "without_values"})
 
 
 class Adapter(Protocol):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
+from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.testing.summands import summands
 
 TOLERANCE = 2e-5
@@ -23,6 +25,12 @@ def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None
     scale = max(float(np.linalg.norm(wanted.astype(np.float64))), 0.01 * wanted.size**0.5)
     error = float(np.linalg.norm(got.astype(np.float64) - wanted.astype(np.float64))) / scale
     assert error <= tolerance, f"{what}: relative error {error:.2e}\ngot\n{got}\nwanted\n{wanted}"
+
+
+def needs_gradients() -> None:
+    """Skip a test on a platform that does not say how a program differentiates."""
+    if type(get_platform()).differentiate is Platform.differentiate:
+        pytest.skip("this platform does not differentiate by itself")
 
 
 def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndarray:

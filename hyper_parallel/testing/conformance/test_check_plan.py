@@ -10,6 +10,7 @@ import numpy as np
 
 from hyper_parallel import ColwiseParallel, ModuleStyle, Replicate, RowwiseParallel, Shard, fully_shard
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.conformance.checks import needs_gradients
 from hyper_parallel.testing.conformance.test_styles import floats
 from hyper_parallel.testing.plan_check import PlanCheck, compare_on_ranks
 from hyper_parallel.testing.spmd import on_mesh
@@ -49,6 +50,7 @@ def compared(mesh: Any, name: str) -> Any:
 
 
 def test_right_plans(pool: Any) -> None:
+    needs_gradients()
     for name in ("right", "data"):
         for differences, modules, order, counts in pool.run(2, compared, name):
             assert max(differences.values()) < 1e-5 and len(differences) == 6
@@ -57,6 +59,7 @@ def test_right_plans(pool: Any) -> None:
 
 
 def test_a_wrong_plan(pool: Any) -> None:
+    needs_gradients()
     for differences, modules, order, _ in pool.run(2, compared, "wrong"):
         assert differences["output"] > 1e-2
         wrong = [path for path in order if modules.get(path, 0.0) > 1e-4]

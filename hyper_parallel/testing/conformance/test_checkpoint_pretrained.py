@@ -67,7 +67,7 @@ def load_model(shape: tuple[int, ...], name: str, path: str, without_values: boo
     if mesh is None:
         return
     make = MODELS[name][0]
-    if without_values:
+    if without_values and hasattr(adapter, "without_values"):
         with adapter.without_values():
             model = make(adapter)
     else:
@@ -291,8 +291,6 @@ def memory(mesh: Any, directory: str) -> None:
     for i in range(COUNT):
         with adapter.without_values():
             models[str(i)] = adapter.Mlp(FEATURES, HIDDEN, bias=False)
-    if not all(get_platform().is_meta(x) for _, x in get_platform().named_parameters(models["0"])):
-        return  # every model of this framework has values
     memory_at_once = not get_platform().keeps_meta  # what is distributed gets memory then
     with Peak() as peak:
         for model in models.values():
@@ -309,6 +307,8 @@ def memory(mesh: Any, directory: str) -> None:
 
 
 def test_memory(pool: Any, tmp_path: Path) -> None:
+    if not hasattr(get_adapter(), "without_values"):
+        pytest.skip("every model of this framework has values")
     pool.run(4, memory, str(tmp_path / "files"))
 
 

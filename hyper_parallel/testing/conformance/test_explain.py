@@ -33,6 +33,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.planning import DryStep
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.conformance.checks import needs_gradients
 from hyper_parallel.testing.conformance.test_styles import block_plan, floats
 from hyper_parallel.testing.spmd import on_mesh
 
@@ -139,6 +140,7 @@ def foreseen_and_seen(mesh: Any, case: str) -> tuple[list[tuple], list[tuple], l
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_foreseen_is_seen(pool: Any, case: str, world_size: int) -> None:
+    needs_gradients()
     for foreseen, first, second in pool.run(world_size, foreseen_and_seen, case):
         assert foreseen == first
         assert sorted(second) == sorted(first)  # the second step knows what is to be gathered next
@@ -197,4 +199,5 @@ def any_size(mesh: Any) -> None:
 
 def test_any_size(pool: Any) -> None:
     """Of a mesh that no machine has, in a process that has another one."""
+    needs_gradients()
     pool.run(1, any_size)
