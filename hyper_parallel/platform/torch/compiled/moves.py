@@ -6,13 +6,12 @@ Parts are equal unless their ``sizes`` are given.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from hyper_parallel.platform.torch.compiled import functions
-from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class, placed_class, plain
+from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class, kept_on_mesh, placed_class, plain
 from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["Moves"]
@@ -22,7 +21,7 @@ __all__ = ["Moves"]
 _MOST_DIMS = 8
 
 
-@cache
+@kept_on_mesh
 def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | None, type]]:
     """`placed_class` and `gathered_class` by cut."""
     cuts = range(_MOST_DIMS)

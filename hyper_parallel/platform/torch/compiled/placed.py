@@ -8,7 +8,8 @@ that it needs no attributes, which compiled code would have to carry along.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -19,8 +20,22 @@ from hyper_parallel.platform.torch.compiled.functions import read_for_parts
 from hyper_parallel.platform.torch.tensor import State
 
 __all__ = [
-    *("Outside", "Part", "Shared", "gathered_class", "held_class", "part_class", "placed_class", "plain", "settle"),
+    *("Outside", "Part", "Shared", "gathered_class", "held_class", "kept_on_mesh", "part_class", "placed_class"),
+    *("plain", "settle"),
 ]
+
+
+def kept_on_mesh(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make(mesh, *key)``, each of whose results is kept on the mesh, and goes with it."""
+
+    @wraps(make)
+    def find(mesh: Any, *key: Any) -> Any:
+        kept, at = vars(mesh).setdefault("_compiled_classes", {}), (make, *key)
+        if at not in kept:
+            kept[at] = make(mesh, *key)
+        return kept[at]
+
+    return find
 
 
 def plain(x: Any) -> Tensor:
@@ -68,7 +83,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: 
     return Outside.leave(func, args, kwargs or {})
 
 
-@cache
+@kept_on_mesh
 def placed_class(mesh: Any, size: int, cut: int | None) -> type:
     """The class of tensors of which ranks of the 1-D ``mesh`` hold equal parts along ``cut``, or all with None."""
 
@@ -90,7 +105,7 @@ def placed_class(mesh: Any, size: int, cut: int | None) -> type:
     return _derive({"_layout": property(layout), "shape": property(shape), **fixed}, mesh, cut)
 
 
-@cache
+@kept_on_mesh
 def gathered_class(mesh: Any, size: int, cut: int) -> type:
     """The class of shards along ``cut`` that stand for the DTensor which is gathered of them, `Replicate`: who reads it
     gathers, so that backward is what the reader needs. Instances have ``read_for_parts``, the tensor that the first
@@ -142,10 +157,15 @@ def part_class(group: str) -> type:
     return own
 
 
-@cache
 def held_class(layout: Any, mesh: Any, cut: int | None) -> type:
     """The class that stands for DTensors of ``layout`` that come into a frame; where their parts are not those that a
     `placed_class` has, ``mesh`` is None."""
+    found: type = _held_class(layout.mesh, layout, mesh, cut)
+    return found
+
+
+@kept_on_mesh
+def _held_class(_: Any, layout: Any, mesh: Any, cut: int | None) -> type:
     return _derive({"_layout": property(lambda self: layout), "shape": property(lambda self: layout.shape)}, mesh, cut)
 
 
