@@ -130,7 +130,7 @@ class SendsNothing:
         return self._world
 
 
-_PLATFORMS: dict[type, Any] = {}
+_PLATFORMS: dict[tuple[type, type], Any] = {}
 
 
 def dry_platform(platform: Platform) -> Any:
@@ -139,9 +139,12 @@ def dry_platform(platform: Platform) -> Any:
     if platform.dry_class is not None:
         module, _, name = platform.dry_class.partition(":")
         cls = getattr(importlib.import_module(module), name)
-    if cls not in _PLATFORMS:
-        _PLATFORMS[cls] = type(f"Dry{cls.__name__}", (SendsNothing, cls), {"name": f"dry-{platform.name}"})()
-    return _PLATFORMS[cls]
+    key = cls, type(platform)
+    if key not in _PLATFORMS:
+        # What a backend does natively, and so which collectives there are, is that of the one that is stood for.
+        own = {"name": f"dry-{platform.name}", "supports": staticmethod(platform.supports)}
+        _PLATFORMS[key] = type(f"Dry{cls.__name__}", (SendsNothing, cls), own)()
+    return _PLATFORMS[key]
 
 
 def is_dry(platform: Any) -> bool:

@@ -93,7 +93,7 @@ class _Failing:
 
 def observed() -> None:
     adapter, platform = get_adapter(), get_platform()
-    model, observer = adapter.linear_module(4, 2), _Failing()
+    model, observer = adapter.load(adapter.linear_module(4, 2), np.random.default_rng(0)), _Failing()
     with platform.observe(observer):
         adapter.call(model, adapter.tensor(floats(3, 4)))
         with pytest.raises(Exception):  # noqa: B017 - frameworks raise what they like
