@@ -27,6 +27,8 @@ PLATFORMS_OF = {
 # Files of tests/torch that speak about the CPU, or about what is the same on every device and takes long to try.
 ON_CPU_ONLY = {
     "test_against_torch.py": "what torch's own DTensor does",
+    "test_checkpoint.py": "optimizers of plain modules on the CPU, and a rank that gloo loses",
+    "test_checkpoint_crashes.py": "what is left in files, whichever device the tensors come from",
     "test_docstrings.py": "examples with a mesh of CPUs",
     "test_faults.py": "how gloo fails",
     "test_fully_shard_overlap.py": "which collectives gloo starts, and when",

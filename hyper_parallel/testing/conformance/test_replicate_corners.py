@@ -65,6 +65,7 @@ def several_dtypes(mesh: Any) -> None:
 
     def build() -> Any:
         mlp = adapter.Mlp(6, 7)
+        adapter.load(mlp.up, np.random.default_rng(1))
         adapter.load(mlp.down, np.random.default_rng(2), np.float64)
         mesh.platform.replace_forward(mlp, lambda forward: lambda self, x: adapter.call(self.up, x))
         return mlp
