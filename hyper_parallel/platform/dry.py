@@ -36,6 +36,7 @@ class SendsNothing:
     """The roles "groups" and "collectives" of a world whose other ranks are not there."""
 
     _world: _World | None = None
+    sends_nothing = True
     # Nothing is compiled, and a compiler is told of groups.
     set_compiled_forward = CompilerRole.set_compiled_forward
     compiled_hook = CompilerRole.compiled_hook

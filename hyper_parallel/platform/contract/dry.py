@@ -47,6 +47,9 @@ class DryRole:
     #: None where the framework has no such device. Its collectives are replaced, see `hyper_parallel.platform.dry`.
     dry_class: ClassVar[str | None] = None
 
+    #: Whether this is a platform of dry runs, whose groups are none.
+    sends_nothing: bool = False
+
     def copy_without_data(self, module: Module) -> Module:
         """A copy of a module for a dry run, on the device of this platform. Its tensors need no values. Unless a
         framework has tensors without data, it is a deep copy."""
