@@ -33,6 +33,7 @@ from hyper_parallel.platform.dry import dry_world
 from hyper_parallel.platform.torch.usage import UsageMode
 from hyper_parallel.testing.conformance.test_explain import facts
 from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import device
 
 TOKENS = torch.arange(2 * 16).reshape(2, 16)
 
@@ -47,9 +48,9 @@ def a_llama(mesh: Any) -> tuple[list[tuple], list[tuple]]:
     """Tensor and sequence parallel, its parameters sharded over data-parallel ranks, on meta and on four ranks."""
     model, rank = llama(), mesh.get_rank()
     foreseen = explain(copy.deepcopy(model).to("meta"), mesh, spread, TOKENS, rank=rank)
-    spread(model, mesh)
+    spread(model.to(device()), mesh)
     with CommTrace(model) as trace:
-        torch.sum(model(TOKENS)).backward()
+        torch.sum(model(TOKENS.to(device()))).backward()
     assert {"wire_bytes", "seconds", "module"} <= trace.as_dict()["collectives"][0].keys()
     return facts(foreseen.collectives), facts(trace.collectives)
 
@@ -169,14 +170,14 @@ def real_bytes(mesh: Any, mixed: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of a real step, counted on what is there, and those of the dry run."""
     model = llama()
     foreseen = dry_run(model, mesh, tensor_parallel_plan(), TOKENS, rank=mesh.get_rank(), mixed_precision=mixed)
-    parallelize_module(model, mesh["tp"], tensor_parallel_plan())
+    parallelize_module(model.to(device()), mesh["tp"], tensor_parallel_plan())
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters())
     with CommTrace(model) as trace:
-        torch.sum(model(TOKENS)).backward()
+        torch.sum(model(TOKENS.to(device()))).backward()
     optimizer.step()
 
     def size(tensors: Any) -> int:
