@@ -131,7 +131,7 @@ class SendsNothing:
         return self._world
 
 
-_PLATFORMS: dict[tuple[type, type], Any] = {}
+_PLATFORMS: dict[tuple[type, type, bool], Any] = {}
 
 
 def dry_platform(platform: Platform) -> Any:
@@ -140,11 +140,14 @@ def dry_platform(platform: Platform) -> Any:
     if platform.dry_class is not None:
         module, _, name = platform.dry_class.partition(":")
         cls = getattr(importlib.import_module(module), name)
-    key = cls, type(platform)
+    key = cls, type(platform), platform.fast is None
     if key not in _PLATFORMS:
         # What a backend does natively, and so which collectives there are, is that of the one that is stood for.
         own = {"name": f"dry-{platform.name}", "supports": staticmethod(platform.supports)}
-        _PLATFORMS[key] = type(f"Dry{cls.__name__}", (SendsNothing, cls), own)()
+        made = type(f"Dry{cls.__name__}", (SendsNothing, cls), own)()
+        if platform.fast is None:
+            made.fast = None  # the short ways differ in which module a collective is counted for
+        _PLATFORMS[key] = made
     return _PLATFORMS[key]
 
 

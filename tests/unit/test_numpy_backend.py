@@ -72,10 +72,12 @@ def test_conforms(site: Path, tmp_path: Path) -> None:
     assert status == 0, output
     assert (report["backend"], report["adapter"], report["ok"]) == ("numpy", "numpy_backend.adapter", True)
     assert report["complete"] and "numpy conforms" in output
-    # Short ways are torch's and MindSpore's.
+    # Short ways, dry runs and tensors without data are torch's and MindSpore's.
     assert set(report["skip_reasons"]) == {
-        "this platform has no short ways",
+        "every model of this framework has values",
         "programs for this framework do not have this",
+        "this platform does not differentiate by itself",
+        "this platform has no short ways",
     }
     assert sum(group["passed"] for group in report["groups"]) > 900
     assert "| styles | 64 | 0 | 0 |" in markdown.read_text()

@@ -20,6 +20,7 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
+from hyper_parallel.platform.contract import Platform
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.checks import same
@@ -265,10 +266,12 @@ def test_wrong_use(pool: Any) -> None:
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
-def old_state(mesh: Any) -> None:
+def old_state(mesh: Any) -> bool:
     """The state of an optimizer that has stepped before `fully_shard`, of plain parameters and of tensor-parallel
-    ones."""
+    ones. False where the backend has no optimizers, and so nothing that keeps a state."""
     adapter = get_adapter()
+    if type(mesh.platform).is_optimizer is Platform.is_optimizer:
+        return False
     for plan in (None, {"up": ColwiseParallel(), "down": RowwiseParallel()}):
         for name in ("adamw", "momentum"):
             mlp = adapter.load(adapter.Mlp(6, 8), np.random.default_rng(5))
@@ -291,7 +294,9 @@ def old_state(mesh: Any) -> None:
             for key, p in parameters(mlp, mesh).items():
                 same(adapter.numpy(p), before[key], f"{key}, which nothing has changed")
             step(adapter.optimizer(mlp, name, 0.1)[1])
+    return True
 
 
 def test_state_from_before(pool: Any) -> None:
-    pool.run(4, old_state)
+    if not any(pool.run(4, old_state)):
+        pytest.skip("programs for this framework do not have this")
