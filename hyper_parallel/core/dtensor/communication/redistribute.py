@@ -175,8 +175,8 @@ def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
 
 def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -> list[tuple[Placement, float]]:
     placement, size = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim]
-    # Balanced size of the local tensor: the search must give the same answer on every rank.
-    local = math.prod(layout.shape) / math.prod(layout.shard_count(d) for d in range(layout.ndim))
+    # Of the rank that has most, since all send buffers of that size: the answer must be the same on every rank.
+    local = math.prod(max(layout.part_sizes(dim)) for dim in range(layout.ndim))
     moves: list[tuple[Placement, float]] = []
     if isinstance(placement, Shard):
         if layout.shard_mesh_dims(placement.dim)[-1] != mesh_dim:  # the innermost split

@@ -261,7 +261,15 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
     have = [layout is not None and layout.placements[mesh_dim] is kind for layout in layouts]
     if not sharding.terms or not any(have[i] for term in sharding.terms for i in term):
         return None
-    summands = {next((i for i in term if have[i]), term[0]) for term in sharding.terms}
+    # Of several summands in a product all but one are to be reduced first: the largest is spared.
+    summands = {
+        max(
+            (i for i in term if have[i]),
+            key=lambda i: math.prod(layouts[i].shape if layouts[i] else ()),
+            default=term[0],
+        )
+        for term in sharding.terms
+    }
     operands = tuple(
         None if labels is None else kind if i in summands else Replicate() for i, labels in enumerate(sharding.operands)
     )
