@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.torch_groups import fake_group
-from tests.support.torch_costs import (
+from tests.torch.torch_costs import (
     DIFFERENT,
     PAGE,
     RANKS,

@@ -1,6 +1,6 @@
 """What operations on DTensors send, beside torch's own DTensor: the same calls, the same placements, over a fake group.
 
-    HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.support.torch_costs
+    HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.torch.torch_costs
 
 writes the tables of docs/communication_costs.md. Counted is what rank 0 issues in forward, and the bytes that leave it
 when collectives go around in rings. Backward is left out: torch leaves gradients as sums that nobody has added up yet,
@@ -86,10 +86,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], torch.Ten
 }
 #: (operation, placements) -> why more is sent here than torch sends
 DIFFERENT: dict[tuple[str, str], str] = {
-    (
-        "linear",
-        "R, S1",
-    ): "slicing the input sends nothing now, and gathers its gradient, larger than the weight",
+    ("linear", "R, S1"): "slicing the input sends nothing now, and gathers its gradient, larger than the weight",
     ("view(-1, 3)", "S1"): "torch places the result in strides that no order of cuts gives",
     ("cumsum along 1", "P"): "sums are added up first",
     ("softmax along 1", "S1"): "two small reductions in place of gathering the tensor: more messages, fewer bytes",
