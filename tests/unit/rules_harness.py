@@ -206,6 +206,9 @@ class _Mesh:
         self.coordinate = tuple(int(i) for i in np.unravel_index(rank, shape))
         self.platform = _Platform(world, rank)
 
+    def size(self) -> int:
+        return self.ranks.size
+
     def get_coordinate(self) -> tuple[int, ...]:
         return self.coordinate
 
