@@ -98,3 +98,13 @@ def test_on_another_platform_they_say_what_to_do(name: str, monkeypatch: pytest.
     monkeypatch.setattr(mindspore, "get_platform", lambda: SimpleNamespace(name="torch-cpu"))
     with pytest.raises(PlatformError, match=f"hyper_parallel.mindspore.{name} .* HYPER_PARALLEL_PLATFORM=mindspore"):
         getattr(mindspore, name)(lambda x: x)
+
+
+def test_the_commands_need_no_pytest() -> None:
+    """Which a plain install does not have: only the conformance kit imports it."""
+    code = (
+        "import sys; sys.modules['pytest'] = None\n"
+        "import hyper_parallel.testing.comparisons, hyper_parallel.testing.plan_check\n"
+        "from hyper_parallel.cli import environment, launch, main, planning, selftest\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

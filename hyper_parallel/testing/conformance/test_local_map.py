@@ -14,9 +14,8 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.debug import visualize_sharding
 from hyper_parallel.experimental import local_map
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import floats
 from hyper_parallel.testing.spmd import on_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
