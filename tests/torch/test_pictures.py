@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.pictures import FOLDER, drawn
+from tests.torch.pictures import FOLDER, drawn
 
 
 def test_pictures() -> None:
@@ -10,6 +10,6 @@ def test_pictures() -> None:
     found = drawn()
     assert sorted(found) == sorted(there)
     differing = [name for name in found if found[name] != there[name]]
-    assert not differing, "HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.support.pictures draws them anew"
+    assert not differing, "HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.torch.pictures draws them anew"
     pages = "".join(path.read_text(encoding="utf-8") for path in FOLDER.parent.rglob("*.md"))
     assert [name for name in found if f"pictures/{name})" not in pages] == []

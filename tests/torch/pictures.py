@@ -1,6 +1,6 @@
 """The pictures of the documentation, docs/pictures/*.svg, drawn by the library.
 
-    HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.support.pictures
+    HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.torch.pictures
 
 draws them anew; a test fails where those that are there are not what the library draws.
 """
@@ -8,12 +8,14 @@ draws them anew; a test fails where those that are there are not what the librar
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -76,7 +78,6 @@ def _sharding(title: str, mesh: tuple[int, ...], shape: tuple[int, ...], placeme
 
 
 def _mlp() -> Any:
-    nn = importlib.import_module("torch.nn")
     parts = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "act": nn.GELU(), "down": nn.Linear(32, 16)}
     model = nn.Sequential()
     for name, module in parts.items():
@@ -101,12 +102,10 @@ def _step() -> str:
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
-    torch = importlib.import_module("torch")
     return explain(_mlp(), {"tp": 4}, plan, torch.ones(2, 8, 16, requires_grad=True)).to_svg()
 
 
 def _ways() -> str:
-    torch = importlib.import_module("torch")
     with dry_world(1) as platform, platform.without_data():
         model = platform.make_decoder(MODELS["llama-3-8b"])
     tokens = torch.zeros(64, 4096, dtype=torch.int64, device="meta")
