@@ -8,6 +8,9 @@
 # make nightly [N=100] [SEED=1] [PLATFORM=mindspore]   the full table of data parallelism, recorded in ci/last_nightly.json
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
 # make lint                               ruff and mypy
+# make docs                               the site, under build/site; a warning is an error
+# make dist                               wheel and source distribution, checked, under build/dist
+# make newcomer                           the wheel in an empty environment, as somebody new would use it; minutes
 # make clean                              remove environments and build output
 # make help                               this list
 #
@@ -51,7 +54,7 @@ endif
 BACKEND_OF_ENVIRONMENT := $(ENVIRONMENT)
 ENVIRONMENT := $(ENVIRONMENT)$(addprefix -,$(TORCH))
 
-.PHONY: help test test-npu readme-table demo bench fuzz nightly mutants lint clean
+.PHONY: help test test-npu readme-table demo bench fuzz nightly mutants lint docs dist newcomer clean
 
 # The first target, so that `make` alone says what there is.
 help:
@@ -105,6 +108,17 @@ lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .
 	.venv/lint/bin/mypy
 
+docs: .venv/docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --clean
+
+dist: .venv/dist/.ready
+	rm -rf build/dist build/lib
+	.venv/dist/bin/python -m build --outdir build/dist .
+	.venv/dist/bin/python -m twine check --strict build/dist/*
+
+newcomer: dist
+	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" ci/newcomer build/dist/*.whl
+
 clean:
 	rm -rf .venv build
 
@@ -131,5 +145,7 @@ requirements = $(patsubst %,platform/%/requirements.txt,$(1)) ci/requirements-te
 $(eval $(call environment,all,$(call requirements,$(CPU_PLATFORMS)),-e .))
 $(foreach name,$(PLATFORMS),$(eval $(call environment,$(name),$(call requirements,$(name)),-e .)))
 $(eval $(call environment,lint,ci/requirements-lint.txt,))
+$(eval $(call environment,docs,ci/requirements-docs.txt,))
+$(eval $(call environment,dist,ci/requirements-dist.txt,))
 $(if $(TORCH),$(eval $(call other_torch,$(BACKEND_OF_ENVIRONMENT),$(TORCH))))
 $(if $(DEMO_TORCH),$(if $(filter $(DEMO_ENVIRONMENT),$(ENVIRONMENT)),,$(eval $(call other_torch,$(DEMO_PLATFORM),$(DEMO_TORCH)))))

@@ -9,6 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.namesake import refuse_namesake
+
+refuse_namesake()
+
 if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at run time
     from hyper_parallel import checkpoint as checkpoint
     from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard

@@ -63,7 +63,8 @@ def load(
         ValueError: where something is missing, unexpected, or of another shape or dtype: all of it is listed. Nothing
             has been changed then.
         CheckpointError: where there is no checkpoint, or it is damaged.
-        All on all ranks.
+
+    Each is raised on all ranks.
 
     Example:
         >>> import tempfile, torch

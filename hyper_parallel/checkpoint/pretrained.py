@@ -63,7 +63,8 @@ def load_pretrained(
         ValueError: where something is missing, unexpected, or of another shape or dtype: all of it is listed. Nothing
             has been changed then.
         CheckpointError: where there are no such files, or they are damaged.
-        All on all ranks.
+
+    Each is raised on all ranks.
 
     Example:
         >>> import tempfile, torch
@@ -176,7 +177,8 @@ def save_pretrained(
     Raises:
         ValueError: where ranks differ, a tensor is `Partial`, or has no values (meta).
         CheckpointError: when it cannot be written, on any rank.
-        All on all ranks.
+
+    Each is raised on all ranks.
 
     Example:
         >>> import tempfile, torch

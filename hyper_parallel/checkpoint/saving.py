@@ -53,7 +53,8 @@ def save(
         TypeError: for something that a checkpoint does not take.
         ValueError: where ranks differ, ``path`` is there, a tensor is `Partial`, or has no values (meta).
         CheckpointError: when it cannot be written, on any rank.
-        All on all ranks.
+
+    Each is raised on all ranks.
 
     Example:
         >>> import tempfile, torch

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from typing import Any
 
-from hyper_parallel.debug.text import print_text
-
-__all__ = ["UsageError", "show"]
+# Nothing of the library: `hyper-parallel --version` and `--help` are to be quick.
+__all__ = ["UsageError", "print_text", "show"]
 
 
 class UsageError(Exception):
@@ -20,3 +21,17 @@ def show(text: str, data: Any, as_json: bool) -> None:
         print(json.dumps(data, indent=2, default=str))
     else:
         print_text(text)
+
+
+def print_text(text: str, file: Any = None) -> None:
+    """Print ``text``; on a terminal, and where rich is installed, with what it finds to colour."""
+    out = sys.stdout if file is None else file
+    if getattr(out, "isatty", lambda: False)():
+        try:
+            console = importlib.import_module("rich.console").Console(file=out, soft_wrap=True)
+        except ImportError:
+            console = None
+        if console is not None:
+            console.print(text, markup=False)
+            return
+    print(text, file=out)

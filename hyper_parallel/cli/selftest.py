@@ -48,7 +48,7 @@ def check_collectives() -> str:
 
 def check_block() -> str:
     """A transformer block, tensor and sequence parallel, gives the output and the gradients of one device."""
-    from hyper_parallel.testing.conformance.test_styles import block
+    from hyper_parallel.testing.comparisons import block
 
     mesh = device_mesh()
     if mesh is None:

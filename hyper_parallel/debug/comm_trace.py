@@ -83,9 +83,12 @@ class CommTrace:
 
         Args:
             path: of the file; each rank writes its own.
-            rank: what the process is called; None is this rank.
+            rank: what the process is called; None is this rank, and 0 before there are groups.
         """
-        name = get_platform().rank() if rank is None else rank
+        platform = get_platform()
+        name = rank
+        if name is None:
+            name = 0 if platform.world() is None else platform.rank()
         dims = sorted({c.mesh_dim for c in self.collectives})
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": name, "args": {"name": f"rank {name}"}},

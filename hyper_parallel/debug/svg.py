@@ -34,6 +34,15 @@ class Svg:
                 f"{escape(label)}</text>"
             )
 
+    def grid(self, x: float, y: float, width: float, height: float, side: float) -> None:
+        """Thin lines that part a rectangle into squares."""
+        steps = [(x + i * side, y, x + i * side, y + height) for i in range(1, round(width / side))]
+        steps += [(x, y + i * side, x + width, y + i * side) for i in range(1, round(height / side))]
+        for x1, y1, x2, y2 in steps:
+            self._parts.append(
+                f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='#555' stroke-width='0.2'/>"
+            )
+
     def text(self, x: float, y: float, text: str, *, bold: bool = False, colour: str = "#222") -> None:
         """A line of text; ``y`` is its foot."""
         weight = " font-weight='bold'" if bold else ""

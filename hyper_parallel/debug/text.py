@@ -1,13 +1,11 @@
-"""Tables and sizes for terminals, in plain text; with colours where rich is installed."""
+"""Tables and sizes for terminals, in plain text."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["format_bytes", "format_seconds", "format_table", "print_text"]
+__all__ = ["format_bytes", "format_seconds", "format_table"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -56,17 +54,3 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequ
         line = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(line).rstrip())
     return "\n".join(lines)
-
-
-def print_text(text: str, file: Any = None) -> None:
-    """Print ``text``; on a terminal, and where rich is installed, with what it finds to colour."""
-    out = sys.stdout if file is None else file
-    if getattr(out, "isatty", lambda: False)():
-        try:
-            console = importlib.import_module("rich.console").Console(file=out, soft_wrap=True)
-        except ImportError:
-            console = None
-        if console is not None:
-            console.print(text, markup=False)
-            return
-    print(text, file=out)

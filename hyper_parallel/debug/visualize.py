@@ -9,17 +9,19 @@ import numpy as np
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.debug.svg import COLOURS, Svg
 
-__all__ = ["sharding_table", "visualize_sharding"]
+__all__ = ["sharding_picture", "sharding_table", "visualize_sharding"]
 
 
-def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False) -> None:
+def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False, *, path: str | None = None) -> None:
     """Print which ranks hold which rows and columns, on the first rank of the mesh.
 
     Args:
         dtensor: `DTensor` of one or two dimensions. Nothing is printed of one without elements.
         header: a line printed before.
         use_rich: taken because torch has it, and not read: the table is plain text, and needs no other package.
+        path: of an SVG file to write as well, on the first rank too.
 
     Raises:
         TypeError: when ``dtensor`` is none.
@@ -43,16 +45,48 @@ def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False) -
     if 0 in layout.shape or place is None or any(place):
         return
     print(*([header] if header else []), sharding_table(layout), sep="\n")
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(sharding_picture(layout, header))
 
 
-def sharding_table(layout: Layout) -> str:
-    """The table of `visualize_sharding`: a row and a column for each range of indices that some rank holds alone."""
+def _held(layout: Layout) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
+    """(first and last row, first and last column) -> the ranks that hold these elements."""
     cells: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
     for place, rank in np.ndenumerate(layout.mesh.ranks):
         for rectangle in held_rectangles(layout, place):
             spans = [(at, at + n - 1) for at, n in zip(rectangle.offsets, rectangle.sizes, strict=True)]
             rows, columns = spans if layout.ndim == 2 else (spans[0], (0, 0))
             cells.setdefault((rows, columns), []).append(int(rank))
+    return cells
+
+
+def sharding_picture(layout: Layout, header: str = "") -> str:
+    """The SVG of `visualize_sharding`: a rectangle for each part with the ranks that hold it; where elements are few,
+    with lines between them."""
+    picture, cells = Svg(), _held(layout)
+    top = 12.0
+    if header:
+        picture.text(12, 24, header, bold=True)
+        top = 36.0
+    rows, columns = (*layout.shape, 1)[:2]
+    side = min(30.0, 300.0 / max(rows, columns))
+    for ((top_row, bottom_row), (first, last)), ranks in sorted(cells.items()):
+        left, width = 12 + first * side, (last - first + 1) * side
+        y, height = top + top_row * side, (bottom_row - top_row + 1) * side
+        # What every rank has is grey: there is nothing to tell apart.
+        colour = "#e8e8e8" if len(ranks) == layout.mesh.size() > 1 else COLOURS[min(ranks) % len(COLOURS)]
+        picture.box(left, y, width, height, colour, ", ".join(map(str, sorted(ranks))))
+        if side >= 12:
+            picture.grid(left, y, width, height, side)
+    shape = " x ".join(map(str, layout.shape))
+    picture.text(12, top + rows * side + 18, f"{shape} elements, and the ranks that hold them", colour="#555")
+    return str(picture)
+
+
+def sharding_table(layout: Layout) -> str:
+    """The table of `visualize_sharding`: a row and a column for each range of indices that some rank holds alone."""
+    cells = _held(layout)
     all_rows, all_columns = (sorted({cell[i] for cell in cells}) for i in (0, 1))
     kind = layout.mesh.device_type
     table = [["", *(f"Col {first}-{last}" for first, last in all_columns)]]

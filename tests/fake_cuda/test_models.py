@@ -26,7 +26,7 @@ from hyper_parallel import (
     strict,
 )
 from hyper_parallel.testing.adapters import torch_adapter
-from hyper_parallel.testing.conformance.test_styles import block_plan
+from hyper_parallel.testing.comparisons import block_plan
 from tests.fake_cuda.conftest import WORLD
 from tests.fake_cuda.device import CUDA, FakeCudaMode
 

@@ -12,7 +12,7 @@ from mindspore import Tensor, ops
 
 import hyper_parallel as hp
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.spmd import device_mesh
 from tests.mindspore.decoder import batch, decoder, plan
 from tests.mindspore.nets import whole

@@ -11,7 +11,7 @@ from mindspore import Tensor
 
 from hyper_parallel import CommDebugMode, fully_shard
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.decoder import Decoder, batch, decoder
 from tests.mindspore.nets import error_of, whole

@@ -15,7 +15,7 @@ from mindspore.experimental.optim import AdamW
 
 from hyper_parallel import CommDebugMode, DTensor, Shard, implicit_replication, loss_parallel, parallelize_module
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.llama import CASES, FEW_HEADS, PLAN, Case, Config, make, tokens
 from tests.mindspore.nets import error_of, whole

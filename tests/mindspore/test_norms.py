@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn
 
 from hyper_parallel import CommDebugMode, SequenceParallel, get_platform, parallelize_module
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.spmd import on_mesh
 
 FEATURES = 6

@@ -15,8 +15,7 @@ from hyper_parallel.core.dtensor.communication.collectives import all_gather_obj
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import device, numpy, seed, tensor
-from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.comparisons import floats, same
 
 #: name -> function of a tensor of shape (2, 4, 6, 5)
 DRAWING: dict[str, Callable[[Any], Any]] = {

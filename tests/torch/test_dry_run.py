@@ -22,6 +22,8 @@ from hyper_parallel import (
     DTensor,
     MixedPrecisionPolicy,
     RowwiseParallel,
+    SequenceParallel,
+    Shard,
     explain,
     fully_shard,
     get_platform,
@@ -93,6 +95,14 @@ class Reads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.up(x) if x.sum() > 0 else x
+
+
+def test_an_input_with_data_may_want_a_gradient() -> None:
+    """Which cannot go back to where the data is."""
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8))
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
+    found = explain(model, 4, plan, torch.ones(2, 8, 16, requires_grad=True))
+    assert {c.kind for c in found.collectives if c.direction == "backward"} == {"reduce_scatter", "all_reduce"}
 
 
 def test_what_cannot_be_foreseen_is_an_error() -> None:

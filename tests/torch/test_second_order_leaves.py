@@ -10,8 +10,7 @@ import torch
 from hyper_parallel import DTensor, Partial, Replicate
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import numpy, tensor
-from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.comparisons import floats, same
 
 
 class Square(torch.autograd.Function):

@@ -16,8 +16,8 @@ import torch.distributed.tensor.parallel as their_styles
 
 import hyper_parallel as ours
 from hyper_parallel.testing.adapters import torch_adapter as adapter
+from hyper_parallel.testing.comparisons import slices_of
 from hyper_parallel.testing.conformance import test_style_matrix as matrix
-from hyper_parallel.testing.conformance.test_styles import slices_of
 from tests.torch.test_against_torch import meshes
 
 

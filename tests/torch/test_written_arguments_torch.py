@@ -15,8 +15,7 @@ from hyper_parallel import ColwiseParallel, DTensor, PackedShard, Partial, Repli
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import numpy, tensor
-from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.comparisons import floats, same
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

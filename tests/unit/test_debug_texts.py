@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.cli.output import print_text
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.comm_trace import CommTrace
 from hyper_parallel.debug.svg import svg_of_lines
-from hyper_parallel.debug.text import format_bytes, format_seconds, format_table, print_text
+from hyper_parallel.debug.text import format_bytes, format_seconds, format_table
 
 
 def collective(kind: str, seconds: float | None, module: str = "up") -> Collective:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -98,3 +99,39 @@ def test_on_another_platform_they_say_what_to_do(name: str, monkeypatch: pytest.
     monkeypatch.setattr(mindspore, "get_platform", lambda: SimpleNamespace(name="torch-cpu"))
     with pytest.raises(PlatformError, match=f"hyper_parallel.mindspore.{name} .* HYPER_PARALLEL_PLATFORM=mindspore"):
         getattr(mindspore, name)(lambda x: x)
+
+
+def test_the_commands_need_no_pytest() -> None:
+    """Which a plain install does not have: only the conformance kit imports it."""
+    code = (
+        "import sys; sys.modules['pytest'] = None\n"
+        "import hyper_parallel.testing.comparisons, hyper_parallel.testing.plan_check\n"
+        "from hyper_parallel.cli import environment, launch, main, planning, selftest\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("theirs", ["collectives", "core/fully_shard"])
+@pytest.mark.parametrize("first", [True, False])
+def test_another_package_of_the_name_is_refused(tmp_path: Path, theirs: str, first: bool) -> None:
+    """Whichever of the two Python would import, where it is this one."""
+    (tmp_path / "hyper_parallel" / theirs).mkdir(parents=True)  # without __init__.py Python goes on to this package
+    places = [str(tmp_path), str(ROOT)] if first else [str(ROOT), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, "-c", "import hyper_parallel"]
+    done = subprocess.run(command, cwd=tmp_path.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    sentence = f"ImportError: {tmp_path}/hyper_parallel holds files of mindspore-ai/hyper-parallel, another package"
+    assert sentence in done.stderr and "pip uninstall hyper-parallel" in done.stderr
+
+
+def test_metadata(wheel: zipfile.ZipFile) -> None:
+    """What an index shows of the package."""
+    metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    text = wheel.read(metadata).decode()
+    fields = [line.partition(": ")[::2] for line in text.split("\n\n")[0].splitlines()]
+    assert {("License-Expression", "Apache-2.0"), ("Requires-Python", ">=3.10")} <= set(fields)
+    assert {"Author", "Keywords", "Summary", "Description-Content-Type"} <= {name for name, _ in fields}
+    classifiers = {value for name, value in fields if name == "Classifier"}
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)} <= classifiers
+    assert {value for name, value in fields if name == "Provides-Extra"} >= {"torch", "mindspore", "npu", "cli", "docs"}

@@ -97,9 +97,11 @@ class TorchMetaPlatform(TorchCpuPlatform):
         return _META
 
     def to_device(self, x: Tensor) -> Tensor:
-        """See `Platform.to_device`: the values are left behind."""
+        """See `Platform.to_device`: the values are left behind, and the way back too, by which no gradient could go."""
         self.check_local(x)
-        return x if x.is_meta else x.to(_META)
+        if x.is_meta:
+            return x
+        return x.detach().to(_META).requires_grad_(x.requires_grad)
 
     def copy_without_data(self, module: nn.Module) -> nn.Module:
         """See `Platform.copy_without_data`. Ties, and tensors that are plain attributes, are kept."""

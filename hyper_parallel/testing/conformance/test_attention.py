@@ -19,7 +19,8 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, compare, floats
+from hyper_parallel.testing.comparisons import compare, floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 
 def expect(world_size: int, forward: dict[str, int], backward: dict[str, int]) -> dict[str, dict[str, int]]:

@@ -11,8 +11,8 @@ import pytest
 
 from hyper_parallel import ColwiseParallel, ModuleStyle, Replicate, RowwiseParallel, Shard, fully_shard, get_platform
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import floats
 from hyper_parallel.testing.conformance.checks import needs_gradients
-from hyper_parallel.testing.conformance.test_styles import floats
 from hyper_parallel.testing.plan_check import PlanCheck, compare_on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 

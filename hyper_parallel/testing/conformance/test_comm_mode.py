@@ -13,7 +13,7 @@ from hyper_parallel import ColwiseParallel, CommDebugMode, RowwiseParallel, Shar
 from hyper_parallel.debug import CommCounts
 from hyper_parallel.platform.contract.observation import ObservationRole
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.comparisons import floats
 from hyper_parallel.testing.spmd import on_mesh
 
 

@@ -24,7 +24,7 @@ from hyper_parallel.core.dtensor.mesh_slices import MESHES
 from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 
 FEATURES, HIDDEN = 6, 8
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -24,8 +24,7 @@ from hyper_parallel import (
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import local_parts, same
-from hyper_parallel.testing.conformance.test_styles import block_plan, difference, floats
+from hyper_parallel.testing.comparisons import block_plan, difference, floats, local_parts, same
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 WORLD_SIZES = [1, 2, 3, 4]

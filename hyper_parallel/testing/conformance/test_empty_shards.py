@@ -12,8 +12,7 @@ from hyper_parallel import DTensor, Replicate, SequenceParallel, Shard, check_ra
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import block_plan, floats
+from hyper_parallel.testing.comparisons import block_plan, floats, same
 
 #: ranks, length of a sequence that leaves some of them without elements
 PLACES = [(2, 1), (3, 4), (4, 9), (4, 1)]

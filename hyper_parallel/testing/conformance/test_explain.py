@@ -33,8 +33,8 @@ from hyper_parallel import (
 )
 from hyper_parallel.planning import DryStep
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import block_plan, floats
 from hyper_parallel.testing.conformance.checks import needs_gradients
-from hyper_parallel.testing.conformance.test_styles import block_plan, floats
 from hyper_parallel.testing.spmd import on_mesh
 
 IDS = np.arange(12, dtype=np.int64).reshape(3, 4) % 7

@@ -12,7 +12,7 @@ from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 NAN = np.float32("nan")

@@ -13,9 +13,9 @@ from hyper_parallel.core.data_parallel.policies import OffloadPolicy
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import difference, floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, difference, floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 #: Rows of the batch of one rank.
 ROWS = 3

@@ -23,10 +23,9 @@ from hyper_parallel import (
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import block_plan, difference, same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_units import Trained, block_of, parameters, shard_block
-from hyper_parallel.testing.conformance.test_styles import block_plan, difference
 
 ROWS = 3
 #: name -> plan of a block; inputs and outputs are the same on all tensor-parallel ranks.

@@ -11,7 +11,7 @@ import pytest
 from hyper_parallel import fully_shard
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_fully_shard import held_bytes
 from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, parameters
 

@@ -22,10 +22,10 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import difference, same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_units import block_of, parameters, shard_block
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, difference
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 
 @spmd.on_mesh()

@@ -11,9 +11,9 @@ from hyper_parallel import CommDebugMode, DTensor, FSDPModule, Shard, fully_shar
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import difference, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, difference
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 ROWS = 3
 

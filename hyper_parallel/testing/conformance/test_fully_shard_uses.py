@@ -13,7 +13,7 @@ import pytest
 from hyper_parallel import CommDebugMode, DTensor, FSDPModule, MixedPrecisionPolicy, fully_shard
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, Trained, block_of, shard_block
 

@@ -29,9 +29,9 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 IDS = np.array([[1, 2, 5], [0, 3, 1]], np.int64)
 

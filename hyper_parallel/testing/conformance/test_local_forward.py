@@ -24,9 +24,9 @@ from hyper_parallel import (
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import floats, same
 from hyper_parallel.testing.conformance.test_dtensor import split_counts
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,8 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.debug import visualize_sharding
 from hyper_parallel.experimental import local_map
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import floats
 from hyper_parallel.testing.spmd import on_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -124,15 +125,25 @@ def shown() -> list[str]:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             visualize_sharding(zeros(size, device_mesh=mesh, placements=placements), header="x")
         texts.append(out.getvalue().replace(mesh.device_type, "cpu"))
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        path = Path(folder) / "x.svg"
+        for size, placements in (((2, 4), [R, S1]), ((99, 2), [R, R])):
+            visualize_sharding(zeros(size, device_mesh=mesh, placements=placements), path=str(path))
+            assert path.exists() == (mesh.get_rank() == 0)
+            texts.append(path.read_text() if path.exists() else "")
     return texts
 
 
 def test_shown(pool: Any) -> None:
     first, *others = pool.run(4, shown)
+    *first, cut, whole = first
     assert first == [
         "x\n         Col 0-1  Col 2-3\nRow 0-1  cpu:0    cpu:1\nRow 2-2  cpu:2    cpu:3\n",
         "x\n         Col 0-0\nRow 0-1  cpu:0,1\nRow 2-2  cpu:2,3\n",
         "x\n         Col 0-1\nRow 0-0  cpu:0,2\nRow 1-1  cpu:1,3\nRow 2-2  cpu:0,2\nRow 3-3  cpu:1,3\n",
         "",
     ]
-    assert others == [["", "", "", ""]] * 3
+    assert others == [[""] * 6] * 3
+    # Two parts, of two ranks each, with lines between the elements; one that every rank has, too small for lines.
+    assert cut.startswith("<svg") and ">0, 2<" in cut and ">1, 3<" in cut and cut.count("<line") == 4
+    assert "0, 1, 2, 3" in whole and "#e8e8e8" in whole and "<line" not in whole and "99 x 2 elements" in whole

@@ -25,7 +25,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations.modes import is_loss_parallel
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 
 WORLD_SIZES = [1, 2, 3, 4]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

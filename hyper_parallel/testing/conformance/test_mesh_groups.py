@@ -10,7 +10,7 @@ import pytest
 
 from hyper_parallel import DeviceMesh, DTensor, Partial, Replicate, Shard, get_platform, init_device_mesh
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 
 

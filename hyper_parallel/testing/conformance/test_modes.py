@@ -27,8 +27,7 @@ from hyper_parallel.core.dtensor.operations import custom_ops, fallback
 from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import local_parts, same
-from hyper_parallel.testing.conformance.test_styles import floats
+from hyper_parallel.testing.comparisons import floats, local_parts, same
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 WORLD_SIZES = [1, 2, 3, 4]

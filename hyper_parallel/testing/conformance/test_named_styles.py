@@ -26,9 +26,9 @@ from hyper_parallel import (
 from hyper_parallel.core.tensor_parallel.style_names import style_by_name, style_names
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import compare, difference, floats, same
 from hyper_parallel.testing.conformance.test_attention import expect
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, compare, difference, floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 
 @spmd.on_mesh()

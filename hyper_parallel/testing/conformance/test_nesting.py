@@ -25,7 +25,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_redistribute import run_transition
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)

@@ -12,7 +12,7 @@ from hyper_parallel import DTensor, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import local_parts, same
+from hyper_parallel.testing.comparisons import local_parts, same
 from hyper_parallel.testing.conformance.op_cases import CASES, Case
 
 BY_NAME = {case.name: case for case in CASES}

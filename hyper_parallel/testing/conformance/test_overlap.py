@@ -30,8 +30,7 @@ from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import compare, floats
+from hyper_parallel.testing.comparisons import compare, floats, same
 
 R = Replicate()
 

@@ -10,8 +10,7 @@ import pytest
 from hyper_parallel import ColwiseParallel, DTensor, Partial, Replicate, Shard, distribute_tensor, parallelize_module
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import floats, slices_of
+from hyper_parallel.testing.comparisons import floats, same, slices_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

@@ -23,7 +23,8 @@ from hyper_parallel import (
 from hyper_parallel.core.dtensor.communication import recorder
 from hyper_parallel.debug import CollectiveEvent
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, floats
+from hyper_parallel.testing.comparisons import floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 from hyper_parallel.testing.spmd import on_mesh
 
 

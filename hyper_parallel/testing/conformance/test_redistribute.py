@@ -14,7 +14,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import redistributio
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import local_parts, same
+from hyper_parallel.testing.comparisons import local_parts, same
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 

@@ -22,9 +22,9 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import block_plan, difference, floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, block_plan, difference, floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 #: Rows of the batch of one rank.
 ROWS = 3

@@ -12,7 +12,7 @@ from hyper_parallel import DTensor, Shard, distribute_tensor, replicate
 from hyper_parallel.core.data_parallel.buckets import Bucket
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_corners import other
 

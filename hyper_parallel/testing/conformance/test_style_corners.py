@@ -28,8 +28,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
-from hyper_parallel.testing.conformance.test_styles import compare, floats
+from hyper_parallel.testing.comparisons import compare, floats, same
 
 PROJECTIONS = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
 

@@ -25,7 +25,8 @@ from hyper_parallel import (
     Shard,
 )
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES, compare, floats
+from hyper_parallel.testing.comparisons import compare, floats
+from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
 
 R, P = "R", "P"
 Counts = tuple[Counter, Counter]

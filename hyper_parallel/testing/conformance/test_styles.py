@@ -3,7 +3,6 @@ collectives is that of hand-written code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,101 +10,17 @@ import pytest
 
 from hyper_parallel import (
     ColwiseParallel,
-    CommDebugMode,
-    DTensor,
     PrepareModuleInput,
-    PrepareModuleInputOutput,
     PrepareModuleOutput,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
     Shard,
-    parallelize_module,
 )
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import block, compare, floats
 
 WORLD_SIZES = [1, 2, 3, 4]
-
-
-def compare(
-    build: Callable[[Any], Any],
-    plan: Any,
-    array: np.ndarray,
-    mesh: Any,
-    *,
-    takes: Any = None,
-    gives: Any = None,
-    distributed_input: bool = False,
-) -> dict[str, dict[str, int]]:
-    """Parallelise a model and compare one forward and backward with the unsharded one.
-
-    Args:
-        build: ``build(adapter)`` makes the model; called twice, the weights are loaded after.
-        plan: the plan.
-        array: the whole input.
-        mesh: 1-D mesh.
-        takes: placement with which the model is given its input as a plain local tensor; None: the whole of it.
-        distributed_input: give the input as a DTensor placed so instead.
-        gives: placement of the plain local output; None: the whole of it.
-
-    Returns:
-        Collectives in forward and in backward.
-    """
-    adapter = get_adapter()
-    single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
-    parallelize_module(sharded, mesh, plan)
-    takes, gives = takes or Replicate(), gives or Replicate()
-    weights: list[np.ndarray] = []
-
-    def reference(x: Any) -> Any:
-        y = adapter.call(single, x)
-        weights.append(np.random.default_rng(6).standard_normal(tuple(y.shape)).astype(np.float32))
-        return adapter.weighted_sum(y, adapter.tensor(weights[0])), y
-
-    counts: dict[str, dict[str, int]] = {}
-
-    def distributed(x: Any) -> Any:
-        if distributed_input:
-            x = DTensor.from_local(x, mesh, [takes], shape=array.shape)
-        with CommDebugMode() as comm:
-            y = adapter.call(sharded, x)
-        counts["forward"] = comm.get_comm_counts()
-        assert not isinstance(y, DTensor)
-        whole = DTensor.from_local(y, mesh, [gives], shape=weights[0].shape)
-        mine = weights[0][whole._layout.local_index()]
-        return adapter.weighted_sum(y, adapter.tensor(mine)), whole
-
-    y, grad_x, grads = adapter.model_value_and_grads(single, reference, array)
-    local = array[slices_of(takes, array.shape, mesh)]
-    with CommDebugMode() as comm:
-        got_y, got_grad_x, got_grads = adapter.model_value_and_grads(sharded, distributed, local)
-    counts["backward"] = difference(comm.get_comm_counts(), counts["forward"])
-    same(adapter.numpy(got_y), adapter.numpy(y), "output")
-    if grad_x is not None:
-        same(got_grad_x, grad_x[slices_of(takes, array.shape, mesh)], "gradient of the input")
-    assert set(got_grads) == set(grads)
-    for name in grads:
-        if grads[name] is None:
-            assert got_grads[name] is None, name
-        else:
-            same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), f"gradient of {name}")
-    return counts
-
-
-def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> Any:
-    from hyper_parallel.core.dtensor.layouts.layout import get_layout
-
-    return get_layout(mesh, (placement,), shape).local_index()
-
-
-def difference(more: dict[str, int], less: dict[str, int]) -> dict[str, int]:
-    return {k: n - less.get(k, 0) for k, n in more.items() if n > less.get(k, 0)}
-
-
-def floats(*shape: int) -> np.ndarray:
-    return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
 
 
 @spmd.on_mesh()
@@ -219,38 +134,6 @@ def test_attention_shares_one_backward_collective(pool: Any, world_size: int, pr
     one = {"all_reduce": 1} if world_size > 1 else {}
     for counts in pool.run(world_size, attention, prepared):
         assert counts == {"forward": one, "backward": one}
-
-
-def block_plan(local_between: bool) -> dict[str, Any]:
-    """Sequence-parallel Llama block."""
-    into = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    return {
-        "": PrepareModuleInputOutput(
-            input_layouts=Shard(1),
-            desired_input_layouts=Shard(1),
-            output_layouts=Shard(1),
-            desired_output_layouts=Shard(1),
-        ),
-        "norm?": SequenceParallel(),
-        "attention": into,
-        "attention.w[qkv]": ColwiseParallel(use_local_output=local_between),
-        "attention.wo": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-        "feed_forward": into,
-        "feed_forward.w[13]": ColwiseParallel(use_local_output=local_between),
-        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
-
-
-@spmd.on_mesh()
-def block(mesh: Any, local_between: bool, length: int) -> Any:
-    return compare(
-        lambda adapter: adapter.Block(24, 36, 2),
-        block_plan(local_between),
-        floats(2, length, 24),
-        mesh,
-        takes=Shard(1),
-        gives=Shard(1),
-    )
 
 
 @pytest.mark.parametrize("local_between", [True, False])

@@ -29,9 +29,9 @@ from hyper_parallel.core.dtensor import undistributed
 from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import compare, floats
 from hyper_parallel.testing.conformance.test_distribute import parameters
 from hyper_parallel.testing.conformance.test_rank_check import error_of
-from hyper_parallel.testing.conformance.test_styles import compare, floats
 
 PLAN = {"attention.w[qkv]": ColwiseParallel(), "attention.wo": RowwiseParallel()}
 OUTSIDE = ["norm1", "norm2", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]

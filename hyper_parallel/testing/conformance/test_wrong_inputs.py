@@ -28,8 +28,8 @@ from hyper_parallel import (
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import floats
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import floats
 
 
 def message_of(job: Any) -> tuple[str, str]:

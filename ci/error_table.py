@@ -1,0 +1,118 @@
+"""The texts of all errors that the library raises, from its source: the table at the end of the page on errors.
+
+    python -m ci.error_table
+
+What varies in a text stands as an ellipsis.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hyper_parallel"
+#: Folders whose errors users see, and what the table calls them. The kit for tests is left out.
+AREAS = {
+    "cli": "Command line",
+    "planning": "Explain, dry run, search",
+    "core/tensor_parallel": "Plans and styles",
+    "core/data_parallel": "Data parallelism",
+    "core": "Tensors, meshes and operations",
+    "checkpoint": "Checkpoints",
+    "integrations": "Models of other libraries",
+    "platform/torch": "torch backends",
+    "platform/mindspore": "MindSpore backend",
+    "platform": "Backends and the environment",
+    "debug": "Looking at it",
+    "": "The package",
+}
+#: Raised for Python's own protocols, or to leave a loop or a parser.
+_SILENT = {"AssertionError", "NotImplementedError"}
+
+
+@dataclass(frozen=True)
+class ErrorText:
+    """One ``raise``: the exception's name, its text with ellipses, where it is."""
+
+    kind: str
+    text: str
+    path: str
+
+
+def texts() -> list[ErrorText]:
+    """Of every error that is made with a text, raised there or handed to what raises it, in the order of the files."""
+    found: dict[tuple[str, str], ErrorText] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith("testing/"):
+            continue
+        for kind, text in _errors(ast.parse(path.read_text(encoding="utf-8"))):
+            if len(text.replace("…", "").split()) > 1:
+                found.setdefault((kind, text), ErrorText(kind, text, name))
+    return list(found.values())
+
+
+def _errors(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name of the class, text) of the calls that make errors; a text may have a name first."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    seen: set[ast.Call] = set()
+    # Outer functions stand before those in them: reversed, a call belongs to the innermost.
+    for function in (*reversed(functions), tree):
+        named = {
+            target.id: node.value
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or node in seen or not node.args:
+                continue
+            kind = ast.unparse(node.func).rpartition(".")[2]
+            if re.fullmatch(r"[A-Z]\w*Error", kind) and kind not in _SILENT:
+                seen.add(node)
+                text = node.args[0]
+                yield kind, text_of(named.get(text.id, text) if isinstance(text, ast.Name) else text)
+
+
+def text_of(node: ast.expr) -> str:
+    """The text that an expression makes, with an ellipsis for what is not written in it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left) + text_of(node.right)
+    return "…"
+
+
+def area_of(path: str) -> str:
+    """The first folder of `AREAS` that has the file; deeper ones stand before those around them."""
+    return next(folder for folder in AREAS if not folder or path.startswith(f"{folder}/"))
+
+
+def table() -> str:
+    """Markdown: a section for each area."""
+    sections: dict[str, list[ErrorText]] = {folder: [] for folder in AREAS}
+    for error in texts():
+        sections[area_of(error.path)].append(error)
+    lines = []
+    for folder, errors in sections.items():
+        if errors:
+            lines += [f"### {AREAS[folder]}", "", "| text | error | raised in |", "|---|---|---|"]
+            lines += [f"| {_cell(e.text)} | `{e.kind}` | `{e.path}` |" for e in errors]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    marks = {ord(sign): f"&#{ord(sign)};" for sign in "|*_`[]\\#~<>&"}
+    return " ".join(text.split()).translate(marks)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,177 @@
+"""A parallelised model compared with the single device's: what the conformance suite and ``hyper-parallel test`` share.
+
+It needs no pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    parallelize_module,
+)
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.summands import summands
+
+__all__ = ["block", "block_plan", "compare", "difference", "floats", "local_parts", "same", "slices_of"]
+
+TOLERANCE = 2e-5
+
+
+def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None:
+    """Raise AssertionError unless the arrays agree: norm of the difference against the norm of what is wanted.
+
+    Values are of order one throughout the suite: where a part of a result is zero, rounding is measured against 0.01.
+    """
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    if got.shape != wanted.shape:  # no assert statement: `python -O hyper-parallel test` is to check as well
+        raise AssertionError(f"{what}: shape {got.shape}, wanted {wanted.shape}")
+    if wanted.size == 0:
+        return
+    scale = max(float(np.linalg.norm(wanted.astype(np.float64))), 0.01 * wanted.size**0.5)
+    error = float(np.linalg.norm(got.astype(np.float64) - wanted.astype(np.float64))) / scale
+    if not error <= tolerance:
+        raise AssertionError(f"{what}: relative error {error:.2e}\ngot\n{got}\nwanted\n{wanted}")
+
+
+def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndarray:
+    """This rank's local array of a tensor with value ``x``: for `Partial`, summands that differ per rank.
+
+    ``rng`` must be in the same state on every rank.
+    """
+    mesh = layout.mesh
+    mine = x
+    for mesh_dim, placement in enumerate(layout.placements):
+        if placement.is_partial("sum"):
+            mine = summands(mine, mesh.shape[mesh_dim], rng)[mesh.get_coordinate()[mesh_dim]]
+        elif placement.is_partial():
+            raise ValueError(f"no summands for {placement}")
+    # Summands are drawn for the whole tensor, so that ranks that hold the same part draw the same.
+    return np.ascontiguousarray(mine[layout.local_index()])
+
+
+def compare(
+    build: Callable[[Any], Any],
+    plan: Any,
+    array: np.ndarray,
+    mesh: Any,
+    *,
+    takes: Any = None,
+    gives: Any = None,
+    distributed_input: bool = False,
+) -> dict[str, dict[str, int]]:
+    """Parallelise a model and compare one forward and backward with the unsharded one.
+
+    Args:
+        build: ``build(adapter)`` makes the model; called twice, the weights are loaded after.
+        plan: the plan.
+        array: the whole input.
+        mesh: 1-D mesh.
+        takes: placement with which the model is given its input as a plain local tensor; None: the whole of it.
+        distributed_input: give the input as a DTensor placed so instead.
+        gives: placement of the plain local output; None: the whole of it.
+
+    Returns:
+        Collectives in forward and in backward.
+    """
+    adapter = get_adapter()
+    single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
+    parallelize_module(sharded, mesh, plan)
+    takes, gives = takes or Replicate(), gives or Replicate()
+    weights: list[np.ndarray] = []
+
+    def reference(x: Any) -> Any:
+        y = adapter.call(single, x)
+        weights.append(np.random.default_rng(6).standard_normal(tuple(y.shape)).astype(np.float32))
+        return adapter.weighted_sum(y, adapter.tensor(weights[0])), y
+
+    counts: dict[str, dict[str, int]] = {}
+
+    def distributed(x: Any) -> Any:
+        if distributed_input:
+            x = DTensor.from_local(x, mesh, [takes], shape=array.shape)
+        with CommDebugMode() as comm:
+            y = adapter.call(sharded, x)
+        counts["forward"] = comm.get_comm_counts()
+        assert not isinstance(y, DTensor)
+        whole = DTensor.from_local(y, mesh, [gives], shape=weights[0].shape)
+        mine = weights[0][whole._layout.local_index()]
+        return adapter.weighted_sum(y, adapter.tensor(mine)), whole
+
+    y, grad_x, grads = adapter.model_value_and_grads(single, reference, array)
+    local = array[slices_of(takes, array.shape, mesh)]
+    with CommDebugMode() as comm:
+        got_y, got_grad_x, got_grads = adapter.model_value_and_grads(sharded, distributed, local)
+    counts["backward"] = difference(comm.get_comm_counts(), counts["forward"])
+    same(adapter.numpy(got_y), adapter.numpy(y), "output")
+    if grad_x is not None:
+        same(got_grad_x, grad_x[slices_of(takes, array.shape, mesh)], "gradient of the input")
+    assert set(got_grads) == set(grads)
+    for name in grads:
+        if grads[name] is None:
+            assert got_grads[name] is None, name
+        else:
+            same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), f"gradient of {name}")
+    return counts
+
+
+def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> Any:
+    """Which part of a tensor this rank holds, as an index of its array."""
+    return get_layout(mesh, (placement,), shape).local_index()
+
+
+def difference(more: dict[str, int], less: dict[str, int]) -> dict[str, int]:
+    """What was counted later, less what was counted before; names without any are left out."""
+    return {k: n - less.get(k, 0) for k, n in more.items() if n > less.get(k, 0)}
+
+
+def floats(*shape: int) -> np.ndarray:
+    """The same numbers of order one on every rank."""
+    return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+
+
+def block_plan(local_between: bool) -> dict[str, Any]:
+    """Sequence-parallel Llama block."""
+    into = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return {
+        "": PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Shard(1),
+            output_layouts=Shard(1),
+            desired_output_layouts=Shard(1),
+        ),
+        "norm?": SequenceParallel(),
+        "attention": into,
+        "attention.w[qkv]": ColwiseParallel(use_local_output=local_between),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "feed_forward": into,
+        "feed_forward.w[13]": ColwiseParallel(use_local_output=local_between),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+
+
+@spmd.on_mesh()
+def block(mesh: Any, local_between: bool, length: int) -> Any:
+    """`compare` of a Llama block by `block_plan`."""
+    return compare(
+        lambda adapter: adapter.Block(24, 36, 2),
+        block_plan(local_between),
+        floats(2, length, 24),
+        mesh,
+        takes=Shard(1),
+        gives=Shard(1),
+    )

@@ -1,0 +1,201 @@
+"""The Python code of the documentation, run as it stands on all ranks of the pool.
+
+The blocks of a page run one after the other in one set of names. Fragments stand on names that a reader has to think of
+(a model, a batch, a loss): `PREPARED` gives them. A comment such as ``# TypeError: what it says`` promises an error.
+`PROGRAMS` and `ELSEWHERE` list what other tests run, or compare with the source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ELSEWHERE", "PROGRAMS", "ROOT", "blocks_of", "pages", "run_page"]
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+#: page -> the test that has its code
+ELSEWHERE = {
+    "CONTRIBUTING.md": "tests/unit/test_habits.py",
+    "docs/platform.md": "tests/unit/test_contract.py",
+    "docs/writing_a_backend.md": "tests/unit/test_numpy_backend.py",
+}
+
+#: programs on pages, by their first line -> the test that runs them
+PROGRAMS = {
+    "mlp_torch.py": "tests/conformance/test_readme.py",
+    "mlp_mindspore.py": "tests/conformance/test_readme.py",
+    "cross.py": "tests/torch/test_rules_page.py",
+    "bilinear.py": "tests/torch/test_rules_page.py",
+    "low_rank.py": "tests/torch/test_own_style.py",
+}
+OF_MINDSPORE = ("mindspore.md", "mindformers.md")
+
+_MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import hyper_parallel
+globals().update({name: getattr(hyper_parallel, name) for name in hyper_parallel.__all__})
+_made = init_device_mesh
+def init_device_mesh(device_type=None, mesh_shape=None, **names):
+    # Four ranks stand for however many the page has.
+    shape = None if mesh_shape is None else (4,) if len(mesh_shape) == 1 else (2, 2)
+    return _made("cpu", shape, **names)
+torch.manual_seed(0)
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+class Model(nn.Module):
+    def __init__(self, config=None):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11)
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+model, mesh, config = Model(), init_device_mesh(mesh_shape=(4,), mesh_dim_names=("tp",)), None
+x = ids = batch = torch.randn(4, 8)
+target = torch.arange(4)
+"""
+#: page -> code that runs before its blocks, which gives them their names
+PREPARED = {
+    "docs/checkpoint.md": """
+mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
+parallelize_module(model, mesh["tp"], plan)
+dataset = list(range(64))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+def train_one_step():
+    pass
+""",
+    "docs/checkpoint_interop.md": """
+from hyper_parallel.checkpoint import save_pretrained
+save_pretrained(model, "weights")
+""",
+    "docs/concepts.md": "x = None",
+    "docs/faults.md": "def step(batch):\n    return model(batch).sum()",
+    "docs/huggingface.md": """
+from transformers import LlamaConfig, LlamaForCausalLM
+from hyper_parallel.integrations.huggingface import parallelize_model
+def fresh():
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                        num_attention_heads=4))
+model, ids = fresh(), torch.arange(16).reshape(2, 8)
+""",
+    "docs/performance.md": """
+parallelize_module(model, mesh, plan)
+optimizer = torch.optim.AdamW(model.parameters())
+loss = model(x).square().mean()
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def forward(self, x):
+        return self.model(x).square().mean()
+""",
+    "docs/replicate.md": """
+def loss_of(y):
+    return y.square().mean()
+batches = [x, x]
+""",
+    "docs/rules.md": "def rule(name):\n    return lambda function: function",
+    "docs/styles.md": "from transformers.pytorch_utils import Conv1D",
+    "docs/torch_interop.md": """
+torch_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+x = distribute_tensor(x, mesh, [Shard(0)])
+""",
+    "docs/training.md": """
+import torch.distributed as dist
+device_type = "cpu"
+mesh = init_device_mesh(mesh_shape=(4,), mesh_dim_names=("tp",))
+class WithLoss(Model):
+    def forward(self, ids, targets):
+        return F.cross_entropy(super().forward(ids), targets)
+model = WithLoss()
+batches = [[(x, target), (x, target)], [(x, target)]]
+""",
+}
+#: page -> block -> code that runs before this one
+BETWEEN = {
+    "docs/huggingface.md": {
+        1: "model = fresh()",
+        2: "model, ids, mesh = fresh(), ids % 32, init_device_mesh(mesh_shape=(4,))",
+    },
+    "docs/loss.md": {
+        1: """
+local_logits, mesh = model(ids).to_local().detach().requires_grad_(), {"tp": mesh}
+_whole = vocab_parallel_cross_entropy
+def vocab_parallel_cross_entropy(*given, vocab_size, **more):
+    return _whole(*given, vocab_size=11, **more)
+"""
+    },
+    "docs/performance.md": {1: "model_, model = model, Loss()", 2: "model = model_"},
+    "docs/torch_interop.md": {2: "model = Model()"},
+    "docs/training.md": {
+        1: """
+mesh, model = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp")), Model()
+model(x).sum().backward()
+"""
+    },
+}
+
+
+def pages(*, mindspore: bool = False) -> list[str]:
+    """Pages with Python code that runs here: those of MindSpore, or all others."""
+    found = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))]
+    run_here = [page for page in found if page not in ELSEWHERE and blocks_of(page)]
+    return [page for page in run_here if page.endswith(OF_MINDSPORE) == mindspore]
+
+
+def blocks_of(page: str) -> list[str]:
+    """Its blocks of Python, without programs that another test runs."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for block in blocks if not any(block.startswith(f"# {name}\n") for name in PROGRAMS)]
+
+
+def run_page(page: str, folder: str) -> int:
+    """Run its blocks in a folder that all ranks share; returns how many there were."""
+    names: dict[str, Any] = {"__name__": "page"}
+    blocks = blocks_of(page)
+    with _working_in(folder):
+        if not page.endswith(OF_MINDSPORE):
+            exec(_MODEL + PREPARED.get(page, ""), names)
+        for i, block in enumerate(blocks):
+            exec(BETWEEN.get(page, {}).get(i, ""), names)
+            promised = re.search(r"^# (\w+Error): (.+)$", block, re.MULTILINE)
+            with _raised(*promised.groups()) if promised else contextlib.nullcontext():
+                exec(compile(block, f"{page}, block {i + 1}", "exec"), names)
+    return len(blocks)
+
+
+@contextlib.contextmanager
+def _working_in(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def _raised(kind: str, text: str) -> Iterator[None]:
+    """What a comment in a block promises."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != kind or text not in str(error):
+            raise
+    else:
+        raise AssertionError(f"no {kind} was raised: {text}")

@@ -1,0 +1,46 @@
+"""Every block of Python in the documentation runs as it stands, on four ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pages import ELSEWHERE, PROGRAMS, ROOT, blocks_of, pages, run_page
+
+#: Pages whose code starts processes by itself: each is one program.
+ALONE = ("docs/explain.md", "docs/getting_started.md")
+cpu = pytest.mark.skipif(os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu", reason="pages are about CPUs")
+
+
+@cpu
+@pytest.mark.parametrize("page", [page for page in pages() if page not in ALONE])
+def test_page(pool: Any, page: str, tmp_path: Path) -> None:
+    if "transformers" in (ROOT / page).read_text(encoding="utf-8") and not find_spec("transformers"):
+        pytest.skip("transformers is not installed")
+    assert pool.run(4, run_page, page, str(tmp_path)) == [len(blocks_of(page))] * 4
+
+
+@cpu
+@pytest.mark.parametrize("page", ALONE)
+def test_page_of_programs(page: str, tmp_path: Path) -> None:
+    for i, block in enumerate(blocks_of(page)):
+        script = tmp_path / f"block{i}.py"
+        script.write_text(block, encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+
+
+def test_what_runs_elsewhere_is_named_there() -> None:
+    for name, test in PROGRAMS.items():
+        assert name in (ROOT / test).read_text(encoding="utf-8")
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")

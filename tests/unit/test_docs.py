@@ -1,0 +1,111 @@
+"""The pages of the documentation fit the library, and the site is made of all of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hyper_parallel
+from ci import docs_hooks, error_table
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+#: Modules whose ``__all__`` the reference has, besides the package.
+MODULES = (
+    "hyper_parallel.checkpoint",
+    "hyper_parallel.debug",
+    "hyper_parallel.integrations.huggingface",
+    "hyper_parallel.mindspore",
+    "hyper_parallel.planning",
+    "hyper_parallel.platform",
+    "hyper_parallel.torch",
+)
+
+
+def referenced() -> set[str]:
+    pages = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md")]
+    return set(re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE))
+
+
+def public() -> dict[str, Any]:
+    """Full name -> what it names, one name for each thing."""
+    found = {f"hyper_parallel.{name}": getattr(hyper_parallel, name) for name in hyper_parallel.__all__}
+    known = {id(value) for value in found.values()}
+    for module in map(importlib.import_module, MODULES):
+        more = {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
+        found |= {name: value for name, value in more.items() if id(value) not in known}
+    # A module has a page of its own, a table of machines its functions.
+    return {name: value for name, value in found.items() if inspect.isclass(value) or callable(value)}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert referenced() == set(public())
+
+
+def test_every_public_name_is_documented() -> None:
+    missing = []
+    for name, value in public().items():
+        members = vars(value).items() if inspect.isclass(value) else ()
+        own = {f"{name}.{key}": member for key, member in members if not key.startswith("_")}
+        for path, member in {name: value, **own}.items():
+            described = callable(member) or isinstance(member, (property, classmethod, staticmethod))
+            if described and not inspect.getdoc(getattr(value, path.rpartition(".")[2], member)):
+                missing.append(path)
+    assert missing == []
+
+
+def test_the_site_has_every_page() -> None:
+    """Read without a YAML parser: the pages after ``nav:``."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"- (?:[^:\n]+: )?(\S+\.md)$", settings.split("\nnav:\n")[1], re.MULTILINE)
+    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | set(docs_hooks.PAGES.values())
+    assert sorted(named) == sorted(there)
+
+
+def test_the_index_names_every_page() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w/]+\.md)", index))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages - linked <= {"index.md", *(p for p in pages if p.startswith("reference/"))}
+
+
+@pytest.mark.parametrize(
+    ("page", "before", "after"),
+    [
+        ("styles.md", "[a](../README.md#x)", "[a](overview.md#x)"),
+        ("tutorials/gpt.md", "[a](../styles.md)", "[a](../styles.md)"),
+        ("overview.md", "[a](docs/styles.md) ![p](docs/benchmarks.svg)", "[a](styles.md) ![p](benchmarks.svg)"),
+        ("examples/train_llama.md", "[`b`](../../docs/loss.md)", "[`b`](../loss.md)"),
+        ("styles.md", "[code](../hyper_parallel/torch.py)", "code"),
+        ("styles.md", "[gone](../nothing.py) [out](https://x.org/a)", "[gone](../nothing.py) [out](https://x.org/a)"),
+        ("styles.md", "`[a](../README.md)` x[0](1)", "`[a](../README.md)` x[0](1)"),
+    ],
+)
+def test_links(page: str, before: str, after: str) -> None:
+    assert docs_hooks.relinked(before, page) == after
+
+
+def test_errors_that_are_explained_are_raised() -> None:
+    """Each quotation on the page is the text of an error, as the table has it, or its beginning."""
+    texts = [" ".join(error.text.split()) for error in error_table.texts()]
+    quoted = re.findall(r"^> (.+)$", (DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(quoted) > 15
+    begins = [text for text in quoted if text.endswith("…") and text not in texts]
+    assert [text for text in begins if not any(whole.startswith(text[:-1]) for whole in texts)] == []
+    assert [text for text in quoted if text not in texts and text not in begins] == []
+
+
+def test_texts_of_errors() -> None:
+    """Those that are handed to what raises them, and those in a variable, are seen too."""
+    found = {(error.kind, error.text): error.path for error in error_table.texts()}
+    assert len(found) > 400
+    assert found["ValueError", "the plan's … matches no module…"] == "core/tensor_parallel/plan.py"
+    assert any(text.startswith("… got a plain tensor (operand") for _, text in found)
+    table = error_table.table()
+    assert docs_hooks.ERRORS in (DOCS / "errors.md").read_text(encoding="utf-8")
+    assert all(f"### {area}" in table for area in error_table.AREAS.values() if area != "The package")
