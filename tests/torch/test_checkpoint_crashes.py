@@ -76,7 +76,9 @@ def give_up(through: ThroughFiles, lost: Path) -> None:
 class Group:
     """The ranks of one save, each in a process of its own; ``at`` is called before each step of each rank."""
 
-    def __init__(self, path: Path, step: int, talk: Path, at: Callable[..., None] | None = None, exchange: bool = False):
+    def __init__(
+        self, path: Path, step: int, talk: Path, at: Callable[..., None] | None = None, exchange: bool = False
+    ):
         self.failures, self.here = FORK.SimpleQueue(), FORK.Event()
         self._lost = talk.with_name(f"{talk.name}-lost")
         self.processes = [
