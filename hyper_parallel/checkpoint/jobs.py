@@ -92,8 +92,8 @@ def prepare(
         ]
         facts = _facts(flat, platform) | {"the path": str(path)}
         found.append((flat, facts, share_out(wanted, ranks.members)))
-        if is_first and path.exists() and not overwrite:
-            raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
+        if is_first:
+            _check_place(path, overwrite)
         token = directories.new_token(directories.run_of(path.parent))
         return {"digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(), "token": token, "own": flat.own}
 
@@ -124,6 +124,16 @@ def prepare(
         if exchange:
             together(ranks, what, copy)
     return job
+
+
+def _check_place(path: Path, overwrite: bool) -> None:
+    """Raise ValueError where something is in the way."""
+    if not path.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
+    if not path.is_dir() or (any(path.iterdir()) and not (path / INDEX).exists()):
+        raise ValueError(f"{path} is there already, and no checkpoint that could be overwritten: choose another path")
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def save(
         path: of a directory that does not exist yet, on a file system that all ranks share. Directories above it are
             made.
         keep: how many checkpoints of this run to keep in the directory above; older ones are removed. None keeps all.
-        overwrite: whether a checkpoint at ``path`` is replaced.
+        overwrite: whether a checkpoint at ``path`` is replaced; what is no checkpoint there never is.
         checksums: whether to store the CRC-32 of what is written, for ``load(verify=True)``.
         mesh: whose ranks save; None is all of the world.
 
@@ -96,13 +96,19 @@ class AsyncSave:
         """Whether it has ended, well or not."""
         return not self._thread.is_alive()
 
-    def result(self) -> Path:
+    def result(self, timeout: float | None = None) -> Path:
         """Wait for the end; returns the path of the checkpoint.
+
+        Args:
+            timeout: seconds to wait at most; None is as long as it takes.
 
         Raises:
             CheckpointError: when it could not be written, on all ranks.
+            TimeoutError: when it is still being written after so many seconds; it goes on.
         """
-        self._thread.join()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._path} is still being written after {timeout:g} seconds")
         self._told = True
         if self._failure is not None:
             raise self._failure

@@ -3,52 +3,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from hyper_parallel.checkpoint.nest import layout_of
 from hyper_parallel.checkpoint.ranks import all_ranks
-from hyper_parallel.core.dtensor.api import distribute_tensor
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.checkpoint.state_dict_values import Source, StateDictOptions, given
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform import OptimizerState, Platform, get_platform
 
 __all__ = [
+    "IncompatibleKeys",
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_state_dict",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "set_state_dict",
 ]
 
 
-@dataclass
-class StateDictOptions:
-    """What the functions of this module give and take.
+class IncompatibleKeys(NamedTuple):
+    """What did not fit, with ``strict=False``.
 
     Attributes:
-        full_state_dict: whole plain tensors in place of DTensors.
-        cpu_offload: in the memory of the host. With ``full_state_dict`` the first rank alone gets them, others an empty
-            dict.
-        strict: whether every tensor of the model must be given, and nothing else.
-        broadcast_from_rank0: the first rank alone has the whole tensors and gives them to all; needs
-            ``full_state_dict``.
+        missing_keys: of the model, which the state dict lacks.
+        unexpected_keys: of the state dict, which the model lacks.
+
+    Mirrors what ``torch.nn.Module.load_state_dict`` returns.
     """
 
-    full_state_dict: bool = False
-    cpu_offload: bool = False
-    strict: bool = True
-    broadcast_from_rank0: bool = False
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
-def get_model_state_dict(model: Any, *, options: StateDictOptions | None = None) -> dict[str, Any]:
+def get_model_state_dict(
+    model: Any, *, submodules: None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
     """Parameters and persistent buffers of a model by torch's names. What is tied is there under each name.
 
     Args:
         model: parallelised, fully sharded or neither.
+        submodules: as in torch, which is about to remove it; only None is taken.
         options: with ``full_state_dict`` all ranks must call it.
+
+    Raises:
+        ValueError: for ``submodules``.
 
     Example:
         >>> import torch
@@ -58,17 +59,25 @@ def get_model_state_dict(model: Any, *, options: StateDictOptions | None = None)
 
     Mirrors ``torch.distributed.checkpoint.state_dict.get_model_state_dict``.
     """
-    platform = get_platform()
-    return _given(dict(platform.saved_tensors(model)), options or StateDictOptions(), platform)
+    platform, options = _asked(submodules, options)
+    held = dict(platform.saved_tensors(model))
+    if options.ignore_frozen_params:
+        frozen = _frozen(model, platform)
+        held = {name: x for name, x in held.items() if id(x) not in frozen}
+    return given(held, options, platform)
 
 
-def get_optimizer_state_dict(model: Any, optimizer: Any, *, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """``{"state": {name of a parameter: its state}, "param_groups": [options and names]}`` of an optimizer.
+def get_optimizer_state_dict(
+    model: Any, optimizers: Any, *, submodules: None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """``{"state": {name of a parameter: its state}, "param_groups": [options and names]}`` of an optimizer, or of
+    several together.
 
     Args:
-        model: whose parameters it steps; the names are those of `get_model_state_dict`.
-        optimizer: of the framework.
-        options: as there.
+        model: whose parameters they step; the names are those of `get_model_state_dict`.
+        optimizers: one of the framework, or several.
+        submodules: as there.
+        options: as there; flat with ``flatten_optimizer_state_dict``.
 
     Raises:
         ValueError: where a parameter of the optimizer is none of the model.
@@ -82,30 +91,69 @@ def get_optimizer_state_dict(model: Any, optimizer: Any, *, options: StateDictOp
 
     Mirrors ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; counters are numbers.
     """
-    platform, options = get_platform(), options or StateDictOptions()
-    now = platform.optimizer_state(optimizer)
-    names = _names(model, now, platform)
-    rows = iter(now.state)
-    state = {name: next(rows) for group in names for name in group}
+    platform, options = _asked(submodules, options)
+    state: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in _each(optimizers, platform):
+        now = platform.optimizer_state(optimizer)
+        names, rows = _names(model, now, platform), iter(now.state)
+        state |= {name: next(rows) for group in names for name in group}
+        groups += [{**own, "params": group} for own, group in zip(now.options, names, strict=True)]
     flat = {(name, key): x for name, row in state.items() for key, x in row.items()}
-    kept = _given(flat, options, platform)
+    kept = given(flat, options, platform)
     if flat and not kept:
         return {}
-    found: dict[str, Any] = {name: {} for name in state}
+    if options.flatten_optimizer_state_dict:
+        found = {f"state.{name}.{key}": x for (name, key), x in kept.items()}
+        for group in groups:
+            found |= {f"param_groups.{n}.{k}": v for n in group["params"] for k, v in group.items() if k != "params"}
+        return found
+    by_name: dict[str, Any] = {name: {} for name in state}
     for (name, key), x in kept.items():
-        found[name][key] = x
-    groups = [{**own, "params": group} for own, group in zip(now.options, names, strict=True)]
-    return {"state": found, "param_groups": groups}
+        by_name[name][key] = x
+    return {"state": by_name, "param_groups": groups}
 
 
-def set_model_state_dict(model: Any, state: Mapping[str, Any], *, options: StateDictOptions | None = None) -> None:
+def get_state_dict(
+    model: Any, optimizers: Any, *, submodules: None = None, options: StateDictOptions | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`get_model_state_dict` and `get_optimizer_state_dict`.
+
+    Args:
+        model: as there, and so are the others.
+        optimizers: see there.
+        submodules: see there.
+        options: see there.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel.checkpoint.state_dict import get_state_dict
+        >>> model = torch.nn.Linear(4, 6)
+        >>> of_model, of_optimizer = get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> sorted(of_model), sorted(of_optimizer)
+        (['bias', 'weight'], ['param_groups', 'state'])
+
+    Mirrors ``torch.distributed.checkpoint.state_dict.get_state_dict``.
+    """
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def set_model_state_dict(
+    model: Any, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> IncompatibleKeys:
     """Give parameters and buffers the values of a state dict; they stay the same objects, placed as before.
 
     Args:
         model: as in `get_model_state_dict`.
-        state: whole plain tensors, or DTensors on the meshes of the model's, of any placements. With
+        model_state_dict: whole plain tensors, or DTensors on the meshes of the model's, of any placements. With
             ``broadcast_from_rank0`` what other ranks give is not looked at.
         options: see there; all ranks must call it alike.
+
+    Returns:
+        What is missing, and what was not expected; both empty unless ``strict=False``.
 
     Raises:
         ValueError: where names or shapes do not fit, or a DTensor is on another mesh; nothing has been changed then.
@@ -115,23 +163,27 @@ def set_model_state_dict(model: Any, state: Mapping[str, Any], *, options: State
         >>> from hyper_parallel.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
         >>> model, other = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
         >>> set_model_state_dict(other, get_model_state_dict(model))
+        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
         >>> torch.equal(other.weight, model.weight)
         True
 
     Mirrors ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
-    platform, options = get_platform(), options or StateDictOptions()
+    platform, options = _asked(None, options)
     held = dict(platform.saved_tensors(model))
-    source = _Source(state, options, platform)
+    source = Source(model_state_dict, options, platform)
     missing, unexpected = sorted(held.keys() - source.shapes.keys()), sorted(source.shapes.keys() - held.keys())
     first = {id(x): name for name, x in reversed(held.items())}
     missing = [n for n in missing if not any(m in source.shapes for m, x in held.items() if x is held[n])]
+    if options.ignore_frozen_params:
+        frozen = _frozen(model, platform)
+        missing = [n for n in missing if id(held[n]) not in frozen]
     wrong = [
         f"{name} has shape {tuple(held[name].shape)}, given is {source.shapes[name]}"
         for name in held
         if name in source.shapes and source.shapes[name] != tuple(held[name].shape)
     ]
-    for name, x in state.items():
+    for name, x in model_state_dict.items():
         if isinstance(x, DTensor) and name in held and not options.broadcast_from_rank0:
             mesh = getattr(held[name], "device_mesh", x.device_mesh)
             if mesh is not x.device_mesh:
@@ -143,17 +195,22 @@ def set_model_state_dict(model: Any, state: Mapping[str, Any], *, options: State
             source.fill(held[name], name)
         elif options.broadcast_from_rank0:
             source.skip(name)
+    return IncompatibleKeys(missing, unexpected)
 
 
 def set_optimizer_state_dict(
-    model: Any, optimizer: Any, state: Mapping[str, Any], *, options: StateDictOptions | None = None
+    model: Any,
+    optimizers: Any,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
 ) -> None:
-    """Let an optimizer, which may not have stepped, go on with what `get_optimizer_state_dict` gave.
+    """Let an optimizer, which may not have stepped, or several, go on with what `get_optimizer_state_dict` gave.
 
     Args:
-        model: whose parameters it steps.
-        optimizer: of the framework.
-        state: see there; tensors as in `set_model_state_dict`.
+        model: whose parameters they step.
+        optimizers: one of the framework, or several.
+        optim_state_dict: see there; tensors as in `set_model_state_dict`.
         options: as there.
 
     Raises:
@@ -170,44 +227,131 @@ def set_optimizer_state_dict(
 
     Mirrors ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``.
     """
-    platform, options = get_platform(), options or StateDictOptions()
-    now = platform.optimizer_state(optimizer)
-    names = _names(model, now, platform)
-    flat = {f"{name}.{key}": x for name, row in state.get("state", {}).items() for key, x in row.items()}
-    groups = state.get("param_groups", [])
+    platform, options = _asked(None, options)
+    found = [(optimizer, platform.optimizer_state(optimizer)) for optimizer in _each(optimizers, platform)]
+    names = [_names(model, now, platform) for _, now in found]
+    called = [name for of_optimizer in names for group in of_optimizer for name in group]
+    flat, of_name = _taken_apart(optim_state_dict, called, options.flatten_optimizer_state_dict)
     if options.broadcast_from_rank0:
-        groups = all_ranks(platform, None).gather(groups)[0]
-    source = _Source(flat, options, platform)
-    of_name = {name: group for group in groups for name in group["params"]}
-    lacking = [name for group in names for name in group if name not in of_name]
+        of_name = all_ranks(platform, None).gather(of_name)[0]
+    source = Source(flat, options, platform)
+    lacking = [name for name in called if name not in of_name]
     if lacking:
         raise ValueError(f"the state dict of the optimizer has nothing of {lacking}, it has {sorted(of_name)}")
-    rows, new_rows, filled = iter(now.state), [], set()
-    for group, parameters in zip(names, now.parameters, strict=True):
-        for name, p in zip(group, parameters, strict=True):
-            row, new = next(rows), {}
-            for path in (path for path in source.shapes if path.rpartition(".")[0] == name):
-                key, shape = path.rpartition(".")[2], source.shapes[path]
-                filled.add(path)
-                if shape is None or (shape == () and not platform.is_tensor(row.get(key))):
-                    new[key] = source.number(path)
-                    continue
-                x = row.get(key)
-                if x is None:
-                    layout = layout_of(p) if shape == tuple(p.shape) else None
-                    dtype = platform.dtypes[source.dtypes[path]]
-                    x = platform.factory("empty", shape if layout is None else layout.local_shape, None, dtype)
-                    x = x if layout is None else platform.wrap(x, layout)
-                elif shape != tuple(x.shape):
-                    raise ValueError(f"{path} has shape {tuple(x.shape)}, given is {shape}")
-                source.fill(x, path)
-                new[key] = x
-            new_rows.append({**row, **new})
+    filled: set[str] = set()
+    for (optimizer, now), its_names in zip(found, names, strict=True):
+        rows, new_rows = iter(now.state), []
+        for group, parameters in zip(its_names, now.parameters, strict=True):
+            for name, p in zip(group, parameters, strict=True):
+                new_rows.append(_row(name, p, next(rows), source, platform, filled))
+        own = [of_name[group[0]] if group else {} for group in its_names]
+        platform.set_optimizer_state(optimizer, OptimizerState(now.parameters, own, new_rows))
     for path in source.shapes:
         if path not in filled and options.broadcast_from_rank0:
             source.skip(path)
-    own = [{k: v for k, v in of_name[group[0]].items() if k != "params"} if group else {} for group in names]
-    platform.set_optimizer_state(optimizer, OptimizerState(now.parameters, own, new_rows))
+
+
+def set_state_dict(
+    model: Any,
+    optimizers: Any,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> IncompatibleKeys:
+    """`set_model_state_dict` and `set_optimizer_state_dict`.
+
+    Args:
+        model: as there, and so are the others.
+        optimizers: see there.
+        model_state_dict: see there.
+        optim_state_dict: see there.
+        options: see there.
+
+    Raises:
+        ValueError: as they do.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel.checkpoint.state_dict import get_state_dict, set_state_dict
+        >>> model = torch.nn.Linear(4, 6)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> of_model, of_optimizer = get_state_dict(model, optimizer)
+        >>> set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        IncompatibleKeys(missing_keys=[], unexpected_keys=[])
+
+    Mirrors ``torch.distributed.checkpoint.state_dict.set_state_dict``.
+    """
+    result = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return result
+
+
+def _asked(submodules: Any, options: StateDictOptions | None) -> tuple[Platform, StateDictOptions]:
+    if submodules is not None:
+        raise ValueError("submodules=... is not taken: ask for the state dict of the submodule itself")
+    return get_platform(), options or StateDictOptions()
+
+
+def _each(optimizers: Any, platform: Platform) -> list[Any]:
+    if platform.is_optimizer(optimizers):
+        return [optimizers]
+    found = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
+    if wrong := [type(x).__name__ for x in found if not platform.is_optimizer(x)]:
+        raise TypeError(f"optimizers are those of the framework, got {', '.join(wrong)}")
+    return found
+
+
+def _frozen(model: Any, platform: Platform) -> set[int]:
+    """Identities of parameters that need no gradient."""
+    return {
+        id(p)
+        for _, module in platform.named_modules(model)
+        for _, p in platform.named_parameters(module)
+        if not platform.requires_grad(p)
+    }
+
+
+def _taken_apart(
+    state: Mapping[str, Any], names: list[str], flattened: bool
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Tensors and numbers by ``name.key``, and the options of each parameter's group."""
+    if not flattened:
+        flat = {f"{name}.{key}": x for name, row in state.get("state", {}).items() for key, x in row.items()}
+        groups = [({k: v for k, v in g.items() if k != "params"}, g["params"]) for g in state.get("param_groups", [])]
+        return flat, {name: own for own, group in groups for name in group}
+    flat, of_name = {}, {}
+    for path, x in state.items():
+        kind, _, place = path.partition(".")
+        if kind == "state":
+            flat[place] = x
+        elif name := next((n for n in sorted(names, key=len, reverse=True) if place.startswith(f"{n}.")), None):
+            of_name.setdefault(name, {})[place[len(name) + 1 :]] = x
+    return flat, of_name
+
+
+def _row(
+    name: str, p: Any, row: Mapping[str, Any], source: Source, platform: Platform, filled: set[str]
+) -> dict[str, Any]:
+    """The state of a parameter."""
+    new: dict[str, Any] = {}
+    for path in (path for path in source.shapes if path.rpartition(".")[0] == name):
+        key, shape = path.rpartition(".")[2], source.shapes[path]
+        filled.add(path)
+        if shape is None or (shape == () and not platform.is_tensor(row.get(key))):
+            new[key] = source.number(path)
+            continue
+        x = row.get(key)
+        if x is None:
+            layout = layout_of(p) if shape == tuple(p.shape) else None
+            dtype = platform.dtypes[source.dtypes[path]]
+            x = platform.factory("empty", shape if layout is None else layout.local_shape, None, dtype)
+            x = x if layout is None else platform.wrap(x, layout)
+        elif shape != tuple(x.shape):
+            raise ValueError(f"{path} has shape {tuple(x.shape)}, given is {shape}")
+        source.fill(x, path)
+        new[key] = x
+    return {**row, **new}
 
 
 def _names(model: Any, state: OptimizerState, platform: Platform) -> list[list[str]]:
@@ -218,94 +362,3 @@ def _names(model: Any, state: OptimizerState, platform: Platform) -> list[list[s
     if lost:
         raise ValueError(f"the optimizer's parameters {lost}, counted over its groups, are none of the model")
     return [[names[id(p)] for p in group] for group in state.parameters]
-
-
-def _given(tensors: dict[Any, Any], options: StateDictOptions, platform: Platform) -> dict[Any, Any]:
-    """What is given out of tensors and numbers."""
-    keep = not (options.full_state_dict and options.cpu_offload) or platform.world() is None or platform.rank() == 0
-    found, known = {}, {}
-    for name, x in tensors.items():
-        if platform.is_tensor(x) and id(x) not in known:
-            known[id(x)] = _converted(x, options, platform, keep)
-        if keep:
-            found[name] = known[id(x)] if platform.is_tensor(x) else x
-    return found
-
-
-def _converted(x: Any, options: StateDictOptions, platform: Platform, keep: bool) -> Any:
-    layout = layout_of(x)
-    with platform.no_grad():
-        if options.full_state_dict and layout is not None:
-            x, layout = x.full_tensor(), None
-        if not keep:
-            return None
-        with platform.no_dispatch():
-            local = platform.detach(x)
-            local = platform.to_host(local, False) if options.cpu_offload else local
-        return local if layout is None else platform.wrap(local, layout)
-
-
-class _Source:
-    """Tensors and numbers that are given: by each rank, or by the first one.
-
-    Attributes:
-        shapes: by name; None of a number.
-        dtypes: by name, of tensors.
-    """
-
-    def __init__(self, state: Mapping[str, Any], options: StateDictOptions, platform: Platform) -> None:
-        if options.broadcast_from_rank0 and not options.full_state_dict:
-            raise ValueError("broadcast_from_rank0=True takes whole tensors: set full_state_dict=True too")
-        self._state, self._platform = state, platform
-        self._ranks = all_ranks(platform, None)
-        self._broadcasts = options.broadcast_from_rank0 and len(self._ranks.members) > 1
-        facts = [[name, *self._fact(x)] for name, x in state.items()]
-        if self._broadcasts:
-            facts = self._ranks.gather(facts)[0]
-        self.shapes = {name: None if shape is None else tuple(shape) for name, shape, _, _ in facts}
-        self.dtypes = {name: dtype for name, _, dtype, _ in facts}
-        self._numbers = {name: number for name, _, _, number in facts}
-
-    def _fact(self, x: Any) -> Iterator[Any]:
-        if not self._platform.is_tensor(x):
-            return iter((None, "", x))
-        dtype = next(name for name, d in self._platform.dtypes.items() if d == x.dtype)
-        return iter(([*x.shape], dtype, float(x) if not x.shape else None))
-
-    def number(self, name: str) -> Any:
-        """A number."""
-        return self._numbers[name]
-
-    def _value(self, name: str) -> Any:
-        platform = self._platform
-        if not self._broadcasts:
-            return self._state[name]
-        first = self._ranks.rank == self._ranks.members[0]
-        shape, dtype = self.shapes[name], platform.dtypes[self.dtypes[name]]
-        x = platform.to_device(self._state[name]) if first else platform.factory("empty", shape or (), None, dtype)
-        world = DeviceMesh(None, range(len(self._ranks.members)))
-        return distribute_tensor(x, world, [Replicate()], src_data_rank=0).to_local()
-
-    def skip(self, name: str) -> None:
-        """Leave a tensor out, which the first rank sends all the same."""
-        if self.shapes[name] is not None:
-            self._value(name)
-
-    def fill(self, held: Any, name: str) -> None:
-        """Write the tensor of that name, or this rank's part of it."""
-        platform, layout = self._platform, layout_of(held)
-        with platform.no_grad():
-            x = self._value(name)
-            if isinstance(x, DTensor) and layout is None:
-                x = x.full_tensor()
-            elif isinstance(x, DTensor):
-                if x.device_mesh is not layout.mesh:
-                    raise ValueError(f"{name!r} is on {layout.mesh}, given is a DTensor on {x.device_mesh}")
-                x = x.redistribute(placements=layout.placements).to_local()
-            elif layout is not None:
-                x = distribute_tensor(
-                    platform.to_device(x), layout.mesh, layout.placements, src_data_rank=None
-                ).to_local()
-            with platform.no_dispatch():
-                platform.write(held, platform.to_dtype(x, held.dtype))
-        platform.clear_cache(held)

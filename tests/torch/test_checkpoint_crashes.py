@@ -7,14 +7,18 @@ the disk is the same in every save.
 from __future__ import annotations
 
 import errno
+import functools
 import multiprocessing
 import os
 import shutil
 import signal
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,48 +44,61 @@ class Asked:
     def __init__(self, rank: int, directory: Path) -> None:
         self.rank, self.members = rank, tuple(range(RANKS))
         directory.mkdir(exist_ok=True)
-        self._through = ThroughFiles(directory, self)
-        self.gather = self._through.gather
+        self.through = ThroughFiles(directory, self)
+        self.gather = self.through.gather
 
 
-def save_as(rank: int, path: Path, step: int, talk: Path, patience: float, exchange: bool = False) -> None:
+def save_as(rank: int, path: Path, step: int, talk: Path, lost: Path, exchange: bool) -> None:
     """What rank ``rank`` of a save does; an asynchronous one where ``exchange``."""
-    ranks._PATIENCE, plan.SHARED_FROM = patience, 16
+    ranks._PATIENCE, plan.SHARED_FROM = 20.0, 16
     set_run(path.parent, RUN)
     asked = Asked(rank, talk)
+    threading.Thread(target=give_up, args=(asked.through, lost), daemon=True).start()
     job = jobs.prepare(state(step), path, asked, get_platform(), 2, path.exists(), False, exchange)
     if not exchange:
         jobs.write(job, asked)
         return
     beside = ThroughFiles(job.draft.exchange, asked)
+    threading.Thread(target=give_up, args=(beside, lost), daemon=True).start()
     try:
         jobs.write(job, beside)
     finally:
         beside.leave()
 
 
-class Group:
-    """The ranks of one save, each in a process of its own."""
+def give_up(through: ThroughFiles, lost: Path) -> None:
+    """Wait no longer once a rank is lost, which has written all that it will."""
+    while not lost.exists():
+        time.sleep(0.02)
+    through._limit = 0.0
 
-    def __init__(self, path: Path, step: int, talk: Path, at: Callable[[int, int, str, Path], None], **options: Any):
-        self.failures = FORK.SimpleQueue()
+
+class Group:
+    """The ranks of one save, each in a process of its own; ``at`` is called before each step of each rank."""
+
+    def __init__(
+        self, path: Path, step: int, talk: Path, at: Callable[..., None] | None = None, exchange: bool = False
+    ):
+        self.failures, self.here = FORK.SimpleQueue(), FORK.Event()
+        self._lost = talk.with_name(f"{talk.name}-lost")
         self.processes = [
-            FORK.Process(target=self._run, args=(rank, path, step, talk, at, options)) for rank in range(RANKS)
+            FORK.Process(target=self._run, args=(rank, path, step, talk, at, exchange)) for rank in range(RANKS)
         ]
         for process in self.processes:
             process.start()
 
-    def _run(self, rank: int, path: Path, step: int, talk: Path, at: Any, options: dict[str, Any]) -> None:
+    def _run(self, rank: int, path: Path, step: int, talk: Path, at: Any, exchange: bool) -> None:
         count = 0
 
         def watch(kind: str, about: Path) -> None:
             nonlocal count
             count += 1
-            at(rank, count, kind, about)
+            if at is not None:
+                at(self, rank, count, kind, about)
 
         disk.watcher = watch
         try:
-            save_as(rank, path, step, talk, **{"patience": 0.3, **options})
+            save_as(rank, path, step, talk, self._lost, exchange)
         except CheckpointError as error:
             self.failures.put((rank, str(error)))
             os._exit(3)
@@ -89,6 +106,11 @@ class Group:
             traceback.print_exc()
             os._exit(4)
         os._exit(0)
+
+    def die(self) -> None:
+        """Called by a rank: it is killed, and the others are told that they wait in vain."""
+        self._lost.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def kill(self) -> None:
         """All of them at once."""
@@ -103,26 +125,56 @@ class Group:
         return [process.exitcode for process in self.processes]
 
 
-def steps_of(tmp_path: Path, **options: Any) -> list[list[tuple[str, str]]]:
-    """What each rank does in a save, step by step."""
-    log = tmp_path / "steps"
-    log.mkdir()
+class Recorded(NamedTuple):
+    """A save that was watched.
 
-    def note(rank: int, count: int, kind: str, about: Path) -> None:
-        with (log / str(rank)).open("a") as file:
-            file.write(f"{kind} {about.name}\n")
+    Attributes:
+        run: where it and the one before it are.
+        steps: what each rank did, step by step.
+    """
 
-    run = tmp_path / "recorded"
-    Group(run / "step-1", 1, tmp_path / "recorded-1", lambda *_: None, patience=20.0, **options).join()
-    Group(run / "step-2", 2, tmp_path / "recorded-2", lambda *_: None, patience=20.0, **options).join()
-    assert Group(run / "step-3", 3, tmp_path / "recorded-3", note, patience=20.0, **options).join() == [0] * RANKS
-    return [
-        [tuple(line.split(" ", 1)) for line in (log / str(rank)).read_text().splitlines()]  # type: ignore[misc]
-        for rank in range(RANKS)
-    ]
+    run: Path
+    steps: list[list[tuple[str, str]]]
+
+    def copy(self, directory: Path) -> None:
+        """The two checkpoints of the run, in another directory."""
+        shutil.copytree(self.run, directory)
 
 
-def check(directory: Path, newest: int) -> None:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Recorded]:
+    """A save and an asynchronous one."""
+
+    @functools.cache
+    def of(exchange: bool) -> Recorded:
+        folder = tmp_path_factory.mktemp("recorded")
+
+        def note(group: Group, rank: int, count: int, kind: str, about: Path) -> None:
+            with (folder / f"steps-{rank}").open("a") as file:
+                file.write(f"{kind} {about.name}\n")
+
+        run = folder / "run"
+        for step in (1, 2, 3):
+            at = note if step == 3 else None
+            assert Group(run / f"step-{step}", step, folder / str(step), at, exchange).join() == [0] * RANKS
+        logs = [(folder / f"steps-{rank}").read_text().splitlines() for rank in range(RANKS)]
+        return Recorded(run, [[tuple(line.split(" ", 1)) for line in log] for log in logs])  # type: ignore[misc]
+
+    return of
+
+
+def in_turn(points: Iterable[Any], start: Callable[[Any], Group], check: Callable[[Any, Group], None]) -> None:
+    """Start a group for each point, and check what became of it; some run at a time, as ranks wait for one another."""
+    running: deque[tuple[Any, Group]] = deque()
+    for point in points:
+        if len(running) == 4:
+            check(*running.popleft())
+        running.append((point, start(point)))
+    while running:
+        check(*running.popleft())
+
+
+def check_newest(directory: Path, newest: int) -> None:
     """The checkpoint of step ``newest``, or a later one that is whole, is found; each that is there can be loaded."""
     path = latest(directory)
     assert path is not None
@@ -137,17 +189,9 @@ def exchange(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def first_two(directory: Path, tmp_path: Path) -> None:
-    """Two checkpoints of a run, copied from those that `steps_of` made."""
-    directory.mkdir()
-    for step in (2, 3):
-        saved = tmp_path / "recorded" / f"step-{step}"
-        shutil.copytree(saved, directory / saved.name)
-
-
-def test_steps(tmp_path: Path, exchange: bool) -> None:
+def test_steps(recorded: Any, exchange: bool) -> None:
     """What there is to be killed at."""
-    first, second = steps_of(tmp_path, exchange=exchange)
+    first, second = recorded(exchange).steps
     kinds = [kind for kind, _ in first]
     assert {"make", "open", "write", "sync", "rename", "remove", "barrier"} == set(kinds)
     assert {"open", "write", "sync", "barrier"} == {kind for kind, _ in second}
@@ -156,102 +200,107 @@ def test_steps(tmp_path: Path, exchange: bool) -> None:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_one_rank_is_killed(tmp_path: Path, killed: int) -> None:
+def test_one_rank_is_killed(tmp_path: Path, recorded: Any, killed: int) -> None:
     """At every step; the other one fails, and the next save of the run works and removes what was left."""
-    recorded = steps_of(tmp_path, exchange=True)
-    for number in range(1, len(recorded[killed]) + 1):
+    saved = recorded(True)
 
-        def at(rank: int, count: int, kind: str, about: Path, number: int = number) -> None:
+    def start(number: int) -> Group:
+        def at(group: Group, rank: int, count: int, kind: str, about: Path) -> None:
             if rank == killed and count == number:
                 if kind == "write":
                     with about.open("ab") as file:  # a torn write
                         file.write(b"torn")
-                os.kill(os.getpid(), signal.SIGKILL)
+                group.die()
 
-        directory = tmp_path / f"run-{number}"
-        first_two(directory, tmp_path)
-        codes = Group(directory / "step-4", 4, tmp_path / f"talk-{number}", at, exchange=True).join()
+        saved.copy(tmp_path / f"run-{number}")
+        return Group(tmp_path / f"run-{number}" / "step-4", 4, tmp_path / f"talk-{number}", at, True)
+
+    def check(number: int, group: Group) -> None:
+        codes, directory = group.join(), tmp_path / f"run-{number}"
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] in (0, 3), codes
-        check(directory, 3)
+        check_newest(directory, 3)
         if killed == 0:
-            save_one_more(directory, tmp_path / f"again-{number}")
+            save_one_more(directory)
             left = {path.name for path in directory.iterdir()}
             assert left in ({"step-3", "step-5"}, {"step-4", "step-5"}), (number, left)
 
+    in_turn(range(1, len(saved.steps[killed]) + 1), start, check)
 
-def test_the_whole_group_is_killed(tmp_path: Path) -> None:
+
+def test_the_whole_group_is_killed(tmp_path: Path, recorded: Any) -> None:
     """When any rank is at any step."""
-    recorded = steps_of(tmp_path, exchange=True)
-    for first, steps in enumerate(recorded):
-        for number in range(1, len(steps) + 1):
-            here = FORK.Event()
+    saved = recorded(True)
 
-            def at(
-                rank: int, count: int, kind: str, about: Path, here: Any = here, place: Any = (first, number)
-            ) -> None:
-                if (rank, count) == place:
-                    here.set()
-                    signal.pause()
+    def start(place: tuple[int, int]) -> Group:
+        def at(group: Group, rank: int, count: int, kind: str, about: Path) -> None:
+            if (rank, count) == place:
+                group.here.set()
+                signal.pause()
 
-            directory = tmp_path / f"run-{first}-{number}"
-            first_two(directory, tmp_path)
-            talk = tmp_path / f"talk-{first}-{number}"
-            group = Group(directory / "step-4", 4, talk, at, exchange=True, patience=20.0)
-            assert here.wait(20)
-            group.kill()
-            assert -signal.SIGKILL in group.join()
-            check(directory, 3)
+        saved.copy(tmp_path / f"run-{place}")
+        return Group(tmp_path / f"run-{place}" / "step-4", 4, tmp_path / f"talk-{place}", at, True)
+
+    def check(place: tuple[int, int], group: Group) -> None:
+        assert group.here.wait(20)
+        group.kill()
+        assert -signal.SIGKILL in group.join()
+        check_newest(tmp_path / f"run-{place}", 3)
+
+    in_turn([(rank, n) for rank, steps in enumerate(saved.steps) for n in range(1, len(steps) + 1)], start, check)
 
 
-def save_one_more(directory: Path, talk: Path) -> None:
+def save_one_more(directory: Path) -> None:
     """The next save of the run works, whatever the one before has left."""
-    done = Group(directory / "step-5", 5, talk, lambda *_: None, patience=20.0).join()
-    assert done == [0] * RANKS
-    check(directory, 5)
+    set_run(directory, RUN)
+    jobs.write(jobs.prepare(state(5), directory / "step-5", Alone(), get_platform(), 2, False, False, False), Alone())
+    check_newest(directory, 5)
 
 
-def test_killed_while_one_is_replaced(tmp_path: Path) -> None:
+def test_killed_while_one_is_replaced(tmp_path: Path, recorded: Any) -> None:
     """The one that was there, or the new one, is found by its name at every moment."""
-    recorded = steps_of(tmp_path)
-    seen = set()
-    for number in range(1, len(recorded[0]) + 3):
+    saved, seen = recorded(False), set()
 
-        def at(rank: int, count: int, kind: str, about: Path, number: int = number) -> None:
+    def start(number: int) -> Group:
+        def at(group: Group, rank: int, count: int, kind: str, about: Path) -> None:
             if rank == 0 and count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                group.die()
 
-        directory = tmp_path / f"run-{number}"
-        first_two(directory, tmp_path)
-        codes = Group(directory / "step-3", 4, tmp_path / f"talk-{number}", at).join()
-        check(directory, 3)
+        saved.copy(tmp_path / f"run-{number}")
+        return Group(tmp_path / f"run-{number}" / "step-3", 4, tmp_path / f"talk-{number}", at)
+
+    def check(number: int, group: Group) -> None:
+        codes, directory = group.join(), tmp_path / f"run-{number}"
+        check_newest(directory, 3)
         got = load({"step": 0}, directory / "step-3")["step"]
         seen.add((got, (directory / "step-3").exists()))
         assert got in (3, 4) and (codes[0] != 0 or got == 4)
-        save_one_more(directory, tmp_path / f"again-{number}")
+        save_one_more(directory)
+
+    in_turn(range(1, len(saved.steps[0]) + 3), start, check)
     assert seen == {(3, True), (3, False), (4, True)}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_full_disk(tmp_path: Path, exchange: bool, failing: int) -> None:
+def test_full_disk(tmp_path: Path, recorded: Any, exchange: bool, failing: int) -> None:
     """Every step that can fail does in turn: an error on all ranks that names the file, and nothing is left behind."""
-    recorded = steps_of(tmp_path, exchange=exchange)
-    for number, (kind, name) in enumerate(recorded[failing], 1):
-        if kind in ("barrier", "remove"):
-            continue
+    saved = recorded(exchange)
 
-        def at(rank: int, count: int, kind: str, about: Path, number: int = number) -> None:
-            if rank == failing and count == number:
+    def start(step: tuple[int, tuple[str, str]]) -> Group:
+        def at(group: Group, rank: int, count: int, kind: str, about: Path) -> None:
+            if rank == failing and count == step[0]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+        saved.copy(tmp_path / f"run-{step[0]}")
+        return Group(tmp_path / f"run-{step[0]}" / "step-4", 4, tmp_path / f"talk-{step[0]}", at, exchange)
+
+    def check(step: tuple[int, tuple[str, str]], group: Group) -> None:
+        codes, (number, (kind, name)) = group.join(), step
         directory = tmp_path / f"run-{number}"
-        first_two(directory, tmp_path)
-        group = Group(directory / "step-4", 4, tmp_path / f"talk-{number}", at, exchange=exchange, patience=20.0)
-        codes = group.join()
-        check(directory, 3)
+        check_newest(directory, 3)
         left = {path.name for path in directory.iterdir()}
         if (kind, name) == ("rename", "step-1"):  # of the oldest one: a warning says so
             assert codes == [0] * RANKS and left == {"step-2", "step-3", "step-4"}
-            continue
+            return
         assert codes == [3] * RANKS, (kind, name)
         messages = dict(group.failures.get() for _ in range(RANKS))
         assert len(set(messages.values())) == 1 and "No space left" in messages[0]
@@ -259,6 +308,9 @@ def test_full_disk(tmp_path: Path, exchange: bool, failing: int) -> None:
             assert f"{name} cannot be written" in messages[0]
         # Once the new one has its name, all that can fail is writing down that it has.
         assert left == {"step-2", "step-3"} or (kind == "sync" and left == {"step-2", "step-3", "step-4"}), (kind, name)
+
+    steps = [(n, step) for n, step in enumerate(saved.steps[failing], 1) if step[0] not in ("barrier", "remove")]
+    in_turn(steps, start, check)
 
 
 def test_the_system_says_that_the_disk_is_full(tmp_path: Path) -> None:

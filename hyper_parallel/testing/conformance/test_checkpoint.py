@@ -19,6 +19,7 @@ from hyper_parallel import (
     replicate,
 )
 from hyper_parallel.checkpoint import load, save
+from hyper_parallel.checkpoint.ranks import Collective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 
@@ -131,10 +132,6 @@ def optimizer_of(model: Any, platform: Any, name: str = "adamw") -> tuple[Any, A
     return made if platform.is_optimizer(made[0]) else (None, adapter.sgd(model, 0.05))
 
 
-def state_of(model: Any, optimizer: Any, step: int) -> dict[str, Any]:
-    return {"model": model, "step": step, **({} if optimizer is None else {"optimizer": optimizer})}
-
-
 def save_new(setup: Setup, name: str, path: str) -> Any:
     """What was saved of a model that has not trained."""
     mesh = setup.mesh()
@@ -159,56 +156,106 @@ def load_new(setup: Setup, path: str, name: str) -> Any:
     return digests(model, None, mesh.platform)
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def all_have_come() -> None:
+    """Returns when all ranks of the pool have called it."""
+    Collective(spmd.device_mesh(4)).gather(None)
+
+
+def round_trips(name: str, directory: str) -> list[Any]:
+    """What each setup has saved, and what it and two others have loaded."""
+    found = []
+    for number, setup in enumerate(SETUPS):
+        path = f"{directory}/{number}"
+        saved = save_new(setup, name, path)
+        all_have_come()
+        others = (setup, SETUPS[(number + 4) % len(SETUPS)], SETUPS[(number + 11) % len(SETUPS)])
+        found.append((saved, {str(other): load_new(other, path, name) for other in others}))
+    return found
+
+
 @pytest.mark.parametrize("name", list(MODELS))
-def test_round_trip(pool: Any, tmp_path: Path, name: str, setup: Setup) -> None:
+def test_round_trip(pool: Any, tmp_path: Path, name: str) -> None:
     """Loaded on the mesh that saved, and on two others."""
-    path, number = str(tmp_path / "step-0"), SETUPS.index(setup)
-    saved = pool.run(4, save_new, setup, name, path)[0]
-    for other in (setup, SETUPS[(number + 4) % len(SETUPS)], SETUPS[(number + 11) % len(SETUPS)]):
-        ranks = [x for x in pool.run(4, load_new, other, path, name) if x is not None]
-        assert ranks == [saved] * len(ranks), other
+    ranks = pool.run(4, round_trips, name, str(tmp_path))
+    for number, setup in enumerate(SETUPS):
+        saved = ranks[0][number][0]
+        assert len(saved) > 1 and len(ranks[0][number][1]) == 3
+        for rank in ranks:
+            for other, loaded in rank[number][1].items():
+                assert loaded in (None, saved), (str(setup), other)
 
 
-def save_trained(setup: Setup, name: str, path: str) -> Any:
-    """Train two steps, save, train ten more: what was saved, and the losses after it."""
-    mesh = setup.mesh()
-    if mesh is None:
-        return None
-    model = build(mesh, setup, name)
-    optimizer, step = optimizer_of(model, mesh.platform)
-    train(model, name, step, range(2))
-    save(state_of(model, optimizer, 2), path, mesh=mesh)
-    saved = digests(model, optimizer, mesh.platform)
-    return saved, train(model, name, step, range(2, 12))
+class Job(NamedTuple):
+    """A model and its optimizer on a mesh."""
+
+    mesh: Any
+    model: Any
+    optimizer: Any
+    step: Any
+
+    @classmethod
+    def new(cls, setup: Setup, name: str, seed: int) -> Any:
+        """None on a rank outside of the mesh."""
+        mesh = setup.mesh()
+        if mesh is None:
+            return None
+        model = build(mesh, setup, name, seed)
+        return cls(mesh, model, *optimizer_of(model, mesh.platform))
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "step": step,
+            **({} if self.optimizer is None else {"optimizer": self.optimizer}),
+        }
+
+    def digests(self) -> dict[str, str]:
+        return digests(self.model, self.optimizer, self.mesh.platform)
+
+    def resume(self, name: str, path: str, end: int) -> Any:
+        """What was loaded, and the losses of the steps after it."""
+        result = load(self.state(0), path, mesh=self.mesh)
+        assert result["step"] == 2 and result["model"] is self.model and result.get("optimizer") is self.optimizer
+        return self.digests(), train(self.model, name, self.step, range(2, end))
 
 
-def load_and_train(setup: Setup, name: str, path: str, stepped: bool, end: int) -> Any:
-    """The same from a checkpoint, into a model with other values; the optimizer may have stepped before."""
-    mesh = setup.mesh()
-    if mesh is None:
-        return None
-    model = build(mesh, setup, name, seed=6)
-    optimizer, step = optimizer_of(model, mesh.platform)
-    if stepped:
-        train(model, name, step, range(50, 51))
-    result = load(state_of(model, optimizer, 0), path, mesh=mesh)
-    assert result["step"] == 2 and result["model"] is model and result.get("optimizer") is optimizer
-    loaded = digests(model, optimizer, mesh.platform)
-    return loaded, train(model, name, step, range(2, end))
+def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
+    """For each of these setups: what was saved after two steps and the losses of ten more, and what comes of resuming
+    it there, and that of the next one. The optimizer that resumes has stepped before in one of both."""
+    saved, resumed, again = [], [], []
+    for number in numbers:
+        job, path = Job.new(SETUPS[number], name, 5), f"{directory}/{number}"
+        if job is not None:
+            train(job.model, name, job.step, range(2))
+            save(job.state(2), path, mesh=job.mesh)
+            saved.append((job.digests(), train(job.model, name, job.step, range(2, 12))))
+        else:
+            saved.append(None)
+        # After ten steps more the job itself has other values, and its optimizer has stepped.
+        job = job if number % 2 else Job.new(SETUPS[number], name, 6)
+        resumed.append(None if job is None else job.resume(name, path, 12))
+        again.append(job)
+    all_have_come()
+    found = []
+    for place, number in enumerate(numbers):
+        job = Job.new(SETUPS[number], name, 6) if number % 2 else again[place]
+        other = (place + 1) % len(numbers)
+        found.append(None if job is None else job.resume(name, f"{directory}/{numbers[other]}", 4))
+    return [*zip(saved, resumed, found, strict=True)]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_training_goes_on(pool: Any, tmp_path: Path, setup: Setup) -> None:
+@pytest.mark.parametrize("name", list(MODELS))
+def test_training_goes_on(pool: Any, tmp_path: Path, name: str) -> None:
     """Ten steps after a break equal those without one, bit for bit; on another mesh to rounding."""
-    path, number = str(tmp_path / "step-2"), SETUPS.index(setup)
-    name = list(MODELS)[number % len(MODELS)]
-    saved, losses = pool.run(4, save_trained, setup, name, path)[0]
-    for other in (setup, SETUPS[(number + 7) % len(SETUPS)]):
-        end = 12 if other is setup else 4
-        ranks = [x for x in pool.run(4, load_and_train, other, name, path, number % 2, end) if x is not None]
-        for loaded, again in ranks:
-            assert loaded == saved, other
-            if other is setup:
-                assert again == losses
-            np.testing.assert_allclose(again, losses[: end - 2], rtol=1e-4, err_msg=str(other))
+    numbers = range([*MODELS].index(name), len(SETUPS), len(MODELS))
+    ranks = pool.run(4, broken_runs, name, numbers, str(tmp_path))
+    for place, number in enumerate(numbers):
+        saved = ranks[0][place][0]
+        for rank in ranks:
+            assert rank[place][1] in (None, saved), SETUPS[number]
+        other = ranks[0][(place + 1) % len(numbers)][0]
+        for rank in ranks:
+            if rank[place][2] is not None:
+                loaded, losses = rank[place][2]
+                assert loaded == other[0], SETUPS[number]
+                np.testing.assert_allclose(losses, other[1][:2], rtol=1e-4, err_msg=str(SETUPS[number]))

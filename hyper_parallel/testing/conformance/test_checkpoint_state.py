@@ -286,7 +286,7 @@ def optimizers(mesh: Any, directory: str) -> None:
     ):
         return
 
-    def trained(steps: int, kind: str = "adamw", rate: float = 0.1, seed: int = 5) -> Any:
+    def trained(kind: str, rate: float = 0.1, seed: int = 5) -> Any:
         model = adapter.load(adapter.Mlp(4, 6), np.random.default_rng(seed))
         parallelize_module(model, mesh, {"up": ColwiseParallel(output_layouts=Replicate())})
         optimizer, step = adapter.optimizer(model, kind, rate)
@@ -301,30 +301,36 @@ def optimizers(mesh: Any, directory: str) -> None:
                 step(grads)
             return adapter.numpy(y)
 
-        if steps:
-            run(steps)
         return model, optimizer, run
 
     # Into one that has not stepped, or has; by the names of the model beside it, or in the order of its parameters.
-    for kind, with_model, steps in (("adamw", 0, 0), ("adamw", 1, 1), ("momentum", 0, 1), ("momentum", 1, 0)):
-        model, optimizer, run = trained(2, kind)
-        state = [model, optimizer] if with_model else {"model": model}
-        path = save(state, f"{directory}/{kind}-{steps}", mesh=mesh)
-        alone = None if with_model else save(optimizer, f"{directory}/{kind}-alone", mesh=mesh)
+    made = {}
+    for kind in ("adamw", "momentum"):
+        model, optimizer, run = made[kind] = trained(kind)
+        new = save({"model": model, "optimizer": optimizer}, f"{directory}/{kind}-new", mesh=mesh)
+        after_new = run(2)
+        both = save([model, optimizer], f"{directory}/{kind}-both", mesh=mesh)
+        apart = save({"model": model}, f"{directory}/{kind}-model", mesh=mesh)
+        alone = save(optimizer, f"{directory}/{kind}-alone", mesh=mesh)
         wanted = run(3)
-        other, its, its_run = trained(steps, kind, 0.5, seed=6)
-        load([other, its] if with_model else {"model": other}, path, mesh=mesh)
-        if alone is not None:
+
+        def load_apart(other: Any, its: Any, apart: Any = apart, alone: Any = alone) -> None:
+            load({"model": other}, apart, mesh=mesh)
             load(its, alone, mesh=mesh)
-        assert (its_run(3) == wanted).all(), (kind, steps)  # its rate too is the one that was saved
-    # Saved before its first step.
-    model, optimizer, run = trained(0)
-    path = save({"model": model, "optimizer": optimizer}, f"{directory}/new", mesh=mesh)
-    wanted = run(2)
-    other, its, its_run = trained(0, "adamw", 0.5, seed=6)
-    load({"model": other, "optimizer": its}, path, mesh=mesh)
-    assert (its_run(2) == wanted).all()
-    model, optimizer, _ = trained(1)
+
+        def load_both(other: Any, its: Any, both: Any = both) -> None:
+            load([other, its], both, mesh=mesh)
+
+        # Its rate too is the one that was saved.
+        other, its, its_run = trained(kind, 0.5, seed=6)
+        load_apart(other, its) if kind == "adamw" else load_both(other, its)
+        assert (its_run(3) == wanted).all(), kind
+        other, its, its_run = trained(kind, 0.5, seed=6)
+        load({"model": other, "optimizer": its}, new, mesh=mesh)  # saved before its first step
+        assert (its_run(2) == after_new).all(), kind
+        load_both(other, its) if kind == "adamw" else load_apart(other, its)
+        assert (its_run(3) == wanted).all(), kind
+    model, optimizer, _ = made["adamw"]
     path = save({"model": model, "optimizer": optimizer}, f"{directory}/one", mesh=mesh)
     with fails(ValueError, "optimizer: the state has a optimizer there, the checkpoint something else"):
         load({"optimizer": optimizer}, save({"optimizer": 1}, f"{directory}/no", mesh=mesh), mesh=mesh)
@@ -333,7 +339,7 @@ def optimizers(mesh: Any, directory: str) -> None:
     adapter.freeze(frozen, "up.bias")
     with fails(ValueError, "optimizer has groups of [3] parameters, the checkpoint of [4]"):
         load({"model": frozen, "optimizer": adapter.optimizer(frozen, "adamw", 0.1)[0]}, path, mesh=mesh)
-    model, momentum, _ = trained(1, "momentum")
+    model, momentum, _ = made["momentum"]
     with fails(ValueError, "missing: optimizer.model.up.weight.momentum_buffer"):
         load({"model": model, "optimizer": momentum}, path, mesh=mesh)
 

@@ -1,0 +1,193 @@
+"""`hyper_parallel.checkpoint` under the names and keywords of ``torch.distributed.checkpoint``, on both frameworks.
+
+The files are those of `hyper_parallel.checkpoint.save`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol, runtime_checkable
+
+from hyper_parallel import checkpoint
+from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.checkpoint.saving import AsyncSave
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["CheckpointException", "Stateful", "async_save", "load", "save"]
+
+#: What a failed save or load raises, under torch's name.
+CheckpointException = CheckpointError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What may stand in a state dict besides tensors and values.
+
+    Mirrors ``torch.distributed.checkpoint.stateful.Stateful``.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be saved."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was saved."""
+        ...
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: None = None,
+    planner: None = None,
+    process_group: DeviceMesh | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> os.PathLike[str]:
+    """`hyper_parallel.checkpoint.save`, which replaces a checkpoint that is there.
+
+    Args:
+        state_dict: see there.
+        checkpoint_id: the path.
+        storage_writer: only None is taken, and so of ``planner``.
+        planner: see there.
+        process_group: None is all of the world; a mesh is its ranks.
+        no_dist: only False is taken: the ranks that save are those of a mesh.
+        use_collectives: only True is taken; `async_save` uses none while it writes.
+
+    Returns:
+        The path, where torch has its metadata.
+
+    Raises:
+        TypeError, ValueError, CheckpointError: see there; ValueError for an argument that is not taken.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from hyper_parallel.checkpoint import distributed as dcp
+        >>> state = {"weight": torch.ones(2), "step": 3}
+        >>> path = dcp.save(state, checkpoint_id=f"{tempfile.mkdtemp()}/3")
+        >>> other = {"weight": torch.zeros(2), "step": 0}
+        >>> dcp.load(other, checkpoint_id=path)
+        >>> other
+        {'weight': tensor([1., 1.]), 'step': 3}
+
+    Mirrors ``torch.distributed.checkpoint.save``.
+    """
+    path = _path(checkpoint_id, storage_writer=storage_writer, planner=planner)
+    _only("save", no_dist=(no_dist, False), use_collectives=(use_collectives, True))
+    return checkpoint.save(state_dict, path, overwrite=True, mesh=_mesh(process_group))
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: None = None,
+    planner: None = None,
+    process_group: DeviceMesh | None = None,
+    async_checkpointer_type: Any = None,
+    async_stager: None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> AsyncSave:
+    """`hyper_parallel.checkpoint.async_save`, which replaces a checkpoint that is there. It needs no process group of the
+    CPU.
+
+    Args:
+        state_dict: see there.
+        checkpoint_id: the path.
+        storage_writer: as in `save`, and so are those after it.
+        planner: see there.
+        process_group: see there.
+        async_checkpointer_type: None or torch's ``AsyncCheckpointerType.THREAD``: a thread writes.
+        async_stager: only None is taken: all is copied into the memory of the host.
+        no_dist: see there.
+        use_collectives: see there.
+
+    Raises:
+        TypeError, ValueError, CheckpointError: as `save`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from hyper_parallel.checkpoint import distributed as dcp
+        >>> under_way = dcp.async_save({"weight": torch.ones(2)}, checkpoint_id=f"{tempfile.mkdtemp()}/1")
+        >>> under_way.result().name
+        '1'
+
+    Mirrors ``torch.distributed.checkpoint.async_save``.
+    """
+    path = _path(checkpoint_id, storage_writer=storage_writer, planner=planner, async_stager=async_stager)
+    kind = getattr(async_checkpointer_type, "value", async_checkpointer_type) or "thread"
+    _only(
+        "async_save",
+        async_checkpointer_type=(kind, "thread"),
+        no_dist=(no_dist, False),
+        use_collectives=(use_collectives, True),
+    )
+    return checkpoint.async_save(state_dict, path, overwrite=True, mesh=_mesh(process_group))
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: None = None,
+    planner: None = None,
+    process_group: DeviceMesh | None = None,
+    no_dist: bool = False,
+) -> None:
+    """`hyper_parallel.checkpoint.load`; the values that it returns are put into ``state_dict``.
+
+    Args:
+        state_dict: see there.
+        checkpoint_id: the path.
+        storage_reader: only None is taken, and so of ``planner``.
+        planner: see there.
+        process_group: as in `save`.
+        no_dist: see there.
+
+    Raises:
+        TypeError, ValueError, CheckpointError: see there; ValueError for an argument that is not taken.
+
+    Example: see `save`.
+
+    Mirrors ``torch.distributed.checkpoint.load``.
+    """
+    path = _path(checkpoint_id, storage_reader=storage_reader, planner=planner)
+    _only("load", no_dist=(no_dist, False))
+    _put(state_dict, checkpoint.load(state_dict, path, mesh=_mesh(process_group)))
+
+
+def _path(checkpoint_id: Any, **others: Any) -> str:
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(given)}: checkpoints of hyper_parallel are directories in one format; torch's own storage and "
+            "planners go with torch.distributed.checkpoint, which takes its DTensors too"
+        )
+    if checkpoint_id is None:
+        raise ValueError("checkpoint_id=... is the path of the checkpoint, and needed")
+    return os.fspath(checkpoint_id)
+
+
+def _only(what: str, **taken: tuple[Any, Any]) -> None:
+    for name, (value, known) in taken.items():
+        if value != known:
+            raise ValueError(f"{what}({name}={value!r}) is not taken, only {known!r}: see its documentation")
+
+
+def _mesh(process_group: Any) -> DeviceMesh | None:
+    if process_group is None or isinstance(process_group, DeviceMesh):
+        return process_group
+    raise ValueError(
+        f"process_group is a {type(process_group).__name__}: give the mesh of its ranks, or None for all of the world"
+    )
+
+
+def _put(state: Any, loaded: Any) -> None:
+    """Give containers the values that were loaded."""
+    for key in range(len(state)) if isinstance(state, list) else [*state]:
+        if isinstance(state[key], (dict, list)) and type(state[key]) is type(loaded[key]):
+            _put(state[key], loaded[key])
+        else:
+            state[key] = loaded[key]
