@@ -175,6 +175,8 @@ class Unit:
                 output = forward(module, *args, **kwargs)
             finally:
                 self.parameters.hide()
+            if not again and (recorded or any(trained)):
+                model.left(self, not first)
             return self._results.opening(output, call, model.one_loss) if recorded else output
         finally:
             if first and recorded and self.plan.slots:
