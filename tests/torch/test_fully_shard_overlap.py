@@ -153,8 +153,8 @@ class Outer(nn.Module):
 
 @on_mesh()
 def nothing_in_vain(mesh: Any) -> None:
-    """From the second step on each call of a unit is gathered once in forward and once in backward, ahead of it; nothing
-    is gathered that is not needed: without checkpointing, and with both kinds."""
+    """From the second step on each call of a unit is gathered once in forward and once in backward, ahead of it;
+    nothing is gathered that is not needed: without checkpointing, and with both kinds."""
     platform: Any = get_platform()
     for reentrant in (None, False, True):
         torch.manual_seed(0)

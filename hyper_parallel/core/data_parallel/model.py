@@ -132,10 +132,11 @@ class Model:
     # ---------------------------------------------------------------------- backward
     def _begins(self, runs: Callable[[Any], bool]) -> None:
         """A backward pass begins. Where it comes to parameters of a call around what the call has returned, as for an
-        auxiliary loss that was set as an attribute, nothing else will tell when they have to be whole."""
+        auxiliary loss that was set as an attribute, nothing else will tell when they have to be whole. So it is with
+        calls of which gradients were taken that have gradients themselves."""
         for unit, ref in self._calls:
             call = ref()
-            if call is not None and call.comes_around(runs):
+            if call is not None and (call.again or call.comes_around(runs)):
                 running = self.this_pass()
                 if running is not None:
                     running.hold(unit, call)
@@ -183,7 +184,7 @@ class Model:
         return self._forwards <= 1 and self._order.count(unit) == 1
 
     def gather_before(self, unit: Unit, is_open: Sequence[Unit]) -> None:
-        """Backward has come to ``unit``: begin to gather the one that it comes to next, which is none of ``is_open``."""
+        """Backward has come to ``unit``: begin to gather the next one, which is none of ``is_open``."""
         if not self.platform.frees_storage:
             return
         if unit.backward_prefetch:
