@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -110,16 +111,88 @@ def overlapped(mesh: Any) -> None:
     for i in range(4):
         wanted += ["wait all_gather", *(["start all_gather"] if i < 3 else []), f"compute {i}"]
     assert forward == wanted, forward
-    backward = notes[len(forward) :]
-    # The model is whole still. The gather of a layer starts before backward comes to it, and of each before the
-    # reduction of what comes first. One reduction is under way at a time, while the backward of a layer computes.
-    assert backward.count("start all_gather") == 4 and backward.count("start reduce_scatter") == 5
-    started = [i for i, note in enumerate(backward) if note == "start reduce_scatter"]
-    waited = [i for i, note in enumerate(backward) if note == "wait reduce_scatter"]
-    assert [i + 1 for i in waited] == [*started[1:], len(backward)], backward
-    gathers = [i for i, note in enumerate(backward) if note == "start all_gather"]
-    for i in range(1, 4):
-        assert gathers[i] < started[i], backward
+    # The model is whole still, and its gradients come last. The gather of a layer starts when backward comes to the
+    # unit before, also where that is the model. One reduction is under way at a time, while the next layer computes.
+    backward = ["start all_gather"]
+    for i in reversed(range(4)):
+        backward += ["wait all_gather", *(["start all_gather"] if i else [])]
+        backward += [*(["wait reduce_scatter"] if i < 3 else []), "start reduce_scatter"]
+    backward += ["wait reduce_scatter", "start reduce_scatter", "wait reduce_scatter"]
+    assert notes[len(forward) :] == backward, notes[len(forward) :]
+
+
+class Pair(nn.Module):
+    """Two units in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(SIZE, SIZE), nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(self.first(x) * self.scale)
+
+
+class Outer(nn.Module):
+    """Units in units, of which one is called twice, one gets no gradients, and one is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(3))
+        self.frozen = nn.Linear(SIZE, SIZE).requires_grad_(False)
+        self.left_out, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.reentrant: bool | None = None
+
+    def forward(self, x: Any) -> Any:
+        x = self.frozen(x)
+        if self.reentrant:
+            x = x.requires_grad_()
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@on_mesh()
+def nothing_in_vain(mesh: Any) -> None:
+    """From the second step on each call of a unit is gathered once in forward and once in backward, ahead of it;
+    nothing is gathered that is not needed: without checkpointing, and with both kinds."""
+    platform: Any = get_platform()
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        single = Outer().to(device())
+        sharded = copy.deepcopy(single)
+        single.reentrant = sharded.reentrant = reentrant
+        for block in sharded.blocks:
+            fully_shard(block.first, mesh=mesh)
+            fully_shard(block, mesh=mesh)
+        fully_shard(sharded.frozen, mesh=mesh)
+        fully_shard(sharded.left_out, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        x = torch.randn(2, SIZE).to(device())
+        notes: list[str] = []
+        for step in range(3):
+            single(x).square().sum().backward()
+            platform.start_collective = late(platform, notes)
+            try:
+                with CommDebugMode() as comm:
+                    y = sharded(x).square().sum()
+                    notes.clear()
+                    y.backward()
+            finally:
+                del platform.start_collective
+            for (name, p), q in zip(single.named_parameters(), sharded.named_parameters(), strict=True):
+                assert (p.grad is None) is (q[1].grad is None), name
+                if p.grad is not None:
+                    close(q[1].grad, p.grad, f"{name} at step {step}, {reentrant}")
+        # In forward the frozen one, the outermost one, and the two of each of four calls, which backward gathers again.
+        # So does computing anew: the inner one, and both where backward begins after it, as reentrant checkpointing has
+        # it.
+        backward = {None: 8, False: 12, True: 16}[reentrant]
+        counts = {"all_gather": 10 + backward, "reduce_scatter": 9}
+        assert comm.get_comm_counts() == counts, (reentrant, comm.get_comm_counts())
+        gathers = [note.split()[0] for note in notes if note.endswith("all_gather")]
+        assert len(gathers) == 2 * backward  # each is waited for
+        if reentrant is not True:
+            assert gathers == ["start", *["wait", "start"] * (backward - 1), "wait"], gathers
 
 
 def whole_bytes(model: Any) -> list[int]:
@@ -193,8 +266,9 @@ def test_census(pool: Any, how: str) -> None:
     pool.run(2, census, how)
 
 
-def test_overlap(pool: Any) -> None:
-    pool.run(2, overlapped)
+@pytest.mark.parametrize("job", [overlapped, nothing_in_vain], ids=lambda job: job.__name__)
+def test_overlap(pool: Any, job: Any) -> None:
+    pool.run(2, job)
 
 
 class Sometimes(nn.Module):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.buckets import Bucket, Sent, assign
+from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.replica import Replica
@@ -119,6 +120,9 @@ class Call:
 
     def begin(self) -> None:
         """To be called when the backward begins, once or more often."""
+        platform = self.arrangement.mesh.platform
+        if not platform.tells_beginning:
+            refuse_second_order(platform, "replicate")
         if self._state.open is not self:
             self._reset()
             self._state.open = self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 from hyper_parallel.core.dtensor.communication import asynchronous
 
 if TYPE_CHECKING:
@@ -73,11 +74,7 @@ class Bucket:
             RuntimeError: where they have gradients themselves. TypeError: for sparse ones.
         """
         platform, found = self._platform, [x for x in cotangents if x is not None]
-        if any(map(platform.requires_grad, found)):
-            raise RuntimeError(
-                "gradients of gradients do not go through replicate: leave create_graph off, or do not replicate the "
-                "modules that they go through"
-            )
+        refuse_second_order(platform, "replicate")
         if not self._known:
             for x in found:
                 foreign = platform.foreign_tensor(x)

@@ -21,13 +21,15 @@ class Call:
         gives, returns: weak references to the contexts of the functions whose results are its whole parameters, and of
             those that its own results are of.
         reached: the number of the backward pass that found its whole parameters there.
+        again: whether a backward of it was recorded: another one may need the whole parameters before it comes to the
+            results.
     """
 
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
         self.versions = versions_of(parameters)
         self.waiting: list[Any] = []
-        self.freed = False
+        self.freed = self.again = False
         self.gives: list[Any] = []
         self.returns: list[Any] = []
         self.reached = 0

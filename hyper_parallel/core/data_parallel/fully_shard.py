@@ -81,8 +81,8 @@ def fully_shard(
             applied already, a parameter that belongs to another unit, and a number of ranks that does not divide
             theirs. When the module is called, before communication, where something has taken the place of a
             parameter.
-        RuntimeError: when it is called inside what a compiler traces; for gradients of gradients; for a parameter that
-            was changed between forward and backward.
+        RuntimeError: when it is called inside what a compiler traces; for gradients of gradients of
+            parameters; for a parameter that was changed between forward and backward.
 
     Example:
         >>> from torch import nn

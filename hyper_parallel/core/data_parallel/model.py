@@ -1,7 +1,8 @@
 """What the units of one model share: in which order they run, and which are whole in backward.
 
 The model of a unit is that of the outermost unit whose forward runs. In forward, the parameters of the next unit are
-gathered while this one computes; which is next is known from the forward before. In backward it is the other way round.
+gathered while this one computes; which is next is known from the forward before. Backward comes to units in the order
+in which their forwards ended, the last first: to the outermost one before all others, though its forward begins first.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Model:
         #: In the order in which their forwards began: of the last step, and of this one.
         self._order: Sequence[Unit] = ()
         self._began: list[Unit] = []
+        #: Those to which a backward may come, in the order in which their forwards ended: likewise.
+        self._ends: Sequence[Unit] = ()
+        self._ended: list[Unit] = []
         self._ahead: list[Unit] = []
         self._forwards = 0  # since the last backward
         #: The calls that were recorded, as long as their graphs live.
@@ -50,15 +54,16 @@ class Model:
         self._count = 0  # of backward passes
         if self.platform.frees_storage:
             self.platform.before_backward(self._begins)
-        #: Backward passes by what the platform calls them.
+        #: Backward passes by what the platform calls them; those after the first run within those before.
         self._passes: dict[Any, BackwardPass] = {}
+        self._position = 0  # in `_ends`, to which they have come
 
     # ---------------------------------------------------------------------- forward
     def begin(self) -> None:
         """The forward of the outermost unit begins."""
         if self._passes:
             self.abandon()
-        self._began = []
+        self._began, self._ended = [], []
         self._forwards += 1
 
     def abandon(self) -> None:
@@ -76,7 +81,7 @@ class Model:
         for unit in self._began:
             unit.forward_is_over()
         if complete:
-            self._order = tuple(self._began)
+            self._order, self._ends = tuple(self._began), tuple(self._ended)
         self.drop_ahead()
 
     def entered(self, unit: Unit) -> None:
@@ -87,6 +92,17 @@ class Model:
             self.gather_ahead(unit.forward_prefetch)
         elif at + 1 < len(order) and order[at] is unit:
             self.gather_ahead(order[at + 1 : at + 2])
+
+    def left(self, unit: Unit, goes_on: bool) -> None:
+        """The forward of ``unit``, to which a backward may come, has computed what it returns.
+
+        Args:
+            unit: see there.
+            goes_on: whether this is one more module of a unit of several, of which others have run.
+        """
+        if goes_on and unit in self._ended:
+            del self._ended[len(self._ended) - 1 - self._ended[::-1].index(unit)]
+        self._ended.append(unit)
 
     def gather_ahead(self, units: Sequence[Unit], again: bool = False) -> None:
         """Begin to gather the parameters of units that are needed next, ``again`` in backward."""
@@ -116,10 +132,11 @@ class Model:
     # ---------------------------------------------------------------------- backward
     def _begins(self, runs: Callable[[Any], bool]) -> None:
         """A backward pass begins. Where it comes to parameters of a call around what the call has returned, as for an
-        auxiliary loss that was set as an attribute, nothing else will tell when they have to be whole."""
+        auxiliary loss that was set as an attribute, nothing else will tell when they have to be whole. So it is with
+        calls of which gradients were taken that have gradients themselves."""
         for unit, ref in self._calls:
             call = ref()
-            if call is not None and call.comes_around(runs):
+            if call is not None and (call.again or call.comes_around(runs)):
                 running = self.this_pass()
                 if running is not None:
                     running.hold(unit, call)
@@ -132,18 +149,24 @@ class Model:
         found = self._passes.get(key)
         if found is None:
             self._count += 1
-            found = self._passes[key] = BackwardPass(self, len(self._order), self._count)
-            self.platform.after_backward(lambda: self._ended(key))
+            if not self._passes:
+                self._position = len(self._ends)
+            found = self._passes[key] = BackwardPass(self, self._count)
+            self.platform.after_backward(lambda: self._is_over(key))
         return found
 
-    def _ended(self, key: Any) -> None:
+    def _is_over(self, key: Any) -> None:
         ended = self._passes.pop(key, None)
-        if not self._passes:  # not within another one
+        if not self._passes:
             self._forwards = 0
         if ended is None:
             return
         with self.platform.no_grad(), self.platform.no_dispatch():
             ended.close()
+            if self._passes:
+                # Within another one, as reentrant checkpointing has it, which goes on: it needs what was gathered
+                # ahead, and may come to units that have kept gradients.
+                return
             self.drop_ahead()
             for unit in dict.fromkeys(self._order):
                 unit.reduce_kept()
@@ -160,10 +183,24 @@ class Model:
         """Whether this is the backward of the only call of ``unit`` since the last backward."""
         return self._forwards <= 1 and self._order.count(unit) == 1
 
-    @property
-    def order(self) -> Sequence[Unit]:
-        """The units in the order in which their forwards began, in the last complete forward."""
-        return self._order
+    def gather_before(self, unit: Unit, is_open: Sequence[Unit]) -> None:
+        """Backward has come to ``unit``: begin to gather the next one, which is none of ``is_open``."""
+        if not self.platform.frees_storage:
+            return
+        if unit.backward_prefetch:
+            self.gather_ahead(unit.backward_prefetch, True)
+            return
+        at, ends = min(self._position, len(self._ends)) - 1, self._ends
+        while at >= 0 and ends[at] is not unit:
+            at -= 1
+        if at < 0:
+            return
+        self._position = at
+        while at > 0:
+            at -= 1
+            if ends[at] not in is_open:
+                self.gather_ahead((ends[at],), True)
+                return
 
 
 class BackwardPass:
@@ -173,8 +210,8 @@ class BackwardPass:
         number: which of the model it is, from 1.
     """
 
-    def __init__(self, model: Model, position: int, number: int) -> None:
-        self._model, self._position, self.number = model, position, number
+    def __init__(self, model: Model, number: int) -> None:
+        self._model, self.number = model, number
         self._open: list[Unit] = []
         self._held: list[Unit] = []  # whole until the pass is over
 
@@ -190,20 +227,7 @@ class BackwardPass:
                 other.close()
         self._open.append(unit)
         unit.open(call)
-        order, model = self._model.order, self._model
-        if unit.backward_prefetch:
-            model.gather_ahead(unit.backward_prefetch, True)
-            return
-        at = min(self._position, len(order)) - 1
-        while at >= 0 and order[at] is not unit:
-            at -= 1
-        if at >= 0:
-            self._position = at
-            while at > 0:
-                at -= 1
-                if order[at] not in self._open:
-                    model.gather_ahead((order[at],), True)
-                    return
+        self._model.gather_before(unit, self._open)
 
     def hold(self, unit: Unit, call: Call) -> None:
         """Have ``unit`` whole until the pass is over."""

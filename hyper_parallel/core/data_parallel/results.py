@@ -10,20 +10,11 @@ from hyper_parallel.core.data_parallel.batches import lies_across
 from hyper_parallel.core.data_parallel.borders import through
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 from hyper_parallel.core.data_parallel.trees import map_tensors
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
-from hyper_parallel.platform.contract import Platform
 
-__all__ = ["Results", "refuse_second_order"]
-
-
-def refuse_second_order(cotangents: Sequence[Any], platform: Platform) -> None:
-    """Raise RuntimeError where cotangents have gradients themselves."""
-    if any(g is not None and platform.requires_grad(g) for g in cotangents):
-        raise RuntimeError(
-            "gradients of gradients do not go through fully_shard: leave create_graph off, or do not shard the "
-            "modules that they go through"
-        )
+__all__ = ["Results"]
 
 
 class Results:
@@ -97,6 +88,9 @@ class Results:
         return xs
 
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
-        refuse_second_order(cotangents, self._platform)
+        if self._platform.backward_is_recorded():
+            if not self._platform.tells_beginning:
+                refuse_second_order(self._platform, "fully_shard")
+            ctx.call.again = True
         self._reached(ctx.call)
         return cotangents

@@ -21,7 +21,8 @@ from hyper_parallel.core.data_parallel.computed_again import Inside
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.results import Results, refuse_second_order
+from hyper_parallel.core.data_parallel.results import Results
+from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 from hyper_parallel.core.data_parallel.together import Together
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
@@ -175,6 +176,8 @@ class Unit:
                 output = forward(module, *args, **kwargs)
             finally:
                 self.parameters.hide()
+            if not again and (recorded or any(trained)):
+                model.left(self, not first)
             return self._results.opening(output, call, model.one_loss) if recorded else output
         finally:
             if first and recorded and self.plan.slots:
@@ -256,7 +259,7 @@ class Unit:
 
     def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         platform, call, b = self.platform, ctx.call, ctx.buffer
-        refuse_second_order(cotangents, platform)
+        refuse_second_order(platform, "fully_shard")
         if platform.frees_storage:
             self._check_reached(ctx.call)
         self._one_less_awaited()

@@ -53,6 +53,11 @@ class AutogradRole(ABC):
         `CollectiveEvent.direction`. A backend that cannot know answers False."""
         return False
 
+    def backward_is_recorded(self) -> bool:
+        """Inside of a backward: whether what it computes is recorded, for gradients of gradients. A backend that cannot
+        know answers False."""
+        return False
+
     def backward_pass(self) -> Any:
         """What stands for the backward pass that is running on this thread: equal within one, and different in one that
         runs inside of another. None outside, and in a backend that does not know when a pass ends."""

@@ -243,6 +243,9 @@ class AutogradVerbs:
     def in_backward(self) -> bool:
         return _Recording.backwards > 0
 
+    def backward_is_recorded(self) -> bool:
+        return is_recording()
+
     def backward_pass(self) -> Any:
         return _Recording.backwards or None
 

@@ -68,6 +68,9 @@ class AutogradVerbs(Platform):
         """See `Platform.in_backward`."""
         return graph_task() != -1
 
+    #: See `Platform.backward_is_recorded`.
+    backward_is_recorded: Any = staticmethod(is_grad_enabled)
+
     def backward_pass(self) -> Any:
         """See `Platform.backward_pass`."""
         task = graph_task()

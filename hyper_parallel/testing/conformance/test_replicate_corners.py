@@ -83,6 +83,32 @@ def several_dtypes(mesh: Any) -> None:
 
 
 @spmd.on_mesh()
+def second_order(mesh: Any) -> None:
+    """Gradients of gradients of the input are right, or refused on all ranks; of one batch of all ranks too."""
+    adapter = get_adapter()
+    single, copied = both(lambda: adapter.Mlp(6, 7), mesh)
+    x = np.random.default_rng(1).standard_normal((ROWS, 6)).astype(np.float32)
+
+    def of(module: Any, shared: bool) -> Any:
+        def loss(x: Any) -> Any:
+            x = DTensor.from_local(x, mesh, [Shard(0)]) if shared else x
+            y = adapter.sum(adapter.square(adapter.call(module, x)))
+            return y.full_tensor() if shared else y
+
+        return adapter.second_order(loss, lambda g: adapter.sum(adapter.square(g)), [x])[0]
+
+    wanted = of(single, False)
+    for shared in (False, True):
+        if shared or mesh.platform.tells_beginning:
+            same(of(copied, shared), wanted, "gradient of a gradient", 1e-4)
+        else:
+            with pytest.raises(RuntimeError, match="gradients of gradients do not go through replicate"):
+                of(copied, shared)
+        compare(mesh, single, copied, 6)
+    compare(mesh, single, copied, 6)
+
+
+@spmd.on_mesh()
 def refused(mesh: Any) -> None:
     """On all ranks, before any communication."""
     adapter = get_adapter()
@@ -120,7 +146,9 @@ def unused_somewhere(mesh: Any) -> None:
     assert not isinstance(parameters[0], DTensor)
 
 
-@pytest.mark.parametrize("job", [parts, several_dtypes, refused, unused_somewhere], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [parts, several_dtypes, second_order, refused, unused_somewhere], ids=lambda job: job.__name__
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rare(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)

@@ -1,0 +1,99 @@
+"""Gradients of gradients through `fully_shard` and `replicate`: those of inputs are right, as a gradient penalty has
+them; those of parameters are refused on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, fully_shard, parallelize_module, replicate
+from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import close, device
+
+
+class Model(nn.Module):
+    """Of two units, of which one is called twice, and its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        for layer in (*self.layers, self.layers[0]):
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def penalty(model: Any, x: Any, squared: bool) -> Any:
+    """As WGAN-GP has it, with the loss itself."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    loss = (y.square() if squared else y).sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def replica(model: Any, mesh: Any) -> Any:
+    return replicate(model, mesh)
+
+
+@on_mesh(2, 2, names=("dp", "tp"))
+def second_order(mesh: Any) -> None:
+    rank = mesh["dp"].get_local_rank()
+    plan = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
+    torch.manual_seed(0)
+    single = Model().to(device(), torch.float64)
+    parts = [torch.randn(3, 4, dtype=torch.float64).to(device()) for _ in range(2)]
+    for apply in (shard, replica):
+        for tensor_parallel in (False, True):
+            for frozen in (False, True):
+                one, model = copy.deepcopy(single), copy.deepcopy(single)
+                for m in (one, model):
+                    m.layers[0][0].requires_grad_(not frozen)
+                    m.layers[1].requires_grad_(not frozen)
+                if tensor_parallel:
+                    parallelize_module(model, mesh["tp"], plan)
+                apply(model, mesh["dp"])
+                for squared in (False, True):
+                    (sum(penalty(one, x, squared) for x in parts) / 2).backward()
+                    penalty(model, parts[rank], squared).backward()
+                    for (name, p), q in zip(one.named_parameters(), model.parameters(), strict=True):
+                        assert (p.grad is None) is (q.grad is None), name
+                        if p.grad is not None:
+                            close(q.grad, p.grad, f"{name}, {apply.__name__}, {tensor_parallel}, {frozen}", 1e-9)
+                loss = model(parts[rank]).square().sum()
+                wanted = [p for p in model.parameters() if p.requires_grad]
+                with pytest.raises(RuntimeError, match="create_graph for gradients of inputs alone"):
+                    torch.autograd.grad(loss, wanted, create_graph=True)
+
+
+@on_mesh(2, names=("dp",))
+def of_one_batch(mesh: Any) -> None:
+    torch.manual_seed(0)
+    single = Model().to(device(), torch.float64)
+    batch = torch.randn(5, 4, dtype=torch.float64).to(device())
+    penalty(single, batch, True).backward()
+    rank = mesh.get_local_rank()
+    for apply in (shard, replica):
+        model = apply(copy.deepcopy(single), mesh)
+        model.zero_grad()
+        part = DTensor.from_local(batch.tensor_split([3])[rank], mesh, [Shard(0)])
+        penalty(model, part, True).backward()
+        for (name, p), q in zip(single.named_parameters(), model.parameters(), strict=True):
+            close(q.grad, p.grad, f"{name}, {apply.__name__}", 1e-9)
+
+
+@pytest.mark.parametrize("job", [second_order, of_one_batch], ids=lambda job: job.__name__)
+def test_second_order(pool: Any, job: Any) -> None:
+    pool.run(4 if job is second_order else 2, job)
