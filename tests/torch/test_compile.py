@@ -31,6 +31,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.platform.torch import calls
 from hyper_parallel.platform.torch.compiled import hooks
+from hyper_parallel.platform.torch.handlers.functions import hooked_apply
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, compare, fresh, step
 from tests.torch.decoder import Decoder, Sizes
@@ -510,6 +511,19 @@ def dtensors(mesh: Any) -> None:
 
 def test_dtensors(pool: Any) -> None:
     pool.run(2, dtensors)
+
+
+def test_methods_from_before_the_patch() -> None:
+    """``f = MyFunction.apply``: torch's compiler compares such a method with that of its class. Until torch 2.13 it is
+    one of Python's."""
+
+    class Kept:
+        apply: Any = classmethod(lambda cls, x: x + 1)
+
+    before = Kept.apply
+    Kept.apply = hooked_apply(vars(Kept)["apply"])
+    assert before == Kept.apply and hash(before) == hash(Kept.apply) and Kept.apply(1) == 2
+    assert before.__func__ is not Kept.apply.__func__ and before.__func__ != test_dtensors
 
 
 @on_mesh(2, 2, names=("dp", "tp"))

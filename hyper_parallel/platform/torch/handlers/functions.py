@@ -34,7 +34,29 @@ def hooked_apply(found: Any) -> Any:
                 break
         return result
 
-    return classmethod(apply)
+    return classmethod(_EqualToOriginal(apply, original) if isinstance(found, classmethod) else apply)
+
+
+class _EqualToOriginal:
+    """A replacement that is equal to what it replaces.
+
+    Programs keep bound methods, ``f = MyFunction.apply``. Torch's compiler knows the call of an autograd function by
+    comparing such a method with that of its class, which means their functions where these are written in Python. One
+    from before the patch has the original.
+    """
+
+    def __init__(self, replacement: Any, original: Any) -> None:
+        functools.update_wrapper(self, original)
+        self._replacement, self._original = replacement, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(*args, **kwargs)
+
+    def __eq__(self, other: Any) -> bool:
+        return other is self or other is self._original
+
+    def __hash__(self) -> int:
+        return hash(self._original)
 
 
 def _hook_node(args: tuple, results: tuple) -> None:
