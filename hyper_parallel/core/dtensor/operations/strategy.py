@@ -262,14 +262,8 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
     if not sharding.terms or not any(have[i] for term in sharding.terms for i in term):
         return None
     # Of several summands in a product all but one are to be reduced first: the largest is spared.
-    summands = {
-        max(
-            (i for i in term if have[i]),
-            key=lambda i: math.prod(layouts[i].shape if layouts[i] else ()),
-            default=term[0],
-        )
-        for term in sharding.terms
-    }
+    sizes = [0 if layout is None else math.prod(layout.shape) for layout in layouts]
+    summands = {max((i for i in term if have[i]), key=sizes.__getitem__, default=term[0]) for term in sharding.terms}
     operands = tuple(
         None if labels is None else kind if i in summands else Replicate() for i, labels in enumerate(sharding.operands)
     )
