@@ -54,7 +54,12 @@ def check_block() -> str:
     if mesh is None:
         return ""
     counts = block(True, 4 * mesh.size())
-    return f"forward {counts['forward'] or 'without communication'}, backward {counts['backward'] or 'without'}"
+    forward, backward = (_listed(counts[direction]) for direction in ("forward", "backward"))
+    return f"forward: {forward}; backward: {backward}"
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing sent"
 
 
 def check_checkpoint(folder: str) -> str:
