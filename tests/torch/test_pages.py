@@ -15,10 +15,8 @@ from tests.support.pages import ELSEWHERE, PROGRAMS, ROOT, blocks_of, pages, run
 
 #: Pages whose code starts processes by itself: each is one program.
 ALONE = ("docs/explain.md", "docs/getting_started.md")
-cpu = pytest.mark.skipif(os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu", reason="pages are about CPUs")
 
 
-@cpu
 @pytest.mark.parametrize("page", [page for page in pages() if page not in ALONE])
 def test_page(pool: Any, page: str, tmp_path: Path) -> None:
     if "transformers" in (ROOT / page).read_text(encoding="utf-8") and not find_spec("transformers"):
@@ -26,7 +24,6 @@ def test_page(pool: Any, page: str, tmp_path: Path) -> None:
     assert pool.run(4, run_page, page, str(tmp_path)) == [len(blocks_of(page))] * 4
 
 
-@cpu
 @pytest.mark.parametrize("page", ALONE)
 def test_page_of_programs(page: str, tmp_path: Path) -> None:
     for i, block in enumerate(blocks_of(page)):
