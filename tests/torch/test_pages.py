@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.pages import ELSEWHERE, PROGRAMS, ROOT, blocks_of, pages, run_page
 
-#: Pages whose code starts processes by itself: each is one program.
+#: Pages whose code starts processes by itself: they run as programs.
 ALONE = ("docs/explain.md", "docs/getting_started.md")
 
 
@@ -26,9 +26,13 @@ def test_page(pool: Any, page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ALONE)
 def test_page_of_programs(page: str, tmp_path: Path) -> None:
-    for i, block in enumerate(blocks_of(page)):
-        script = tmp_path / f"block{i}.py"
-        script.write_text(block, encoding="utf-8")
+    blocks = blocks_of(page)
+    # What starts processes is a program of its own, whose other code those would run as well.
+    apart = [block for block in blocks if "__main__" in block]
+    together = "\n".join(block for block in blocks if block not in apart)
+    for i, program in enumerate([together, *apart]):
+        script = tmp_path / f"program{i}.py"
+        script.write_text(program, encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         run = subprocess.run(
             [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
