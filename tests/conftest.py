@@ -12,7 +12,7 @@ import pytest
 from hyper_parallel.testing.pool import SIZE, WorkerPool
 
 # The checks that tests/conformance collects: a failed assert in them shows its operands, as in a file of tests.
-pytest.register_assert_rewrite("hyper_parallel.testing.conformance")
+pytest.register_assert_rewrite("hyper_parallel.testing.comparisons", "hyper_parallel.testing.conformance")
 
 PLATFORM = os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch-cpu")
 
@@ -40,6 +40,8 @@ ON_CPU_ONLY = {
     "test_nested_parameters.py": "every optimizer in float64, which not every device has",
     "test_operator_table.py": "every operator, with torch's samples on the CPU",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",
+    "test_pages.py": "programs of the documentation, for CPUs",
+    "test_pictures.py": "what is drawn, whichever device draws",
     "test_replicate.py": "optimizers in float64, which not every device reduces",
     "test_replicate_features.py": "float64, and layers that simulated NPUs have no kernels for",
     "test_styles_against_torch.py": "what torch's own styles do with gloo",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform as python_platform
 import sys
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -84,8 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         if tuple(patches) not in seen:
             seen.add(tuple(patches))
             framework = name.partition("-")[0]
-            lines.append(
-                f"patched in {framework} when its first DTensor is made (docs/patches.md): {', '.join(patches)}"
-            )
+            text = f"patched in {framework} when its first DTensor is made (docs/patches.md): {', '.join(patches)}"
+            lines.append(textwrap.fill(text, 110, subsequent_indent="    ", break_long_words=False))
     show("\n".join(lines), found, arguments.json)
     return 0 if any(entry["available"] for entry in found["backends"].values()) else 1

@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the command, run it, and return its exit status."""
     if not arguments.script:
         raise UsageError("launch needs a script: hyper-parallel launch -n 4 train.py")
+    _check_counts(arguments)
     script = arguments.script[1:] if arguments.script[0] == "--" else arguments.script
     if not os.path.exists(script[0]):
         raise UsageError(f"there is no file {script[0]!r}")
@@ -85,3 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_only:
         return 0
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _check_counts(arguments: argparse.Namespace) -> None:
+    """Refuse numbers with which the launcher would start nothing, or wait for nodes that never come."""
+    if arguments.processes < 1 or arguments.nodes < 1:
+        raise UsageError(f"-n {arguments.processes} --nodes {arguments.nodes}: both are at least 1")
+    if not 0 <= arguments.node_rank < arguments.nodes:
+        last = arguments.nodes - 1
+        raise UsageError(f"--node-rank {arguments.node_rank}: of {arguments.nodes} node(s) it is 0 to {last}")
+    if not 1 <= arguments.port <= 65535:
+        raise UsageError(f"--port {arguments.port}: a port is 1 to 65535")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.cli.output import UsageError, show
-from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, plan_of, ranks_of
-from hyper_parallel.planning import DryStepError, dry_run, explain, machine_of, search
+from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, plan_of, ranks_of, said_of
+from hyper_parallel.planning import DryRun, DryStepError, dry_run, explain, machine_of, search
 from hyper_parallel.planning.llama import MODELS
 
 __all__ = ["run_dry_run", "run_explain"]
@@ -18,11 +20,10 @@ __all__ = ["run_dry_run", "run_explain"]
 def run_explain(arguments: argparse.Namespace) -> int:
     """What the plan makes of the model."""
     mesh = mesh_of(arguments.mesh)
+    _check_file(arguments.svg)
     model, plan, inputs = _given(arguments, arguments.batch)
-    try:
+    with _told():
         found = explain(model, mesh, plan, *inputs, rank=arguments.rank, backward=not arguments.forward_only)
-    except (ValueError, TypeError, DryStepError) as error:
-        raise UsageError(f"the plan is not possible: {error}") from error
     _save(arguments.svg, found.to_svg)
     show(f"{found}\n\n{found.table()}" if arguments.table else str(found), found.as_dict(), arguments.json)
     return 1 if found.unmatched else 0
@@ -30,43 +31,77 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 def run_dry_run(arguments: argparse.Namespace) -> int:
     """Memory, communication and time; or the best ways to spread the model."""
-    machine = machine_of(arguments.machine)
+    _check_file(arguments.svg)
+    began = time.perf_counter()
+    mesh = mesh_of(arguments.mesh)
+    limit = bytes_of(arguments.memory) if arguments.memory else None
+    if not arguments.search and (arguments.svg or arguments.memory):
+        raise UsageError("--svg and --memory go with --search: without it, --json has all there is to draw")
+    try:
+        machine = machine_of(arguments.machine)
+    except ValueError as error:
+        raise UsageError(f"--machine: {error}") from error
     options: dict[str, Any] = {
+        "machine": machine,
         "optimizer": arguments.optimizer,
         "data_parallel": None if arguments.data_parallel == "none" else arguments.data_parallel,
         "mixed_precision": arguments.mixed_precision,
     }
-    began = time.perf_counter()
-    try:
-        if arguments.search:
-            model, plan, batch = _given(arguments, arguments.batch)
-            plans = {"plan": plan}
-            if arguments.model in MODELS and arguments.plan is None:
-                plans = {
-                    "tp": plan_of(None, arguments.model, False),
-                    "tp + sequence": plan_of(None, arguments.model, True),
-                }
-            limit = bytes_of(arguments.memory) if arguments.memory else None
-            ranks = ranks_of(mesh_of(arguments.mesh))
-            ways = search(model, ranks, plans, *batch, machine=machine, memory=limit, **options)
-            _save(arguments.svg, ways.to_svg)
-            text = f"{ways}\n\n{ranks} {machine.name}, {time.perf_counter() - began:.1f} s"
-            show(text, ways.as_dict(), arguments.json)
-            return 0 if ways.best is not None else 1
-        mesh = mesh_of(arguments.mesh)
-        share = mesh.get("dp", 1)
-        if arguments.batch % share:
-            raise UsageError(f"--batch {arguments.batch} does not divide over dp={share}")
-        model, plan, inputs = _given(arguments, arguments.batch // share)
-        recompute = arguments.recompute if arguments.recompute != "layers" else True
-        found = dry_run(model, mesh, plan, *inputs, machine=machine, recompute=recompute or False, **options)
-    except (ValueError, TypeError, DryStepError) as error:
-        raise UsageError(f"the plan is not possible: {error}") from error
+    if arguments.search:
+        model, plan, batch = _given(arguments, arguments.batch)
+        plans = {"plan": plan}
+        if arguments.model in MODELS and arguments.plan is None:
+            plans = {
+                "tp": plan_of(None, arguments.model, False),
+                "tp + sequence": plan_of(None, arguments.model, True),
+            }
+        ranks = ranks_of(mesh)
+        with _told():
+            ways = search(model, ranks, plans, *batch, memory=limit, **options)
+        for way in ways.candidates:
+            _check_optimizer(arguments.optimizer, way.run)
+        _save(arguments.svg, ways.to_svg)
+        text = f"{ways}\n\n{ranks} {machine.name}, {time.perf_counter() - began:.1f} s"
+        show(text, ways.as_dict(), arguments.json)
+        return 0 if ways.best is not None else 1
+    share = mesh.get("dp", 1)
+    if arguments.batch % share:
+        raise UsageError(f"--batch {arguments.batch} does not divide over dp={share}")
+    model, plan, inputs = _given(arguments, arguments.batch // share)
+    recompute = arguments.recompute if arguments.recompute != "layers" else True
+    with _told():
+        found = dry_run(model, mesh, plan, *inputs, recompute=recompute or False, **options)
+    _check_optimizer(arguments.optimizer, found)
     show(f"{found}\n\ndone in {time.perf_counter() - began:.1f} s", found.as_dict(), arguments.json)
     return 0 if found.fits is not False and not found.unmatched else 1
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """What the library refuses, and what fails in the user's model or plan, is told without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, DryStepError) as error:
+        raise UsageError(f"the plan is not possible: {error}") from error
+    except Exception as error:
+        raise UsageError(f"the model, its plan or its input fails: {said_of(error)}") from error
+
+
+def _check_optimizer(name: str, run: DryRun | None) -> None:
+    if run is not None and run.memory.optimizer is None and name.lower() != "none":
+        raise UsageError(f"--optimizer {name}: the framework has none of this name; 'none' leaves it out")
+
+
+def _check_file(path: str | None) -> None:
+    """Refused before minutes of work, and not after."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"--svg {path}: there is no folder {Path(path).absolute().parent}")
+
+
 def _given(arguments: argparse.Namespace, batch: int) -> tuple[Any, Any, list[Any]]:
+    for name, number in (("--batch", arguments.batch), ("--length", arguments.length)):
+        if number < 1:
+            raise UsageError(f"{name} {number}: give a number from 1")
     model = model_of(arguments.model, arguments.dtype)
     plan = plan_of(arguments.plan, arguments.model, not arguments.no_sequence)
     return model, plan, inputs_of(arguments.input, arguments.model, batch, arguments.length)
@@ -74,4 +109,7 @@ def _given(arguments: argparse.Namespace, batch: int) -> tuple[Any, Any, list[An
 
 def _save(path: str | None, make: Any) -> None:
     if path:
-        Path(path).write_text(make(), encoding="utf-8")
+        try:
+            Path(path).write_text(make(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--svg {path} cannot be written: {error.strerror}") from error

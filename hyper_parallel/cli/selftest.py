@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.cli.output import show
+from hyper_parallel.cli.output import UsageError, show
 from hyper_parallel.debug.text import format_seconds, format_table
 from hyper_parallel.platform import available_platforms, get_platform
 from hyper_parallel.testing.adapters import get_adapter
@@ -54,7 +54,12 @@ def check_block() -> str:
     if mesh is None:
         return ""
     counts = block(True, 4 * mesh.size())
-    return f"forward {counts['forward'] or 'without communication'}, backward {counts['backward'] or 'without'}"
+    forward, backward = (_listed(counts[direction]) for direction in ("forward", "backward"))
+    return f"forward: {forward}; backward: {backward}"
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing sent"
 
 
 def check_checkpoint(folder: str) -> str:
@@ -75,6 +80,8 @@ def check_checkpoint(folder: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks on each backend that was asked for; 0 where all are right."""
+    if arguments.processes < 1:
+        raise UsageError(f"-n {arguments.processes}: give a number of ranks from 1")
     names = arguments.platform or [get_platform().name]
     if names == ["all"]:
         names = [name for name, reason in available_platforms().items() if reason is None]

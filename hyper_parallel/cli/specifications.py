@@ -7,6 +7,7 @@ import importlib.util
 import math
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,34 @@ from hyper_parallel.cli.output import UsageError
 from hyper_parallel.planning.llama import MODELS, llama_plan
 from hyper_parallel.platform.dry import dry_world
 
-__all__ = ["bytes_of", "inputs_of", "mesh_of", "model_of", "object_at", "plan_of"]
+__all__ = ["bytes_of", "inputs_of", "mesh_of", "model_of", "object_at", "plan_of", "ranks_of", "said_of"]
 
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp.
+    """``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp. Data parallelism alone has a tp of one rank.
 
     Example:
-        >>> mesh_of("dp=64,tp=8"), mesh_of("8")
-        ({'dp': 64, 'tp': 8}, {'tp': 8})
+        >>> mesh_of("dp=64,tp=8"), mesh_of("8"), mesh_of("dp=64")
+        ({'dp': 64, 'tp': 8}, {'tp': 8}, {'dp': 64, 'tp': 1})
     """
-    if text.isdigit():
-        return {"tp": int(text)}
-    found = {}
-    for part in text.split(","):
-        name, sign, size = part.partition("=")
-        if not sign or not size.isdigit() or not name.strip():
-            raise UsageError(f"--mesh {text}: write a number of ranks, or sizes by name such as dp=64,tp=8")
-        found[name.strip()] = int(size)
-    return found
+    found: dict[str, int] = {}
+    for part in (f"tp={text}" if text.isdigit() else text).split(","):
+        name, sign, size = (word.strip() for word in part.partition("="))
+        if not sign or not size.isdigit() or not name:
+            raise UsageError(f"--mesh {text!r}: write a number of ranks, or sizes by name such as dp=64,tp=8")
+        if name in found:
+            raise UsageError(f"--mesh {text!r}: the dimension {name} stands twice")
+        if int(size) < 1:
+            raise UsageError(f"--mesh {text!r}: a dimension has at least 1 rank")
+        found[name] = int(size)
+    return {**found, "tp": 1} if list(found) == ["dp"] else found
 
 
 def bytes_of(text: str) -> float:
     """``"80GB"``, ``"64GiB"`` or a number of bytes."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _UNITS:
         raise UsageError(f"{text!r} is no size: write 80GB, 64GiB or a number of bytes")
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
@@ -48,7 +51,7 @@ def bytes_of(text: str) -> float:
 def object_at(text: str) -> Any:
     """What ``"package.module:name"`` or ``"file.py:name"`` names."""
     place, sign, name = text.rpartition(":")
-    if not sign:
+    if not sign or not place or not name:
         raise UsageError(f"{text!r}: write package.module:name, or file.py:name")
     if place.endswith(".py"):
         path = Path(place).resolve()
@@ -60,8 +63,8 @@ def object_at(text: str) -> Any:
         sys.path.insert(0, "")
     try:
         found = importlib.import_module(place)
-    except ImportError as error:
-        raise UsageError(f"{text!r} cannot be imported: {error}") from error
+    except Exception as error:  # the file is the user's: anything may be wrong with it
+        raise UsageError(f"{text!r} cannot be imported: {said_of(error)}") from error
     for attribute in name.split("."):
         if not hasattr(found, attribute):
             raise UsageError(f"{text!r}: {place} has no {attribute!r}")
@@ -80,10 +83,29 @@ def model_of(text: str, dtype: str | None) -> Any:
     with dry_world(1) as platform, platform.without_data():
         model = platform.make_decoder(MODELS[text]) if text in MODELS else object_at(text)
         if not isinstance(model, platform.Module):
-            model = model()
+            if not callable(model):
+                raise UsageError(f"--model {text}: it is {model!r}, and not a function that makes a model")
+            try:
+                model = model()
+            except Exception as error:
+                raise UsageError(f"--model {text} fails: {said_of(error)}") from error
+        if not isinstance(model, platform.Module):
+            kind, name = type(model).__name__, platform.name.removeprefix("dry-")
+            raise UsageError(f"--model {text} gives a {kind}, and not a model of {name}")
         if dtype is not None:
-            model = model.to(_dtype(platform, dtype))
+            try:
+                model = model.to(_dtype(platform, dtype))
+            except TypeError as error:
+                raise UsageError(f"--dtype {dtype} is none for parameters: {error}") from error
     return model
+
+
+def said_of(error: BaseException) -> str:
+    """What an error of the user's code says, and where it was raised, if there."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = str(Path(__file__).parents[1])
+    where = "" if last.filename.startswith((ours, "<")) else f" (line {last.lineno} of {last.filename})"
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def plan_of(text: str | None, model: str, sequence: bool) -> Any:

@@ -118,9 +118,17 @@ def check_plan(
         >>> bool(check_plan(model, 2, plan, torch.ones(2, 4)))  # doctest: +SKIP
         True
     """
+    if not callable(model):
+        raise TypeError(f"check_plan takes a model, or a function that makes one, got {type(model).__name__}")
     shape, names = mesh_of(mesh)
     # As plain bytes: the pool's own pickler would hand over memory that one process alone can take.
-    sent = pickle.dumps((model, plan, sample, kwargs, loss))
+    try:
+        sent = pickle.dumps((model, plan, sample, kwargs, loss))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"check_plan hands model, plan, sample and loss to other processes, and cannot pickle one: {error}. "
+            "Define classes and functions at the top level of a file"
+        ) from error
     with WorkerPool(platform or get_platform().name, size=math.prod(shape)) as pool:
         found = pool.run(math.prod(shape), compare_on_ranks, shape, names, sent)
     differences = {key: max(rank[0][key] for rank in found) for key in found[0][0]}

@@ -13,12 +13,10 @@ import pytest
 
 from tests.support.pages import ELSEWHERE, PROGRAMS, ROOT, blocks_of, pages, run_page
 
-#: Pages whose code starts processes by itself: each is one program.
+#: Pages whose code starts processes by itself: they run as programs.
 ALONE = ("docs/explain.md", "docs/getting_started.md")
-cpu = pytest.mark.skipif(os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu", reason="pages are about CPUs")
 
 
-@cpu
 @pytest.mark.parametrize("page", [page for page in pages() if page not in ALONE])
 def test_page(pool: Any, page: str, tmp_path: Path) -> None:
     if "transformers" in (ROOT / page).read_text(encoding="utf-8") and not find_spec("transformers"):
@@ -26,12 +24,15 @@ def test_page(pool: Any, page: str, tmp_path: Path) -> None:
     assert pool.run(4, run_page, page, str(tmp_path)) == [len(blocks_of(page))] * 4
 
 
-@cpu
 @pytest.mark.parametrize("page", ALONE)
 def test_page_of_programs(page: str, tmp_path: Path) -> None:
-    for i, block in enumerate(blocks_of(page)):
-        script = tmp_path / f"block{i}.py"
-        script.write_text(block, encoding="utf-8")
+    blocks = blocks_of(page)
+    # What starts processes is a program of its own, whose other code those would run as well.
+    apart = [block for block in blocks if "__main__" in block]
+    together = "\n".join(block for block in blocks if block not in apart)
+    for i, program in enumerate([together, *apart]):
+        script = tmp_path / f"program{i}.py"
+        script.write_text(program, encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         run = subprocess.run(
             [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
