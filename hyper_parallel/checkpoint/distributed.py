@@ -91,8 +91,8 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> AsyncSave:
-    """`hyper_parallel.checkpoint.async_save`, which replaces a checkpoint that is there. It needs no process group of the
-    CPU.
+    """`hyper_parallel.checkpoint.async_save`, which replaces a checkpoint that is there. It needs no process group of
+    CPUs.
 
     Args:
         state_dict: see there.
