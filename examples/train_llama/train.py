@@ -19,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,9 +136,16 @@ def generate(trainer: Trainer, run: RunConfig, prompts: Sequence[bytes], show: b
 
 
 def train(
-    run: RunConfig, corpus: Corpus, sharded: Trainer, unsharded: Trainer | None, record: Record, until: int
+    run: RunConfig,
+    corpus: Corpus,
+    sharded: Trainer,
+    unsharded: Trainer | None,
+    record: Record,
+    until: int,
+    after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Train both models step by step on the same batches. Only rank 0 has the unsharded one."""
+    """Train both models step by step on the same batches, and call ``after`` with the number of steps that are done.
+    Only rank 0 has the unsharded one."""
     length = run.model.max_position_embeddings
     show = unsharded is not None
     validation = validation_windows(corpus, run.validation_windows, length)
@@ -160,6 +167,7 @@ def train(
         if validate:
             record.validation_bits_per_byte = bits_per_byte(sharded, *validation, run.validation_batch_size)
         if unsharded is None:
+            after(step + 1)
             continue
 
         record.sharded_losses.append(loss)
@@ -175,6 +183,7 @@ def train(
             )
         steps.note = f"{record.tokens_per_second:.0f} tokens/s"
         steps.print(line)
+        after(step + 1)
 
 
 def report(record: Record, samples: Sequence[bytes], out: Path) -> bool:
@@ -258,9 +267,12 @@ def work(run: RunConfig, arguments: argparse.Namespace) -> int:
     if not record.first_step < until:
         raise SystemExit(f"{record.first_step} steps are done, and the run ends after {until}")
     record.complete = until == run.steps
-    train(run, load_corpus(), sharded, unsharded, record, until)
-    if arguments.save is not None:
-        save_run(arguments.save, sharded, until)
+
+    def save_now(step: int) -> None:
+        if arguments.save is not None and (step == until or step % arguments.save_every == 0):
+            save_run(arguments.save, sharded, step)
+
+    train(run, load_corpus(), sharded, unsharded, record, until, save_now)
     show_bytes(sharded, unsharded, mesh)
     samples = generate(sharded, run, PROMPTS, show=first) if record.complete else []
     kept = report(record, samples, out or RUNS / f"{platform.name}-{name}.json") if first else True
@@ -276,6 +288,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=RunConfig.steps, help="of the whole run")
     parser.add_argument("--until", type=int, help="stop after so many of them")
     parser.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint there at the end")
+    parser.add_argument("--save-every", type=int, default=sys.maxsize, metavar="N", help="and after every N steps")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the newest checkpoint there")
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()

@@ -91,7 +91,13 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint of that name is: there, or beside, where a crash came while another one took its place."""
+    """Where the checkpoint of that name is: there, or beside, where a crash came while another one took its place.
+
+    Raises:
+        CheckpointError: for what a save has left that was cut short.
+    """
+    if path.name.startswith(".") and path.name.endswith(_DRAFT):
+        raise CheckpointError(f"{path} is what a save has left that was cut short: it is no checkpoint")
     if not path.exists():
         for beside in path.parent.glob(f".{path.name}.*{_REPLACED}") if path.parent.is_dir() else ():
             if _visible(beside.name) == path.name:

@@ -92,7 +92,7 @@ def async_save(
     use_collectives: bool = True,
 ) -> AsyncSave:
     """`hyper_parallel.checkpoint.async_save`, which replaces a checkpoint that is there. It needs no process group of
-    the CPU.
+    CPUs.
 
     Args:
         state_dict: see there.

@@ -25,12 +25,12 @@ from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.targets import Filling
 from hyper_parallel.checkpoint.tensor_files import Entry, TensorFile, header_of
+from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, in_files, index_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -129,13 +129,13 @@ def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple
 def _files_of(path: Path) -> tuple[Path, list[str]]:
     if path.is_file() and path.suffix != ".json":
         return path.parent, [path.name]
-    index = path if path.is_file() else path / _INDEX
+    index = path if path.is_file() else path / INDEX
     if not index.exists():
-        if (path / _WEIGHTS).is_file():
-            return path, [_WEIGHTS]
+        if (path / WEIGHTS).is_file():
+            return path, [WEIGHTS]
         there = sorted(p.name for p in path.glob("*")) if path.is_dir() else None
         raise CheckpointError(
-            f"{path} has neither {_WEIGHTS} nor {_INDEX}"
+            f"{path} has neither {WEIGHTS} nor {INDEX}"
             + (": there is nothing of that name" if there is None else f", it has {there[:8]}: give the file itself")
         )
     try:
@@ -197,7 +197,7 @@ def save_pretrained(
     what, is_first = f"saving {directory}", ranks.rank == ranks.members[0]
     flat, pieces = share(model, what, ranks, platform)
     wholes = {name: _whole(name, x, platform) for name, x in flat.tensors.items()}
-    files = _Files(directory, _in_files(wholes, limit))
+    files = _Files(directory, in_files(wholes.values(), limit))
 
     def make() -> None:
         if is_first:
@@ -238,19 +238,6 @@ def _bytes(size: int | str) -> int:
 def _whole(name: str, x: Any, platform: Platform) -> Entry:
     dtype = next(n for n, d in platform.dtypes.items() if d == x.dtype)
     return Entry(name, dtype, tuple(x.shape), lambda: memoryview(b""))
-
-
-def _in_files(entries: dict[str, Entry], limit: int) -> dict[str, list[Entry]]:
-    """Name of a file -> what is in it, in order."""
-    groups: list[list[Entry]] = [[]]
-    for entry in entries.values():
-        if groups[-1] and sum(e.nbytes for e in groups[-1]) + entry.nbytes > limit:
-            groups.append([])
-        groups[-1].append(entry)
-    if len(groups) == 1:
-        return {_WEIGHTS: groups[0]}
-    stem, suffix = _WEIGHTS.split(".")
-    return {f"{stem}-{i:05d}-of-{len(groups):05d}.{suffix}": group for i, group in enumerate(groups, 1)}
 
 
 class _Files:
@@ -317,17 +304,12 @@ class _Files:
         for name in self._contents:
             disk.step("rename", self._hidden(name))
             os.replace(self._hidden(name), self._directory / name)
-        index = self._directory / _INDEX
+        index = self._directory / INDEX
         if len(self._contents) > 1:
-            entries = [entry for group in self._contents.values() for entry in group]
-            content = {
-                "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-                "weight_map": {entry.name: self._places[entry.name][0] for entry in entries},
-            }
-            hidden = self._hidden(_INDEX)
+            hidden = self._hidden(INDEX)
             hidden.unlink(missing_ok=True)
             with disk.NewFile(hidden) as file:
-                file.write(json.dumps(content, indent=2).encode())
+                file.write(index_of(self._contents))
             os.replace(hidden, index)
         else:
             index.unlink(missing_ok=True)
@@ -338,7 +320,7 @@ class _Files:
 
     def discard(self) -> None:
         """Remove what is not complete, on one rank."""
-        for name in (*self._contents, _INDEX):
+        for name in (*self._contents, INDEX):
             with suppress(OSError):
                 self._hidden(name).unlink()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -87,7 +88,8 @@ class ThroughFiles:
     def leave(self) -> None:
         """Nothing is gathered any more: the first rank removes the directory when all have read what is there."""
         if self.rank != self.members[0]:
-            self._tell(None)
+            with suppress(CheckpointError):  # the save has failed, which was said
+                self._tell(None)
             return
         if not self._lost:
             self.gather(None)
@@ -97,8 +99,16 @@ class ThroughFiles:
         self._step += 1
         mine = self._directory / f"{self._step}.{self.rank}"
         hidden = mine.with_name(f".{mine.name}")
-        hidden.write_text(json.dumps(value))
-        hidden.rename(mine)  # others find all of it, or nothing
+        try:
+            hidden.write_text(json.dumps(value))
+            hidden.rename(mine)  # others find all of it, or nothing
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"the other ranks have given up an asynchronous save: rank {self.rank} was silent for too long"
+            ) from error
+        except OSError as error:
+            self._lost = True  # others wait for what cannot be written
+            raise CheckpointError(f"{mine} cannot be written: {error.strerror or error}") from error
 
     def _read(self, path: Path, rank: int) -> Any:
         began, pause = time.monotonic(), 0.001

@@ -214,7 +214,8 @@ def set_optimizer_state_dict(
         options: as there.
 
     Raises:
-        ValueError: where a parameter has no state there, or of another shape.
+        ValueError: where a parameter has no state there, less than it has now (unless ``strict=False``), or of another
+            shape.
 
     Example:
         >>> import torch
@@ -238,6 +239,11 @@ def set_optimizer_state_dict(
     lacking = [name for name in called if name not in of_name]
     if lacking:
         raise ValueError(f"the state dict of the optimizer has nothing of {lacking}, it has {sorted(of_name)}")
+    if options.strict and (lacking := _lacking(found, names, source, platform)):
+        raise ValueError(
+            f"the state dict of the optimizer lacks {lacking}, which this one has: it is of one that had not stepped, "
+            "or of another kind. Take a new optimizer, or strict=False, which leaves them as they are"
+        )
     filled: set[str] = set()
     for (optimizer, now), its_names in zip(found, names, strict=True):
         rows, new_rows = iter(now.state), []
@@ -329,6 +335,21 @@ def _taken_apart(
         elif name := next((n for n in sorted(names, key=len, reverse=True) if place.startswith(f"{n}.")), None):
             of_name.setdefault(name, {})[place[len(name) + 1 :]] = x
     return flat, of_name
+
+
+def _lacking(
+    found: list[tuple[Any, OptimizerState]], names: list[list[list[str]]], source: Source, platform: Platform
+) -> list[str]:
+    """Tensors of the optimizers for which nothing is given."""
+    lost = []
+    for (_, now), its_names in zip(found, names, strict=True):
+        rows = iter(now.state)
+        for name in (name for group in its_names for name in group):
+            row = next(rows)
+            lost += [
+                f"{name}.{k}" for k, x in row.items() if platform.is_tensor(x) and f"{name}.{k}" not in source.shapes
+            ]
+    return lost
 
 
 def _row(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +17,7 @@ from hyper_parallel.checkpoint.nest import joined
 from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.tensor_files import Entry, element_type, write_tensors
 from hyper_parallel.checkpoint.values import KIND
+from hyper_parallel.checkpoint.weight_files import INDEX, in_files, index_of
 
 __all__ = ["convert", "show"]
 
@@ -157,23 +157,13 @@ def _write(path: Path, entries: list[Entry], advance: Callable[[int], None]) -> 
 
 
 def _write_directory(out: Path, entries: list[Entry], advance: Callable[[int], None]) -> list[Path]:
-    groups: list[list[Entry]] = [[]]
-    for entry in entries:
-        if groups[-1] and sum(x.nbytes for x in groups[-1]) + entry.nbytes > SHARD:
-            groups.append([])
-        groups[-1].append(entry)
     out.mkdir(parents=True)
-    names = ["model.safetensors"]
-    if len(groups) > 1:
-        names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    for name, group in zip(names, groups, strict=True):
+    files = in_files(entries, SHARD)
+    for name, group in files.items():
         _write(out / name, group, advance)
-    written = [out / name for name in names]
-    if len(groups) > 1:
-        total = sum(math.prod(entry.shape) * element_type(entry.dtype).itemsize for entry in entries)
-        weights = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
-        content = {"metadata": {"total_size": total}, "weight_map": weights}
-        written.append(out / "model.safetensors.index.json")
+    written = [out / name for name in files]
+    if len(files) > 1:
+        written.append(out / INDEX)
         with disk.NewFile(written[-1]) as file:
-            file.write(json.dumps(content, indent=2).encode())
+            file.write(index_of(files))
     return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,36 @@ def test_shards(pool: Any, tmp_path: Path, saved: tuple, loaded: tuple, how: str
     pool.run(4, save_placed, saved, folder, how)
     for other in (False, True):
         pool.run(4, load_placed, loaded, folder, other)
+
+
+# ---------------------------------------------------------------------- the same names here
+def test_names_and_keywords() -> None:
+    """`hyper_parallel.checkpoint.distributed` and ``.state_dict`` take what the installed torch takes; the page about
+    checkpoints of others says what becomes of each name that is not there."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as theirs
+
+    from hyper_parallel.checkpoint import distributed
+    from hyper_parallel.checkpoint import state_dict as ours
+
+    page = (Path(__file__).parents[2] / "docs" / "checkpoint_interop.md").read_text()
+    for module, here in ((theirs, ours), (dcp, distributed)):
+        names = [n for n in getattr(module, "__all__", vars(module)) if not n.startswith("_")]
+        found = [n for n in names if hasattr(here, n)]
+        assert len(found) >= 4
+        for name in found:
+            value, mine = getattr(module, name), getattr(here, name)
+            if not callable(value) or (isinstance(value, type) and issubclass(value, BaseException)):
+                continue
+            wanted, got = (inspect.signature(x).parameters for x in (value, mine))
+            assert [*got] == [*wanted], name
+            for key in wanted:
+                if key != "async_checkpointer_type":  # torch's own enumeration, here None
+                    assert got[key].default == wanted[key].default, (name, key)
+        lost = [
+            n for n in names if n not in found and not inspect.ismodule(getattr(module, n)) and f"`{n}`" not in page
+        ]
+        assert lost == [], "explain these in docs/checkpoint_interop.md"
 
 
 # ---------------------------------------------------------------------- torch's own DTensors

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.checkpoint import CheckpointError, async_save, disk, latest, load, progress, save, saving
+from hyper_parallel.checkpoint import CheckpointError, async_save, disk, latest, load, progress, save, saving, tool
 from hyper_parallel.checkpoint.directories import set_run
 from hyper_parallel.checkpoint.index import read_index
 
@@ -35,6 +35,21 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     assert read_index(tmp_path / "a-4").run == "a" * 32
     # The clock went back: the newest is still the one that was saved last.
     assert latest(tmp_path, run="a" * 32) == tmp_path / "a-4"
+
+
+def test_a_draft_is_no_checkpoint(tmp_path: Path) -> None:
+    """Also one that was killed just before it got its name: it is whole, and the run goes on from the one before."""
+    set_run(tmp_path, "a" * 32)
+    first = save({"step": 1}, tmp_path / "step-1")
+    draft = save({"step": 2}, tmp_path / "step-2").rename(tmp_path / f".step-2.{'a' * 12}-01234567.draft")
+    assert latest(tmp_path) == first
+    for call in (lambda: load({"step": 0}, draft), lambda: tool.show(draft)):
+        with pytest.raises(CheckpointError, match="cut short: it is no checkpoint"):
+            call()
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*step-2"):
+        load({"step": 0}, tmp_path / "step-2")
+    save({"step": 2}, tmp_path / "step-2")
+    assert not draft.exists() and latest(tmp_path) == tmp_path / "step-2"
 
 
 def full(kind: str, path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from hyper_parallel import checkpoint
 from hyper_parallel.checkpoint.ranks import all_ranks, together
+from hyper_parallel.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform import get_platform
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
@@ -34,13 +34,7 @@ def full_state_dict(model: Any) -> dict[str, Any]:
         >>> tuple(weights["lm_head.weight"].shape)
         (64, 32)
     """
-    whole: dict[int, Any] = {}  # what is tied is gathered once and stays one tensor: savers look for that
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in whole:
-            whole[id(value)] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-        state[name] = whole[id(value)]
-    return state
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def load_pretrained(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
-from hyper_parallel.checkpoint import RandomState, async_save, latest, load, save
+from hyper_parallel.checkpoint import CheckpointError, RandomState, async_save, disk, latest, load, save
 from hyper_parallel.checkpoint.index import read_index
+from hyper_parallel.checkpoint.ranks import Collective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 
@@ -481,6 +484,54 @@ def kept_ones(mesh: Any, directory: str) -> None:
     assert (adapter.numpy(x) == array(6, 2) * 2 + 2).all()
     with fails(ValueError, "is there already"):
         async_save({"x": x}, f"{directory}/run/step-8", mesh=mesh)
+
+
+@spmd.on_mesh(2)
+def lost_beside_the_training(mesh: Any, directory: str) -> None:
+    """A rank that is lost while an asynchronous save writes: an error on the other, and the checkpoint before is there.
+
+    The thread of the second rank stays where it is, which is all that the first one can see of a rank that is lost.
+    """
+    adapter, ranks, run = get_adapter(), Collective(mesh), Path(directory, "run")
+    x = distribute_tensor(adapter.tensor(array(6, 2)), mesh, [Shard(0)])
+    first = save({"x": x, "step": 1}, run / "step-1", mesh=mesh)
+    going_on, limit = threading.Event(), os.environ.get("HYPER_PARALLEL_TIMEOUT")
+
+    def stop(kind: str, path: Path) -> None:
+        if kind == "write" and mesh.get_rank() == 1:
+            going_on.wait(60)
+
+    disk.watcher = stop
+    os.environ["HYPER_PARALLEL_TIMEOUT"] = "1"
+    try:
+        under_way = async_save({"x": x * 2, "step": 2}, run / "step-2", mesh=mesh)
+        assert latest(run) == first
+        if mesh.get_rank() == 0:
+            with fails(
+                CheckpointError, "rank 1 has not come to the next step of an asynchronous save within 1 sec", "lost"
+            ):
+                under_way.result()
+            assert [path.name for path in run.iterdir()] == ["step-1"]
+        ranks.gather(None)
+        if mesh.get_rank() == 1:
+            with fails(TimeoutError, "step-2 is still being written after 0.01 seconds"):
+                under_way.result(timeout=0.01)
+            going_on.set()  # it comes back
+            with fails(CheckpointError, "the other ranks have given up an asynchronous save", "rank 1"):
+                under_way.result()
+    finally:
+        disk.watcher = None
+        os.environ.pop("HYPER_PARALLEL_TIMEOUT") if limit is None else os.environ.update(HYPER_PARALLEL_TIMEOUT=limit)
+    ranks.gather(None)
+    assert load({"x": x, "step": 0}, latest(run), mesh=mesh)["step"] == 1
+    assert (adapter.numpy(x) == array(6, 2)).all()
+    async_save({"x": x, "step": 3}, run / "step-3", mesh=mesh).result()
+    ranks.gather(None)
+    assert sorted(path.name for path in run.iterdir()) == ["step-1", "step-3"]
+
+
+def test_a_rank_is_lost_beside_the_training(pool: Any, tmp_path: Path) -> None:
+    pool.run(2, lost_beside_the_training, str(tmp_path))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
