@@ -171,6 +171,16 @@ def finalized_by_hand(mesh: Any) -> None:
         else:
             handle.wait()
             assert all(p.grad is not None for _, p in adapter_parameters(sharded, platform))
+    if not platform.accumulates_gradients:
+        ((x, mine),) = batches(mesh, 1)
+        _, _, grads = adapter.model_value_and_grads(single, loss_of(single), x)
+        _, _, got = adapter.model_value_and_grads(sharded, loss_of(sharded), mine)
+        for name, g in grads.items():
+            same(adapter.numpy(got[name]) * size, adapter.numpy(g), f"gradient of {name}", 2e-4)
+        handle = sharded.finalize_backward(async_op=True)
+        sharded.reset_iter_state()
+        with fails(RuntimeError, "reset_iter_state has dropped the gradients"):
+            handle.wait()
     adapter.call(sharded, adapter.tensor(np.ones((2, 1, FEATURES), np.float32)))
     with fails(RuntimeError, "set_manual_backward_finalization is for the outermost module"):
         sharded.attention.set_manual_backward_finalization(True)
