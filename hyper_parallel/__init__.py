@@ -15,9 +15,15 @@ refuse_namesake()
 
 if TYPE_CHECKING:  # for type checkers and editors; `_HOME_OF` says the same at run time
     from hyper_parallel import checkpoint as checkpoint
+    from hyper_parallel.core.data_parallel.forward_methods import (
+        register_fsdp_forward_method as register_fsdp_forward_method,
+    )
+    from hyper_parallel.core.data_parallel.forward_methods import share_comm_ctx as share_comm_ctx
     from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard
     from hyper_parallel.core.data_parallel.meshes import DataParallelMeshDims as DataParallelMeshDims
     from hyper_parallel.core.data_parallel.module_methods import FSDPModule as FSDPModule
+    from hyper_parallel.core.data_parallel.module_methods import GradientReductionHandle as GradientReductionHandle
+    from hyper_parallel.core.data_parallel.module_methods import UnshardHandle as UnshardHandle
     from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from hyper_parallel.core.data_parallel.policies import OffloadPolicy as OffloadPolicy
@@ -90,13 +96,14 @@ __version__ = "0.1.0.dev0"  # the only place that says it: pyproject.toml reads 
 _HOME_OF = {
     "CPUOffloadPolicy": "hyper_parallel.core.data_parallel.policies",
     "CollectiveError": "hyper_parallel.core.dtensor.communication.errors",
+    "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "CommDebugMode": "hyper_parallel.debug",
     "CommTrace": "hyper_parallel.debug.comm_trace",
-    "ColwiseParallel": "hyper_parallel.core.tensor_parallel.style",
     "DTensor": "hyper_parallel.core.dtensor.dtensor",
     "DataParallelMeshDims": "hyper_parallel.core.data_parallel.meshes",
     "DeviceMesh": "hyper_parallel.core.dtensor.device_mesh",
     "FSDPModule": "hyper_parallel.core.data_parallel.module_methods",
+    "GradientReductionHandle": "hyper_parallel.core.data_parallel.module_methods",
     "HeadNormParallel": "hyper_parallel.core.tensor_parallel.style",
     "MixedPrecisionPolicy": "hyper_parallel.core.data_parallel.policies",
     "ModuleStyle": "hyper_parallel.core.tensor_parallel.style",
@@ -119,6 +126,7 @@ _HOME_OF = {
     "SequenceParallel": "hyper_parallel.core.tensor_parallel.style",
     "Shard": "hyper_parallel.core.dtensor.placement_types",
     "StridedShard": "hyper_parallel.core.dtensor.placement_types",
+    "UnshardHandle": "hyper_parallel.core.data_parallel.module_methods",
     "available_platforms": "hyper_parallel.platform",
     "check_plan": "hyper_parallel.testing.plan_check",
     "check_ranks": "hyper_parallel.core.dtensor.communication.rank_check",
@@ -147,10 +155,12 @@ _HOME_OF = {
     "parallelize_module": "hyper_parallel.core.tensor_parallel.api",
     "rand": "hyper_parallel.core.dtensor.factories",
     "randn": "hyper_parallel.core.dtensor.factories",
+    "register_fsdp_forward_method": "hyper_parallel.core.data_parallel.forward_methods",
     "register_platform": "hyper_parallel.platform",
     "register_sharding": "hyper_parallel.core.dtensor.operations.custom_ops",
     "register_style": "hyper_parallel.core.tensor_parallel.style",
     "replicate": "hyper_parallel.core.data_parallel.replicate",
+    "share_comm_ctx": "hyper_parallel.core.data_parallel.forward_methods",
     "strict": "hyper_parallel.core.dtensor.operations.modes",
     "visualize_plan": "hyper_parallel.debug.plan_picture",
     "visualize_sharding": "hyper_parallel.debug",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -120,6 +121,31 @@ def alike(mesh: Any, use: str) -> None:
 @pytest.mark.parametrize("use", list(USES))
 def test_alike(pool: Any, use: str) -> None:
     pool.run(4, alike, use)
+
+
+def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of each; policies compare by what they say."""
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, str(p.default) if p.name.endswith("policy") else p.default) for p in found]
+
+
+def test_every_public_name() -> None:
+    """Each public name of the module of ``fully_shard``, each method of its modules, with keywords and defaults."""
+    # Torch's first kind of fully sharded data parallelism lies beside.
+    names = importlib.import_module("torch.distributed.fsdp._fully_shard").__all__
+    assert {"fully_shard", "FSDPModule", "MixedPrecisionPolicy"} <= set(names), names
+    for name in names:
+        theirs, ours = getattr(fsdp, name), getattr(hp, name)
+        if not inspect.isclass(theirs) or "Policy" in name or name == "DataParallelMeshDims":
+            assert parameters_of(theirs) == parameters_of(ours), name
+    methods = [name for name in vars(fsdp.FSDPModule) if not name.startswith("_")]
+    assert len(methods) > 20
+    for name in methods:
+        theirs, ours = getattr(fsdp.FSDPModule, name), getattr(hp.FSDPModule, name)
+        assert parameters_of(theirs) == parameters_of(ours), name
+    for name in ("UnshardHandle", "GradientReductionHandle"):
+        if hasattr(fsdp, name):
+            assert callable(getattr(hp, name).wait)
 
 
 def test_names_keywords_and_defaults() -> None:

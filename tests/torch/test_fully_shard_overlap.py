@@ -97,15 +97,21 @@ def overlapped(mesh: Any) -> None:
     sharded = shard(Model(notes).to(device()), mesh)
     x = torch.randn(2, SIZE).to(device())
     platform.start_collective = late(platform, notes)
+    steps: list[list[str]] = []
     try:
-        for step in range(2):
+        for step in range(3):
+            sharded.set_reduce_scatter_max_input_buffers(2 if step == 2 else 1)
             single(x).square().sum().backward()
             notes.clear()
             sharded(x).square().sum().backward()
             for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
                 close(q.grad, p.grad, f"{name} at step {step}")
+            steps.append(list(notes))
     finally:
         del platform.start_collective
+    reductions = [note.split()[0] for note in steps[2] if note.endswith("reduce_scatter")]
+    assert reductions == ["start", "start", *["wait", "start"] * 3, "wait", "wait"], reductions
+    notes = steps[1]
     forward = notes[: notes.index("compute 3") + 1]
     wanted = ["start all_gather", "wait all_gather", "start all_gather"]  # the model, and the first layer
     for i in range(4):

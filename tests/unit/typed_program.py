@@ -20,6 +20,7 @@ from hyper_parallel import (
     DeviceMesh,
     DTensor,
     FSDPModule,
+    GradientReductionHandle,
     HeadNormParallel,
     MixedPrecisionPolicy,
     ModuleStyle,
@@ -42,6 +43,7 @@ from hyper_parallel import (
     SequenceParallel,
     Shard,
     StridedShard,
+    UnshardHandle,
     available_platforms,
     check_plan,
     check_ranks,
@@ -70,10 +72,12 @@ from hyper_parallel import (
     parallelize_module,
     rand,
     randn,
+    register_fsdp_forward_method,
     register_platform,
     register_sharding,
     register_style,
     replicate,
+    share_comm_ctx,
     strict,
     visualize_plan,
     visualize_sharding,
@@ -138,6 +142,10 @@ def train(model: Any, x: Any) -> None:
     assert isinstance(unit, FSDPModule)
     fully_shard([model], mesh=mesh, reshard_after_forward=2, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     unit.set_requires_gradient_sync(False)
+    assert_type(unit.unshard(async_op=True), UnshardHandle | None)
+    assert_type(unit.finalize_backward(async_op=True), GradientReductionHandle | None)
+    register_fsdp_forward_method(unit, "generate")
+    share_comm_ctx([unit])
     y = distribute_tensor(x, mesh, placements)
     assert isinstance(y, DTensor)
     assert_type(y, DTensor)

@@ -99,6 +99,9 @@ class NumpyPlatform(Platform):
     def in_backward(self) -> bool:
         return in_backward()
 
+    def backward_is_recorded(self) -> bool:
+        return recording()
+
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def back_of(context: Any) -> Callable[[Array], list[Any]]:
             def back(g: Array) -> list[Any]:

@@ -107,6 +107,7 @@ def fully_shard(
     slots: list[Slot] = []
     placed: dict[int, tuple[int, Layout, Layout | None, int | None]] = {}  # by id: index, layouts, dimension
     parameters: list[tuple[Any, str, Any]] = []
+    keeps_dtype: list[bool] = []
     for root, path, holder in _modules_of(modules, platform):
         for name, p in platform.named_parameters(holder):
             if id(p) in ignored:
@@ -115,6 +116,7 @@ def fully_shard(
             if id(p) not in placed:
                 placed[id(p)] = (len(parameters), *_placement(p, mesh, shard_placement_fn, what))
                 parameters.append((holder, name, p))
+                keeps_dtype.append(mp_policy.keeps_dtype(p, what))
             index, layout, _, _ = placed[id(p)]
             slots.append(Slot(path, name, index, layout, root))
     entries = list(placed.values())
@@ -122,7 +124,7 @@ def fully_shard(
     inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward > 1
-    plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer)
+    plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype)
     for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
         with platform.no_grad(), platform.no_dispatch():
             local = plan.kept(_shard_of(platform.detach(p), mesh, dim))

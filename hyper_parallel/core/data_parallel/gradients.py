@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.model import Model
     from hyper_parallel.core.data_parallel.plan import Plan
 
-__all__ = ["Gradients", "with_waiting"]
+__all__ = ["Gradients", "let_wait", "with_waiting"]
 
 
 class Gradients:
@@ -22,6 +22,7 @@ class Gradients:
         reduce_gradients: whether backward reduces gradients; otherwise they are kept, whole, and added to the next.
         all_reduce_gradients: whether it does so over the mesh dimension that replicates.
         divide_factor: by what sums of gradients are divided, in place of the number of ranks.
+        under_way: how many reductions may be under way at a time, each of which holds a buffer as large as the unit.
         force_sum: whether collectives sum where an average is wanted, which is divided after.
     """
 
@@ -30,6 +31,7 @@ class Gradients:
         self.reduce_gradients = self.all_reduce_gradients = True
         self.divide_factor: float | None = None
         self.force_sum = False
+        self.under_way = 1
         #: Of a buffer, cotangents by the index of the parameter, and a row that was reduced over shards alone.
         self._sums: dict[FlatBuffer, dict[int, Any]] = {}
         self._rows: dict[FlatBuffer, Any] = {}
@@ -85,9 +87,8 @@ class Gradients:
                 return nothing
             cotangents = [kept.get(i) for i in indices]
         op, factor = self._scale(model, buffer)
-        if model.delayed:
-            # What it sends is as large as the unit: one reduction is under way at a time.
-            model.delayed[-1][0].row()
+        if len(model.delayed) >= self.under_way:
+            model.delayed[-self.under_way][0].row()
         # Mostly all of them.
         places = range(len(members)) if len(indices) == len(members) else [members.index(i) for i in indices]
         reduction = buffer.reduce(places, cotangents, op)
@@ -130,6 +131,11 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
     for p, g in zip(parameters, gradients, strict=True):
         if g is not None:
             p.grad = g if p.grad is None else p.grad + g
+
+
+def let_wait(waiting: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
+    """What a whole parameter has as ``_collect``."""
+    waiting.append((index, cotangent, mesh, mesh_dims))
 
 
 def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:

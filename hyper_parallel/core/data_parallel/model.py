@@ -31,6 +31,7 @@ class Model:
     Attributes:
         outermost: a weak reference to it.
         is_last_backward: whether gradients are to be complete after the next backward.
+        abandoned: how often what was under way was forgotten.
         delayed: reductions that nobody has waited for, each with a function that waits and delivers the gradients.
         one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
     """
@@ -38,6 +39,7 @@ class Model:
     def __init__(self, outermost: Unit) -> None:
         self.platform, self.outermost = outermost.platform, weakref.ref(outermost)
         self.is_last_backward = True
+        self.abandoned = 0
         self.delayed: list[Any] = []
         self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
@@ -68,6 +70,7 @@ class Model:
 
     def abandon(self) -> None:
         """Backward has failed: forget what it was doing, and the gradients that it has not delivered."""
+        self.abandoned += 1
         for left in self._passes.values():
             left.abandon()
         self._passes.clear()
@@ -107,7 +110,7 @@ class Model:
     def gather_ahead(self, units: Sequence[Unit], again: bool = False) -> None:
         """Begin to gather the parameters of units that are needed next, ``again`` in backward."""
         for unit in units:
-            if unit.parameters.start(again=again):
+            if (unit.whole_in_backward or not again) and unit.parameters.start(again=again):
                 self._ahead.append(unit)
 
     def drop_ahead(self) -> None:
@@ -168,10 +171,17 @@ class Model:
                 # ahead, and may come to units that have kept gradients.
                 return
             self.drop_ahead()
-            for unit in dict.fromkeys(self._order):
-                unit.reduce_kept()
+            outermost = self.outermost()
+            if outermost is not None and outermost.finalized_by_hand:
+                return
+            self.reduce_kept()
             if self.is_last_backward:
                 self.finish()
+
+    def reduce_kept(self) -> None:
+        """Begin to reduce what was kept from backward passes before."""
+        for unit in dict.fromkeys(self._order):
+            unit.reduce_kept()
 
     def finish(self) -> None:
         """Wait for the gradients, and add them to those that the parameters have."""

@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core.data_parallel.unit import Unit
 from hyper_parallel.core.data_parallel.units import is_unit, unit_of
 
-__all__ = ["FSDPModule", "UnshardHandle"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle"]
 
 
 class UnshardHandle:
@@ -22,6 +22,28 @@ class UnshardHandle:
         if self._unit is not None:
             self._unit.parameters.unshard()
             self._unit = None
+
+
+class GradientReductionHandle:
+    """What `FSDPModule.finalize_backward` returns with ``async_op=True``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+        self._count = 0 if unit.model is None else unit.model.abandoned
+
+    def wait(self) -> None:
+        """Return when gradients are complete.
+
+        Raises:
+            RuntimeError: where `FSDPModule.reset_iter_state` has dropped them.
+        """
+        unit, self._unit = self._unit, None
+        if unit is None or unit.model is None:
+            return
+        if unit.model.abandoned != self._count:
+            raise RuntimeError("reset_iter_state has dropped the gradients that were to be waited for")
+        with unit.platform.no_grad(), unit.platform.no_dispatch():
+            unit.model.finish()
 
 
 class FSDPModule:
@@ -79,6 +101,17 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.reshard_after_backward = bool(reshard_after_backward)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers the parameters of this unit. It need not where it does not read them, as with an
+        embedding: gradients are wrong where it does."""
+        unit_of(self).whole_in_backward = bool(unshard_in_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether the memory of whole parameters is kept while they are sharded: they have the same addresses each time
+        then."""
+        for unit in self._units(recurse):
+            unit.parameters.keeps_storage = bool(keep)
+
     # ---------------------------------------------------------------------- gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. When it does not, whole ones are kept, and added to those of the next
@@ -111,6 +144,53 @@ class FSDPModule:
         if unit.model is None:
             raise RuntimeError("set_is_last_backward: call it after the first forward")
         unit.model.is_last_backward = bool(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether gradients are complete only after `finalize_backward`; `set_is_last_backward` counts for nothing
+        then. For the outermost unit, before backward.
+
+        Raises:
+            RuntimeError: for another unit, and within backward.
+        """
+        unit = unit_of(self)
+        if unit.model is not None and unit.model.outermost() is not unit:
+            raise RuntimeError("set_manual_backward_finalization is for the outermost module: call it there")
+        if unit.platform.in_backward():
+            raise RuntimeError("set_manual_backward_finalization: call it before backward, not within")
+        unit.finalized_by_hand = bool(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what gradients were kept, where gradients are to be reduced, and wait for all reductions. For the
+        outermost unit, after all backward passes of a step; before the first forward it does nothing.
+
+        Args:
+            async_op: begin to reduce, and return what waits.
+
+        Returns:
+            None without ``async_op``.
+
+        Raises:
+            RuntimeError: without `set_manual_backward_finalization`, for another unit, and within backward.
+
+        Source: ``torch.distributed.fsdp.FSDPModule.finalize_backward``.
+        """
+        unit = unit_of(self)
+        handle = GradientReductionHandle(unit)
+        if unit.model is not None:
+            if not unit.finalized_by_hand or unit.platform.in_backward():
+                raise RuntimeError(
+                    "finalize_backward: call set_manual_backward_finalization(True) on the outermost module before "
+                    "forward, and this after backward"
+                )
+            with unit.platform.no_grad(), unit.platform.no_dispatch():
+                unit.model.reduce_kept()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Nothing is to be said here: a parameter that some ranks have not used counts as zeros there, always."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """By what sums of gradients are divided, in place of the number of data-parallel ranks. Not where the batch is
@@ -149,7 +229,51 @@ class FSDPModule:
         """
         unit_of(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions of gradients may be under way when one of this unit begins, with that one: 1 unless it is
+        said. Each holds a buffer as large as its unit.
+
+        Raises:
+            TypeError: for what is no number.
+            ValueError: for one below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers takes a number, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers takes 1 or more, got {max_input_buffers!r}")
+        for unit in self._units(recurse):
+            unit.gradients.under_way = max_input_buffers
+
     # ---------------------------------------------------------------------- communication
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Have gradients reduced by another group of the same ranks than the one that gathers: not here.
+
+        Raises:
+            ValueError: for ``enable=True``.
+        """
+        if enable:
+            raise ValueError(
+                "set_separate_reduce_scatter_group: make a group of the same ranks, and reduce by it what "
+                "set_custom_reduce_scatter(comm) calls comm with"
+            )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Have buffers of collectives in memory that the group of ranks gives: not here.
+
+        Raises:
+            ValueError: for ``enable=True``.
+        """
+        if enable:
+            raise _memory("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Have buffers of collectives in memory that all ranks see: not here.
+
+        Raises:
+            ValueError: always.
+        """
+        raise _memory("set_symm_mem_for_comm")
+
     def set_custom_all_gather(self, comm: Any) -> None:
         """Let ``comm`` gather the parameters of this unit.
 
@@ -238,6 +362,13 @@ def _units_of(modules: Sequence[Any], method: str) -> list[Unit]:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{method} takes modules to which fully_shard was applied, got a {type(module).__name__}")
     return [unit_of(module) for module in modules]
+
+
+def _memory(method: str) -> ValueError:
+    return ValueError(
+        f"{method}: give set_custom_all_gather and set_custom_reduce_scatter objects whose allocate(size, *, dtype, "
+        "device) gives such memory"
+    )
 
 
 def _comm(comm: Any, method: str) -> Any:

@@ -26,6 +26,7 @@ class Plan:
         dims: of each, the dimension that is cut, None for what every rank has whole.
         reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them. A number of ranks is True.
         fewer: the mesh of these ranks, in its last dimension; None where there is none.
+        keeps_dtype: of each parameter, whether it is gathered in its own dtype whatever ``mp_policy`` says.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Plan:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         fewer: DeviceMesh | None = None,
+        keeps_dtype: Sequence[bool] = (),
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
         self.shapes, self.dims, self.fewer = tuple(shapes), tuple(dims), fewer
+        self.keeps_dtype = tuple(keeps_dtype) or (False,) * len(self.shapes)
         self.reshard_after_forward, self.mp_policy, self.offload_policy = (
             reshard_after_forward,
             mp_policy,
@@ -63,10 +66,11 @@ class Plan:
         return dtype if self.mp_policy.reduce_dtype is None else self.mp_policy.reduce_dtype
 
     def buffers(self, parameters: Sequence[Any]) -> tuple[list[FlatBuffer], list[list[int]]]:
-        """A flat buffer for the parameters of each dtype, and the indices of these."""
+        """A flat buffer for the parameters of each dtype, in which they are kept and read, and the indices of these."""
         mesh, platform = self.mesh, self.mesh.platform
         size, rank = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
-        by_dtype: dict[Any, list[int]] = {}
+        by_dtype: dict[tuple[Any, Any], list[int]] = {}
+        cast = self.mp_policy.param_dtype
         for slot in self.slots:
             if platform.needs_values and platform.is_meta(parameters[slot.index]):
                 raise ValueError(
@@ -74,12 +78,11 @@ class Plan:
                     "module is called, as to_empty() and reset_parameters() do"
                 )
         for i, p in enumerate(parameters):
-            by_dtype.setdefault(p.dtype, []).append(i)
+            stays = cast is None or self.keeps_dtype[i] or not platform.is_floating_point(p)
+            by_dtype.setdefault((p.dtype, p.dtype if stays else cast), []).append(i)
         buffers = []
-        for dtype, members in by_dtype.items():
+        for (dtype, read), members in by_dtype.items():
             blocks = [Block(platform, self.shapes[i], self.dims[i], size, rank) for i in members]
-            is_float, cast = platform.is_floating_point(parameters[members[0]]), self.mp_policy.param_dtype
-            read = dtype if cast is None or not is_float else cast
             buffers.append(FlatBuffer(mesh, blocks, read, self.reduce_dtype(dtype)))
         return buffers, list(by_dtype.values())
 

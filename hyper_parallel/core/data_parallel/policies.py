@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
@@ -18,6 +19,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: in which gradients are reduced, and accumulated while they are not; None is that of the parameter.
         output_dtype: to which floating point outputs of the module are converted; None leaves them.
         cast_forward_inputs: convert floating point inputs of the module to ``param_dtype``.
+        param_dtype_override_fn: called with each parameter when `fully_shard` is; where it gives the parameter's own
+            dtype, that stays, and ``param_dtype`` where it gives that or None. It must give the same on all ranks.
 
     Example:
         >>> import torch
@@ -32,6 +35,25 @@ class MixedPrecisionPolicy:
     reduce_dtype: Any = None
     output_dtype: Any = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+
+    def keeps_dtype(self, p: Any, what: str) -> bool:
+        """Whether a parameter is gathered and read in its own dtype.
+
+        Args:
+            p: the parameter.
+            what: it, for messages.
+
+        Raises:
+            ValueError: where the function gives another dtype than that and ``param_dtype``.
+        """
+        found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(p)
+        if found is not None and found not in (self.param_dtype, p.dtype):
+            raise ValueError(
+                f"{what}: param_dtype_override_fn gives {found!r}: let it give None, param_dtype "
+                f"({self.param_dtype!r}), or the parameter's own dtype ({p.dtype!r})"
+            )
+        return self.param_dtype is None or (found is not None and found != self.param_dtype)
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,9 @@ class Results:
         return xs
 
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
-        if self._platform.backward_is_recorded():
-            if not self._platform.tells_beginning:
-                refuse_second_order(self._platform, "fully_shard")
-            ctx.call.again = True
+        recorded = self._platform.backward_is_recorded()
+        if recorded and not self._platform.tells_beginning:
+            refuse_second_order(self._platform, "fully_shard")
+        ctx.call.again = ctx.call.again or recorded
         self._reached(ctx.call)
         return cotangents

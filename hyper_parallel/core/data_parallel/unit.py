@@ -18,7 +18,7 @@ from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batc
 from hyper_parallel.core.data_parallel.borders import Guard, cast
 from hyper_parallel.core.data_parallel.call import Call
 from hyper_parallel.core.data_parallel.computed_again import Inside
-from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
+from hyper_parallel.core.data_parallel.gradients import Gradients, let_wait, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.results import Results
@@ -52,13 +52,16 @@ class Unit:
         model: what it shares with the other units below the outermost one; None before the first forward.
         forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
         post_optim_event: what the next forward waits for; None is nothing.
+        whole_in_backward: whether backward needs the whole parameters.
+        finalized_by_hand: whether backward ends when the program says so, where this is the outermost unit.
     """
 
     def __init__(self, plan: Plan, modules: Sequence[Any]) -> None:
         self.plan, self.platform, self.fewer = plan, plan.mesh.platform, plan.fewer
         self.what = f"{' and '.join(type(module).__name__ for module in modules)} under fully_shard"
         self.reshard_after_forward = plan.reshard_after_forward
-        self.reshard_after_backward = True
+        self.reshard_after_backward = self.whole_in_backward = True
+        self.finalized_by_hand = False
         self.gradients = Gradients(plan)
         self.forward_prefetch: Sequence[Unit] = ()
         self.backward_prefetch: Sequence[Unit] = ()
@@ -85,6 +88,10 @@ class Unit:
         again = platform.in_backward()
         if running:
             self.model = running[0].model
+            if self.finalized_by_hand:
+                raise RuntimeError(
+                    f"{self.what}: set_manual_backward_finalization is for the outermost module alone: call it there"
+                )
         elif self.model is None:
             self.model = Model(self)
         model: Any = self.model
@@ -249,7 +256,7 @@ class Unit:
         for i, inner in enumerate(self.plan.inner):
             if inner is not None:
                 xs[i] = x = wrap(xs[i], inner)
-                x._collect = partial(_wait, waiting, i)
+                x._collect = partial(let_wait, waiting, i)
         return xs
 
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
@@ -298,7 +305,7 @@ class Unit:
     def open(self, call: Call) -> None:
         """Backward begins: have the whole parameters there, for what the forward has kept of them, and for what is
         computed again."""
-        if not self.platform.frees_storage or not self.plan.slots:
+        if not self.platform.frees_storage or not self.plan.slots or not self.whole_in_backward:
             return
         if self._opened:
             self._opened += 1
@@ -388,8 +395,3 @@ class Unit:
                 kept = self.gradients.kept(self.parameters.buffers[b])
                 if kept:
                     self._reduce(b, self.parameters.places.parameters(), kept, [None] * len(kept), True)
-
-
-def _wait(waiting: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
-    """What a whole parameter has as ``_collect``."""
-    waiting.append((index, cotangent, mesh, mesh_dims))

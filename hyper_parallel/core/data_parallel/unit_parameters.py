@@ -33,6 +33,7 @@ class UnitParameters:
         places: where modules look for them.
         is_open: whether a backward needs the whole parameters.
         scope: the module that is recorded with the gathering, also where another unit has it begin; None until known.
+        keeps_storage: whether the storage of whole parameters is not given back, so that its address stays.
         comms: what does the collectives of the buffers.
     """
 
@@ -41,7 +42,7 @@ class UnitParameters:
         self.places = Places(self._platform, modules, plan.slots, what)
         self.buffers: list[FlatBuffer] = []
         self.members: list[list[int]] = []
-        self.is_open = False
+        self.is_open = self.keeps_storage = False
         self.scope: str | None = None
         self.comms = Comms()
         self._dtypes: list[Any] | None = None
@@ -182,5 +183,5 @@ class UnitParameters:
         """Give the whole parameters back."""
         if self._values is not None and not self.is_open and self._kept is None:
             self._values = None
-            for buffer in self.buffers:
+            for buffer in () if self.keeps_storage else self.buffers:
                 buffer.free()

@@ -69,7 +69,9 @@ class ModuleVerbs:
         x.untyped_storage().resize_(0)
 
     def refill_storage(self: Any, x: Any, pieces: Any) -> None:
-        x.untyped_storage().resize_(x.nbytes)
+        storage = x.untyped_storage()
+        if storage.nbytes() != x.nbytes:
+            storage.resize_(x.nbytes)
         x.copy_(self.join(pieces))
 
     def shape_of(self, local: Any) -> tuple[int, ...]:

@@ -139,7 +139,7 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
     def refill_storage(self, x: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         """See `Platform.refill_storage`. Autograd does not count what is written to ``data``."""
         storage = x.untyped_storage()
-        if storage.resizable():
+        if storage.nbytes() != x.nbytes and storage.resizable():  # torch takes new memory also for the same size
             storage.resize_(x.nbytes)
         parts = x.data.split_with_sizes([piece.numel() for piece in pieces])
         # Into place at once: joined they would take as much memory again.

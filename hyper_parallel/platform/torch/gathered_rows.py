@@ -29,7 +29,7 @@ class GatheredRows(Rows):
 
     def unpack(self) -> None:
         """See `Rows.unpack`. Autograd does not count what is written to ``data``."""
-        if self._stored.resizable():
+        if self._stored.nbytes() != self._size and self._stored.resizable():
             self._stored.resize_(self._size)
         torch.cat(self._pieces, out=self._whole)
         self._storage.resize_(0)
