@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-__all__ = ["WhenImported"]
+__all__ = ["WhenImported", "when_imported"]
 
 
 class WhenImported(MetaPathFinder):
@@ -43,3 +43,11 @@ class WhenImported(MetaPathFinder):
 
             spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
+
+
+def when_imported(name: str, call: Callable[[], None]) -> None:
+    """``call()`` now where the module ``name`` has been imported, else right after it is."""
+    if name in sys.modules:
+        call()
+    else:
+        WhenImported(name, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ Snapshot = dict[tuple[int, str], tuple[Any, Any]]
 
 
 def snapshot(framework: str) -> Snapshot:
-    """Every function, class and descriptor in the loaded modules of ``framework`` and in their classes."""
+    """Every function, class, descriptor and pattern in the loaded modules of ``framework`` and in their classes."""
     modules = [
         module
         for name, module in list(sys.modules.items())
@@ -31,7 +32,7 @@ def _belongs(cls: type, framework: str) -> bool:
 
 
 def _is_code(value: Any) -> bool:
-    return callable(value) or hasattr(type(value), "__get__")
+    return callable(value) or hasattr(type(value), "__get__") or type(value) is re.Pattern
 
 
 def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
     """After training, too; then optimizers step plain parameters as before, and hooks are called."""
     code = """
 import warnings
-import torch.distributed.checkpoint  # some patches wait for it
+import torch._dynamo, torch.distributed.checkpoint  # some patches wait for these
+from torch._dynamo import trace_rules
 from torch import nn
 from hyper_parallel.platform.torch.patches import PATCHES
 warnings.simplefilter("error")
@@ -95,6 +96,12 @@ put = {id(inspect.getattr_static(pkgutil.resolve_name(t.rpartition(".")[0]), t.r
 assert found == put, (found - put, put - found)
 assert [len(x) for x in lists] == [len(x) + 1 for x in plain_lists]
 
+from hyper_parallel.platform.torch.compiled.placed import Outside
+from hyper_parallel.core.dtensor.operations import dispatch
+assert Outside.run is not None and Outside.leave is not None
+own_file, before_skipped = dispatch.__file__, list(trace_rules.SKIP_DIRS)
+assert trace_rules.check_file(own_file).skipped and not trace_rules.check_file(api.__file__).skipped
+trace_rules.add("json")  # torch makes its pattern anew
 try:
     patching.uninstall()
 except RuntimeError as error:
@@ -102,6 +109,9 @@ except RuntimeError as error:
 del optimizer
 import gc; gc.collect()
 patching.uninstall()
+assert len(trace_rules.SKIP_DIRS) < len(before_skipped) and trace_rules.SKIP_DIRS.pop().endswith("json/")
+assert not trace_rules.check_file(own_file).skipped
+trace_rules.SKIP_DIRS_RE = plain[id(trace_rules), "SKIP_DIRS_RE"][1]
 unpatched()
 assert torch.optim.AdamW.step is hooked
 result, called, _ = train(net(), x)

@@ -65,6 +65,9 @@ class DeviceMesh(MeshGroups):
     Source: ``torch.distributed.device_mesh.DeviceMesh``.
     """
 
+    #: Whether a layer has given plain shards of unequal sizes: see `core.tensor_parallel.uneven_shards`.
+    _has_uneven_shards: bool
+
     def __new__(
         cls,
         device_type: str | None,

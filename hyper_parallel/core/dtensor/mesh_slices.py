@@ -227,4 +227,5 @@ def new_mesh(
     where = np.argwhere(ranks == platform.rank())
     mesh._coordinate = tuple(int(i) for i in where[0]) if len(where) else None
     mesh._groups = groups
+    mesh._has_uneven_shards = False
     return mesh

@@ -27,7 +27,7 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import (
     path_of,
     remember_layouts,
 )
-from hyper_parallel.core.tensor_parallel.uneven_shards import UNEVEN, compare_shapes
+from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes
 from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.contract.modules import APPLIED
 
@@ -298,7 +298,7 @@ class ModuleStyle(ParallelStyle):
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), run, module, *args, **kwargs)
             if len(args) == 1 and not kwargs and not CHECKS:
-                if compares and mesh in UNEVEN:
+                if compares and mesh._has_uneven_shards:
                     by_class[plain] = compare
                 run_local = by_class.get(type(args[0]))
                 if run_local is not None:

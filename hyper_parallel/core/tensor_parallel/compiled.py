@@ -13,7 +13,8 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.tensor_parallel.planned_parameters import planned_layouts
-from hyper_parallel.platform.contract import CompiledForward, CompiledInputs, Conversion, Cut
+from hyper_parallel.core.tensor_parallel.uneven_shards import agree_on_shape
+from hyper_parallel.platform.contract import Comparison, CompiledForward, CompiledInputs, Conversion, Cut
 
 __all__ = ["describe", "describe_conversions", "describe_weight", "share_inputs"]
 
@@ -29,12 +30,22 @@ def cut_of(placement: Any) -> Cut:
     return dim
 
 
-def describe(style: Any, module: Any, mesh: DeviceMesh, kind: str, **more: Any) -> CompiledForward | None:
+def comparison(mesh: DeviceMesh, placement: Placement | None, what: str) -> Comparison | None:
+    """How the ranks compare plain shards, which messages call ``what`` of their module."""
+    if placement is None or not placement.is_shard() or mesh.size() == 1:
+        return None
+    return lambda module, shape: agree_on_shape(shape, mesh, placement, f"{what} of {module!r}")
+
+
+def describe(
+    style: Any, module: Any, mesh: DeviceMesh, kind: str, compares: bool = True, **more: Any
+) -> CompiledForward | None:
     """The compiled forward of a module with one input and one output, whose layouts the ``style`` has.
 
     Args:
         style, module, mesh: the style, and what it was applied to.
         kind: see `CompiledForward`.
+        compares: whether the ranks compare plain shards that they give the module.
         more: further attributes of it.
     """
     given = style.input_layouts[0]
@@ -51,6 +62,7 @@ def describe(style: Any, module: Any, mesh: DeviceMesh, kind: str, **more: Any) 
         wanted=cut_of(wanted),
         local=style.use_local_output,
         layouts=planned_layouts(module),
+        compare=comparison(mesh, given, "the input") if compares else None,
         **more,
     )
 
@@ -84,12 +96,17 @@ def describe_conversions(
     wanted = [(key, given, given if desired is None else desired) for key, given, desired in slots]
     if mesh.get_coordinate() is None or not all(is_cut(given) and is_cut(to) for _, given, to in wanted):
         return None
+    what = "output" if of_outputs else "input"
+    conversions = [
+        Conversion(key, cut_of(given), cut_of(to), comparison(mesh, given, f"{what} {key!r}"))
+        for key, given, to in wanted
+    ]
     return CompiledInputs(
         mesh=mesh,
         group=mesh.platform_group(0),
         size=mesh.size(),
         rank=mesh.get_local_rank(0),
-        conversions=tuple(Conversion(key, cut_of(given), cut_of(to)) for key, given, to in wanted),
+        conversions=tuple(conversions),
         count=count,
         local=use_local_output,
         of_outputs=of_outputs,

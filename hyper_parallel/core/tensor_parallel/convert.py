@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
-from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, HANDED_OUT, UNEVEN, compare_shapes
+from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, HANDED_OUT, compare_shapes
 
 #: A placement for each input or output, None for one that stays as it is.
 Slots: TypeAlias = "tuple[Placement | None, ...]"
@@ -69,7 +69,7 @@ def to_placement(
         elif (
             taker is not None
             and isinstance(layout, Shard)
-            and (mesh in UNEVEN or what not in taker.__dict__.get(COMPARED, ()))
+            and (mesh._has_uneven_shards or what not in taker.__dict__.get(COMPARED, ()))
         ):
             compare_shapes(x, mesh, layout, what, taker)
         try:

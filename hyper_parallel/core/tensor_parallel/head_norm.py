@@ -37,7 +37,7 @@ class HeadNormParallel(ModuleStyle):
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
-        return describe(self, module, mesh, "parts", normalized=1)
+        return describe(self, module, mesh, "parts", compares=False, normalized=1)
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter,

@@ -3,14 +3,15 @@
 A plain shard does not know its global size, so the shards of all ranks are taken to be equal. Collectives of unequal
 ones may end the process where nothing can be raised. A module that takes plain shards therefore compares them in its
 first call. Once a layer has given plain shards of unequal sizes on a mesh, which all ranks know from the layout, it
-compares them in every call.
+compares them in every call. A compiled graph compares the plain shards that it takes in its first run; once shards may
+be unequal, modules that take plain ones leave compiled code.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.caches import Cache, Table
+from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
@@ -19,8 +20,6 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 
 #: Attribute of a module: what of it was compared.
 COMPARED = "_hyper_parallel_compared"
-#: The meshes on which an uneven shard was handed out.
-UNEVEN: dict[DeviceMesh, bool] = Cache(1 << 14, "meshes with uneven shards")
 
 
 def _hand_out(layout: Layout) -> None:
@@ -31,7 +30,7 @@ def _hand_out(layout: Layout) -> None:
         return
     sizes = shard_sizes(placement, layout.shape[placement.dim], mesh.size())
     if min(sizes) != max(sizes):
-        UNEVEN[mesh] = True
+        mesh._has_uneven_shards = True
 
 
 #: ``HANDED_OUT[layout]`` is to be read when a local tensor of that layout, on a 1-D mesh, is handed out.
@@ -49,14 +48,20 @@ def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, ta
     """
     mesh.require_member(what)
     compared = taker.__dict__.get(COMPARED, ())
-    if mesh.size() > 1 and (what not in compared or mesh in UNEVEN):
-        check_of(mesh).agree(
-            "a call",
-            row=mesh.ranks_along(0),
-            row_facts={f"the shape of {what}": str(tuple(x.shape))},
-            remedy=f"it is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}. For "
-            "a size that does not divide, pass DTensors between modules (use_local_output=False in the module before, "
-            f"or DTensor.from_local(x, mesh, [{placement!r}], shape=...)), or pad",
-        )
+    if mesh.size() > 1 and (what not in compared or mesh._has_uneven_shards):
+        agree_on_shape(tuple(x.shape), mesh, placement, what)
     if what not in compared:
         object.__setattr__(taker, COMPARED, (*compared, what))
+
+
+def agree_on_shape(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement, what: str) -> None:
+    """Raise RankMismatchError, on all ranks, where a plain shard has another shape on another rank: see
+    `compare_shapes`."""
+    check_of(mesh).agree(
+        "a call",
+        row=mesh.ranks_along(0),
+        row_facts={f"the shape of {what}": str(shape)},
+        remedy=f"it is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}. For "
+        "a size that does not divide, pass DTensors between modules (use_local_output=False in the module before, "
+        f"or DTensor.from_local(x, mesh, [{placement!r}], shape=...)), or pad",
+    )

@@ -28,7 +28,14 @@ from typing import ClassVar
 
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
-from hyper_parallel.platform.contract.compiled import CompiledForward, CompiledInputs, CompilerRole, Conversion, Cut
+from hyper_parallel.platform.contract.compiled import (
+    Comparison,
+    CompiledForward,
+    CompiledInputs,
+    CompilerRole,
+    Conversion,
+    Cut,
+)
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
 from hyper_parallel.platform.contract.dry import DryRole, Usage
@@ -42,6 +49,7 @@ from hyper_parallel.platform.contract.tensors import TensorRole
 
 __all__ = [
     "NOTHING_FASTER",
+    "Comparison",
     "CompiledForward",
     "CompiledInputs",
     "Conversion",

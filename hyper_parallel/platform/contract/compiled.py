@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["CompiledForward", "CompiledInputs", "CompilerRole", "Conversion", "Cut"]
+__all__ = ["Comparison", "CompiledForward", "CompiledInputs", "CompilerRole", "Conversion", "Cut"]
 
 #: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
 Cut: TypeAlias = "int | None"
+#: ``compare(module, shape)`` raises, on all ranks, where plain shards for a module differ in shape between them;
+#: ``module`` is what messages call it.
+Comparison: TypeAlias = Callable[[str, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class CompiledForward:
         sizes: of ``"column"`` and ``"row"``, how many of the features or rows each rank has.
         packed: whether these are several matrices in one, each cut by itself.
         normalized: of ``"parts"``, how many of the last dimensions of the input must be whole.
+        compare: for plain inputs of which no weight knows the size; None where the ranks need not compare them.
     """
 
     kind: str
@@ -56,6 +60,7 @@ class CompiledForward:
     sizes: tuple[int, ...] = ()
     packed: bool = False
     normalized: int = 0
+    compare: Comparison | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,13 @@ class Conversion:
         key: its position, or its keyword.
         given: how a plain one lies.
         wanted: how it is to lie.
+        compare: as in `CompiledForward`.
     """
 
     key: Any
     given: Cut
     wanted: Cut
+    compare: Comparison | None = None
 
 
 @dataclass(frozen=True)

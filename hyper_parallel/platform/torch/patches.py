@@ -33,6 +33,7 @@ _STATES = "torch.distributed._state_dict_utils"
 _DCP = "torch.distributed.checkpoint"
 _DYNAMO = "torch._dynamo"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
+_COMPILED_HANDLERS = "torch's compiler compiles the functions of this library that compute on DTensors, one by one"
 _OF_STATE = "state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs"
 _OF_PARAMETERS = "mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
 
@@ -229,6 +230,22 @@ PATCHES = PatchSet(
             dynamo.plain_inputs,
             check=takes("self gm example_inputs"),
             after=f"{_DYNAMO}.output_graph",
+        ),
+        # First the pattern: what is taken back last is made of the list as it is then.
+        _patch(
+            f"{_DYNAMO}.trace_rules.SKIP_DIRS_RE",
+            _COMPILED_HANDLERS,
+            dynamo.skipping,
+            check=dynamo.is_pattern,
+            rewrapped=dynamo.remade,
+            after=f"{_DYNAMO}.trace_rules",
+        ),
+        _patch(
+            f"{_DYNAMO}.trace_rules.SKIP_DIRS[]",
+            _COMPILED_HANDLERS,
+            dynamo.not_compiled,
+            held="absent",
+            after=f"{_DYNAMO}.trace_rules",
         ),
     ],
     classes=lambda: [State.tensor_class],

@@ -7,6 +7,8 @@ frame a class of `placed` stands for it. The compiled graph itself gets plain te
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 from collections.abc import Callable
 from functools import cache, wraps
 from types import SimpleNamespace
@@ -14,16 +16,40 @@ from typing import Any
 
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.compiled.comparisons import take_marks
 from hyper_parallel.platform.torch.compiled.placed import held_class
 from hyper_parallel.platform.torch.tensor import State, is_dtensor
 
-__all__ = ["plain_inputs", "wrapping_dtensors"]
+__all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
-#: Code of this library that works on DTensors themselves: where it runs, nothing is compiled.
+#: Modules and packages of this library that work on DTensors themselves: where they run, nothing is compiled.
 _NOT_COMPILED = (
     "core.dtensor",
     *(f"platform.torch.{name}" for name in ("dtensor_class", "handlers", "operators", "tensor")),
 )
+
+
+def not_compiled(skipped: Any) -> tuple[str, ...]:
+    """What comes into the list of files that the compiler skips, with all that begins with them."""
+    specs = [importlib.util.find_spec(f"hyper_parallel.{name}") for name in _NOT_COMPILED]
+    return tuple(spec.origin.removesuffix("__init__.py") for spec in specs if spec is not None and spec.origin)
+
+
+def skipping(original: Any) -> re.Pattern:
+    """What stands for the pattern that torch makes of that list."""
+    return re.compile("|".join([original.pattern, *(f"^{re.escape(path)}" for path in not_compiled(None))]))
+
+
+def remade(found: Any, original: Any) -> Any:
+    """The pattern to put back where torch has made another one since, of a longer list."""
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    rules._recompile_re()
+    return rules.SKIP_DIRS_RE
+
+
+def is_pattern(original: Any) -> str | None:
+    """A check for `Patch`."""
+    return None if isinstance(original, re.Pattern) else "is not a pattern"
 
 
 def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -52,12 +78,8 @@ def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 @cache
 def _parts_of_dynamo() -> Any:
     """Found when a DTensor is met: while torch's compiler is being imported they are not there yet."""
-    importlib.import_module("hyper_parallel.platform.torch.compiled.outside")
     guards, source = map(importlib.import_module, ("torch._dynamo.guards", "torch._dynamo.source"))
     overrides: Any = importlib.import_module("torch._dynamo.variables.torch_function")
-    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-    for name in _NOT_COMPILED:
-        rules.add(f"hyper_parallel.{name}")
     return SimpleNamespace(guards=guards, source=source, variable=overrides.TensorWithTFOverrideVariable)
 
 
@@ -67,13 +89,20 @@ def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:
         held = [i for i, x in enumerate(example_inputs) if is_dtensor(x)]
-        if not held:
-            return original(self, gm, example_inputs)
-        # What the compiler has traced with: of a new view it would not know where its sizes come from.
-        traced = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
-        compiled = original(self, gm, [traced[i] if i in held else x for i, x in enumerate(example_inputs)])
+        compare = take_marks(gm)
+        if held:
+            # What the compiler has traced with: of a new view it would not know where its sizes come from.
+            traced = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+            example_inputs = [traced[i] if i in held else x for i, x in enumerate(example_inputs)]
+        compiled = original(self, gm, example_inputs)
+        if not held and compare is None:
+            return compiled
 
         def run(*args: Any) -> Any:
+            nonlocal compare
+            if compare is not None:
+                compare()
+                compare = None
             return compiled(*_plain(args, held))
 
         return run

@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.torch.compiled import functions
-from hyper_parallel.platform.torch.compiled.moves import Moves
+from hyper_parallel.platform.torch.compiled.moves import INPUT, Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, plain
 from hyper_parallel.platform.torch.tensor import State
 
@@ -23,7 +23,6 @@ __all__ = ["make_run", "run_forward"]
 
 #: Why a module is left to eager mode: what a compiled forward returns in place of its output then.
 _NO_WAY = "this style, or this kind of module, is not traced"
-_INPUT = "its inputs are not one tensor that lies as the style takes it"
 _PARAMETERS = "its parameters are not those that the style has distributed"
 _OUTPUT = "its output would not be cut evenly, or into parts of several matrices"
 
@@ -79,10 +78,11 @@ def _linear(how: CompiledForward) -> Callable[..., Any]:
     moves, given, wanted, sizes = _moves(how), how.given, how.wanted, how.sizes
     of_weight, of_bias = how.layouts["weight"], how.layouts.get("bias")
     even, packed, taken, columns = min(sizes) == max(sizes), how.packed, sum(sizes), how.kind == "column"
+    shards = shards_of(how.compare)
 
     def column(given: Any, x: Tensor, cut: int | None, weight: Any, bias: Any, to: int | None) -> Any:
         if cut == x.ndim - 1 and x.shape[cut] * moves.size != weight.shape[1]:
-            return _INPUT
+            return INPUT
         x = moves.read(given, x, cut)
         with no_dispatch():
             y = F.linear(x, weight, bias)
@@ -97,10 +97,8 @@ def _linear(how: CompiledForward) -> Callable[..., Any]:
         features = x.ndim - 1
         if cut != features:
             if packed or x.shape[features] != taken or (cut is not None and not even):
-                return _INPUT
+                return INPUT
             x = moves.part(x, features, sizes) if cut is None else moves.move(x, cut, features)
-        if to == features:
-            return _OUTPUT
         with no_dispatch():
             if to is None:
                 y: Any = moves.add_up(F.linear(x, weight, None), None)
@@ -113,10 +111,10 @@ def _linear(how: CompiledForward) -> Callable[..., Any]:
 
     def run(module: Any, args: tuple, kwargs: dict) -> Any:
         if kwargs or len(args) != 1:
-            return _INPUT
-        found = moves.take(args[0], given)
-        if found is None:
-            return _INPUT
+            return INPUT
+        found = moves.take(args[0], given, module, shards, features=True)
+        if isinstance(found, str):
+            return found
         x, cut = found
         own = module._parameters
         weight, bias = own.get("weight"), own.get("bias")
@@ -127,7 +125,7 @@ def _linear(how: CompiledForward) -> Callable[..., Any]:
         elif -x.ndim <= wanted < x.ndim:
             to = wanted % x.ndim
         else:
-            return _INPUT
+            return INPUT
         return column(args[0], x, cut, weight, bias, to) if columns else row(x, cut, weight, bias, to)
 
     return run
@@ -141,6 +139,7 @@ def is_simple(embedding: Any) -> bool:
 def _embedding(how: CompiledForward, module: Any) -> Callable[..., Any]:
     moves, given, wanted, sizes, padding = _moves(how), how.given, how.wanted, how.sizes, module.padding_idx
     of_weight, even, columns = how.layouts["weight"], min(how.sizes) == max(how.sizes), how.kind == "column"
+    shards = shards_of(how.compare)
     total, first, count = sum(sizes), sum(sizes[: how.rank]), sizes[how.rank]
     own_padding = padding - first if padding is not None and first <= padding < first + count else None
 
@@ -161,15 +160,15 @@ def _embedding(how: CompiledForward, module: Any) -> Callable[..., Any]:
         return _give(moves, y, to)
 
     def run(module: Any, args: tuple, kwargs: dict) -> Any:
-        found = None if kwargs or len(args) != 1 else moves.take(args[0], given)
+        found = INPUT if kwargs or len(args) != 1 else moves.take(args[0], given, module, shards)
         weight = module._parameters.get("weight")
-        if found is None:
-            return _INPUT
+        if isinstance(found, str):
+            return found
         if not _is_planned(weight, of_weight):
             return _PARAMETERS
         ids, cut = found
         if wanted is not None and not -ids.ndim - 1 <= wanted <= ids.ndim:
-            return _INPUT
+            return INPUT
         to = None if wanted is None else wanted % (ids.ndim + 1)
         ids = moves.whole(ids, cut)
         return (column if columns else row)(ids, weight, to)
@@ -191,22 +190,22 @@ _NORMS = {nn.LayerNorm: _layer_norm, nn.RMSNorm: _rms_norm}
 def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
     moves, given, planned, normalized = _moves(how), how.given, tuple(how.layouts.items()), how.normalized
     norm, group, forward = _NORMS.get(cls), how.group().group_name, cls.forward
-    part = part_class(group)
+    part, shards = part_class(group), shards_of(how.compare)
 
     def view(p: Any) -> Any:
         return p if p is None or moves.size == 1 else functions.read_for_parts(plain(p), group)
 
     def run(module: Any, args: tuple, kwargs: dict) -> Any:
-        found = None if kwargs or len(args) != 1 else moves.take(args[0], given)
+        found = INPUT if kwargs or len(args) != 1 else moves.take(args[0], given, module, shards)
         own = module._parameters
-        if found is None:
-            return _INPUT
+        if isinstance(found, str):
+            return found
         for name, layout in planned:
             if not _is_planned(own.get(name), layout):
                 return _PARAMETERS
         x, cut = found
         if cut is None or cut >= x.ndim - normalized:
-            return _INPUT
+            return INPUT
         if norm is not None:
             y = norm(module, x, view(own.get("weight")), view(own.get("bias")))
         else:
@@ -219,6 +218,7 @@ def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
 def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] | None:
     """A layer of the framework on a whole input, between its conversions."""
     moves, given, wanted, planned = _moves(how), how.given, how.wanted, tuple(how.layouts.items())
+    shards = shards_of(how.compare)
     if cls is nn.Embedding:
         padding = module.padding_idx
 
@@ -236,9 +236,9 @@ def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] |
         return None
 
     def run(module: Any, args: tuple, kwargs: dict) -> Any:
-        found = None if kwargs or len(args) != 1 else moves.take(args[0], given)
-        if found is None:
-            return _INPUT
+        found = INPUT if kwargs or len(args) != 1 else moves.take(args[0], given, module, shards)
+        if isinstance(found, str):
+            return found
         own = module._parameters
         for name, layout in planned:
             if not _is_planned(own.get(name), layout):
@@ -247,7 +247,7 @@ def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] |
         weight, bias = own.get("weight"), own.get("bias")
         y = call(module, x, weight if weight is None else plain(weight), bias if bias is None else plain(bias))
         if wanted is not None and not -y.ndim <= wanted < y.ndim:
-            return _INPUT
+            return INPUT
         to = None if wanted is None else wanted % y.ndim
         y = moves.move(y, None, to)
         return _give(moves, y, to)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hyper_parallel.platform.contract import CompiledInputs
-from hyper_parallel.platform.torch.compiled.moves import Moves
+from hyper_parallel.platform.torch.compiled.moves import Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, Shared
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
 
@@ -22,7 +22,7 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
     def either(module: Any, *given: Any) -> Any:
         if not is_tracing():
             return hook(module, *given)
-        y = None if convert is None else convert(*given)
+        y = None if convert is None else convert(module, *given)
         return Outside.leave(hook, (module, *given), {}) if y is None else y
 
     either.of_style = True  # type: ignore[attr-defined]
@@ -32,9 +32,11 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
 def _conversion(how: CompiledInputs) -> Callable[..., Any]:
     moves, local, count = Moves(how.mesh, how.group, how.size, how.rank, how.local), how.local, how.count
 
-    def one(x: Any, given: int | None, wanted: int | None) -> Any:
-        found = moves.take(x, given)
-        if found is None:
+    slots = [(slot.key, slot.given, slot.wanted, shards_of(slot.compare)) for slot in how.conversions]
+
+    def one(module: Any, x: Any, given: int | None, wanted: int | None, shards: Any) -> Any:
+        found = moves.take(x, given, module, shards)
+        if isinstance(found, str):
             return None
         x, cut = found
         if wanted is not None:
@@ -46,34 +48,34 @@ def _conversion(how: CompiledInputs) -> Callable[..., Any]:
         y = moves.move(x, cut, wanted)
         return None if y is None else moves.give(y, wanted)
 
-    def inputs(args: tuple, kwargs: dict) -> Any:
+    def inputs(module: Any, args: tuple, kwargs: dict) -> Any:
         if len(args) < count:
             return None
         positional, named = list(args), dict(kwargs)
-        for slot in how.conversions:
-            held: Any = positional if isinstance(slot.key, int) else named
-            x = positional[slot.key] if isinstance(slot.key, int) else named.get(slot.key)
+        for key, *how_one in slots:
+            held: Any = positional if isinstance(key, int) else named
+            x = positional[key] if isinstance(key, int) else named.get(key)
             if x is None:
                 continue
-            y = one(x, slot.given, slot.wanted)
+            y = one(module, x, *how_one)
             if y is None:
                 return None
-            held[slot.key] = y
+            held[key] = y
         return tuple(positional), named
 
-    def outputs(args: tuple, output: Any) -> Any:
+    def outputs(module: Any, args: tuple, output: Any) -> Any:
         several = isinstance(output, (tuple, list))
         found = list(output) if several else [output]
         if len(found) != count:
             return None
-        for slot in how.conversions:
-            x = found[slot.key]
+        for key, *how_one in slots:
+            x = found[key]
             if x is None:
                 continue
-            y = one(x, slot.given, slot.wanted)
+            y = one(module, x, *how_one)
             if y is None:
                 return None
-            found[slot.key] = y
+            found[key] = y
         return (tuple(found) if isinstance(output, tuple) else found) if several else found[0]
 
     return outputs if how.of_outputs else inputs

@@ -10,12 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
+from hyper_parallel.platform.contract import Comparison
 from hyper_parallel.platform.torch.compiled import functions
+from hyper_parallel.platform.torch.compiled.comparisons import Shards, mark
 from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class, kept_on_mesh, placed_class, plain
 from hyper_parallel.platform.torch.tensor import State
 
-__all__ = ["Moves"]
+__all__ = ["INPUT", "Moves", "shards_of"]
 
+#: Why a module is left to eager mode, where it is for its inputs.
+INPUT = "its inputs are not one tensor that lies as the style takes it"
+_UNEVEN = (
+    "a layer has given plain parts of unequal sizes, and from then on ranks compare the sizes of plain shards in every "
+    "call: pass DTensors between modules (use_local_output=False)"
+)
 
 #: Tensors of more dimensions stay outside of compiled code.
 _MOST_DIMS = 8
@@ -28,6 +36,11 @@ def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | N
     return {cut: placed_class(mesh, size, cut) for cut in (None, *cuts)}, {
         cut: gathered_class(mesh, size, cut) for cut in cuts
     }
+
+
+def shards_of(compare: Comparison | None) -> Shards | None:
+    """The plain shards that a style's data say are compared."""
+    return None if compare is None else Shards(compare)
 
 
 class Moves:
@@ -45,21 +58,37 @@ class Moves:
         self.placed, self.gathered = _classes(mesh, size)
         self.dtensor = State.tensor_class.__bases__[0]
 
-    def take(self, x: Any, given: int | None) -> tuple[Tensor, int | None] | None:
-        """An input as a plain tensor, and its cut; None where it is no tensor, or lies in a way that is not known here.
-        A plain one lies as ``given``."""
+    def take(
+        self, x: Any, given: int | None, module: Any, shards: Shards | None, features: bool = False
+    ) -> tuple[Tensor, int | None] | str:
+        """An input as a plain tensor, and its cut; a reason where it is no tensor, or lies in a way that is not known
+        here. A plain one lies as ``given``.
+
+        Args:
+            x, given: the input.
+            module: that it is for.
+            shards: where the ranks compare plain ones.
+            features: whether ``module`` knows how many features there are, which come last.
+        """
         if isinstance(x, self.dtensor):
             if x.placed_on is not self.mesh:
-                return None
-            cut = x.placed_cut if x.gathers is None else x.gathers
+                return INPUT
+            cut, is_plain = x.placed_cut if x.gathers is None else x.gathers, False
             x = plain(x)
         elif isinstance(x, Tensor):
-            cut, x = given, plain(x) if isinstance(x, Shared) else x
+            cut, x, is_plain = given, plain(x) if isinstance(x, Shared) else x, True
         else:
-            return None
+            return INPUT
         if cut is None:
             return x, None
-        return (x, cut % x.ndim) if -x.ndim <= cut < x.ndim <= _MOST_DIMS else None
+        if not -x.ndim <= cut < x.ndim <= _MOST_DIMS:
+            return INPUT
+        cut %= x.ndim
+        if is_plain and shards is not None and not (features and cut == x.ndim - 1):
+            if self.mesh._has_uneven_shards:
+                return _UNEVEN
+            x = mark(x, shards.key, getattr(module, "_hyper_parallel_path", "") or type(module).__name__)
+        return x, cut
 
     def give(self, y: Tensor, cut: int | None, even: bool = True) -> Any:
         """An output that lies so, plain or as a DTensor; None for a DTensor whose parts differ in size."""

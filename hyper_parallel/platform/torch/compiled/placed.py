@@ -8,14 +8,16 @@ that it needs no attributes, which compiled code would have to carry along.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.imports import when_imported
 from hyper_parallel.platform.torch.compiled.functions import read_for_parts
 from hyper_parallel.platform.torch.tensor import State
 
@@ -68,7 +70,7 @@ def settle(x: Any) -> Any:
 
 
 class Outside:
-    """What runs outside of compiled code, see `outside`, which sets them: it imports torch's compiler."""
+    """What runs outside of compiled code: `outside` sets it, as soon as torch's compiler is there."""
 
     #: ``leave(call, args, kwargs)``: a call with DTensors in place of what is `Placed`.
     leave: Any = None
@@ -199,3 +201,6 @@ def _derive(methods: dict[str, Any], mesh: Any, cut: int | None) -> type:
         **methods,
     }
     return type(mixin)("Placed", (mixin, base), namespace)
+
+
+when_imported("torch._dynamo", partial(importlib.import_module, f"{__package__}.outside"))

@@ -1,0 +1,76 @@
+"""Whether plain shards that compiled code takes are equal in size on all ranks.
+
+Eager mode compares them in the first call of a module. Compiled code does in the first run of a graph: `mark` leaves a
+mark in the graph that is traced, which is taken out before a backend gets the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from hyper_parallel.platform.contract import Comparison
+
+__all__ = ["Shards", "mark", "take_marks"]
+
+_KEYS = count()
+_BY_KEY: WeakValueDictionary[int, Shards] = WeakValueDictionary()
+
+
+class Shards:
+    """The plain shards that a style takes at one place.
+
+    Args:
+        compare: of the style's data.
+
+    Attributes:
+        key: what stands for it in a graph.
+        compared: whether the ranks have compared such shards.
+    """
+
+    def __init__(self, compare: Comparison) -> None:
+        self.compare, self.compared, self.key = compare, False, next(_KEYS)
+        _BY_KEY[self.key] = self
+
+
+def mark(x: Tensor, key: int, module: str) -> Tensor:
+    """``x``, a plain shard for what messages call ``module``. Torch's compiler does not look inside: see `outside`."""
+    return x
+
+
+def take_marks(graph: GraphModule) -> Callable[[], None] | None:
+    """Take all marks out of a graph.
+
+    Returns:
+        What compares the shards of which it has not been done yet; None without these.
+    """
+    found: list[tuple[Shards, str, tuple[int, ...]]] = []
+    for part in graph.modules():
+        marks = [node for node in part.graph.nodes if node.target is mark] if isinstance(part, GraphModule) else []
+        for node in marks:
+            x, key, module = node.args
+            shards = _BY_KEY.get(key)
+            if shards is not None and not shards.compared:
+                found.append((shards, module, tuple(map(_size, x.meta["example_value"].shape))))
+            node.replace_all_uses_with(x)
+            part.graph.erase_node(node)
+        if marks:
+            part.recompile()
+
+    def compare() -> None:
+        for shards, module, shape in found:
+            if not shards.compared:
+                shards.compare(module, shape)
+                shards.compared = True
+
+    return compare if found else None
+
+
+def _size(n: Any) -> int:
+    """A size of a tensor that the compiler traces with: that of the call for which it compiles."""
+    return n if isinstance(n, int) else n.node.hint
