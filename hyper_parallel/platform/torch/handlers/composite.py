@@ -15,18 +15,24 @@ from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, sizes_of
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
-from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
+from hyper_parallel.platform.torch.op_table.reduction import OF_ALL
 from hyper_parallel.platform.torch.private import is_dispatch_on
 from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor, replaces
 
 __all__ = ["set_method"]
 
 
+@handles(*find("median nanmedian", torch, Tensor))
+def median(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``median(x)`` and ``median(x, dim)`` are different operations."""
+    return dispatch((OF_ALL if len(args) + len(kwargs) == 1 else OP_TABLE)[func], func, args, kwargs)
+
+
 @handles(torch.max, Tensor.max, torch.min, Tensor.min)
 def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
     """``max(x)``, ``max(x, other)`` and ``max(x, dim)`` are different operations."""
     if len(args) + len(kwargs) == 1:
-        return dispatch(WHOLE_EXTREMUM[func], func, args, kwargs)
+        return dispatch(OF_ALL[func], func, args, kwargs)
     if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
         return (torch.maximum if func.__name__ == "max" else torch.minimum)(*args, **kwargs)
     return dispatch(OP_TABLE[func], func, args, kwargs)
