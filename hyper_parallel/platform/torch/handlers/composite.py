@@ -127,18 +127,19 @@ def outer(input: Any, vec2: Any, *, out: Any = None) -> Any:
     return input.unsqueeze(1) * vec2.unsqueeze(0)
 
 
-@handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
+@handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_empty_strided)
 def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.new_zeros(size)``: laid out like ``x`` when it has its shape, else replicated."""
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
     x, *given = (*args, *(v for k, v in kwargs.items() if k not in options))
-    size, fill = sizes_of(given[:1] if func is Tensor.new_full else given), given[1:] if func is Tensor.new_full else []
-    if size == tuple(x.shape):
-        return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *fill, **options)
+    count = {Tensor.new_full: 1, Tensor.new_empty_strided: 1}.get(func, len(given))
+    size, more = sizes_of(given[:count]), given[count:]
+    if size == tuple(x.shape) and func is not Tensor.new_empty_strided:
+        return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *more, **options)
     # What is made does not depend on the values of x: a tensor without elements, with its dtype and device, stands for
     # it, so that nothing is gathered.
-    stand_in = State.core.replicated(torch.empty(0, dtype=x.dtype, device=x.device), x._layout.mesh)
-    return run_unknown(func, (stand_in, size, *fill), options)
+    stand_in = torch.empty(0, dtype=x.dtype, device=x.device)
+    return State.core.replicated(func(stand_in, size, *more, **options), x._layout.mesh)
 
 
 @replaces(Tensor.new_tensor)

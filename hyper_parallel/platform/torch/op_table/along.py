@@ -40,12 +40,13 @@ def table() -> Table:
         **repeated("roll", "along_linear", whole.format("shifts dims=None", None)),
         **repeated("tril triu", "along_linear", "input diagonal=0 -> input | (-2,-1) None"),
         **repeated("renorm", "along_dims", _bind_renorm),
+        **as_called("linspace logspace", "batched", "start end steps", _spaced, torch),
         **as_called("quantile nanquantile", "quantile", "input q dim keepdim", _quantiles),
         **rows("topk", "topk", "input k dim=-1 largest=True sorted=True"),
         # What leaves the world of tensors, or whose result has a size that depends on the data.
         **rows(
-            "item tolist numpy equal allclose is_nonzero nonzero argwhere unique unique_consecutive masked_select "
-            "bincount __bool__ __int__ __float__ __complex__ __index__ __array__",
+            "item tolist numpy is_nonzero nonzero argwhere unique unique_consecutive masked_select "
+            "__bool__ __int__ __float__ __complex__ __index__ __array__",
             "replicate",
             lambda func, args, kwargs: (args, (tuple(kwargs.items()),)),
             lambda func, operands, static_args: func(*operands, **dict(static_args[0])),
@@ -57,6 +58,10 @@ def table() -> Table:
 def _bind_renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Bound:
     ndim = len(global_shape(x))
     return (x,), (tuple(d for d in range(ndim) if d != dim % ndim), 1)
+
+
+def _spaced(given: Given) -> tuple:
+    return (0,) * len(given.operands), ((given.values[2],),)
 
 
 def _quantiles(given: Given) -> tuple:

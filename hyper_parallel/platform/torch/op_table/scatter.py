@@ -12,7 +12,7 @@ from hyper_parallel.platform.torch.op_table.as_called import Given, as_called
 from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, find
 from hyper_parallel.platform.torch.op_table.index import encode
 
-__all__ = ["table"]
+__all__ = ["INDEX_ADD", "table"]
 
 _AT = "input dim index source/src/value/tensor/tensor2"
 
@@ -93,8 +93,6 @@ def _of_elements(given: Given) -> tuple:
 @binds("input indices values accumulate=False")
 def _bind_index_put(x: Any, indices: Any, values: Any, accumulate: bool) -> Bound:
     tensors, encoded = encode(x, tuple(slice(None) if i is None else i for i in indices))
-    if accumulate:
-        raise UnboundCallError
     return (x, values, *tensors), (encoded,)
 
 
@@ -102,3 +100,12 @@ def _call_index_put(func: Any, operands: tuple, static_args: tuple) -> Any:
     x = operands[0].clone()
     x[decode_index(static_args[0], operands[2:])] = operands[1]
     return x
+
+
+def _call_index_add(func: Any, operands: tuple, static_args: tuple) -> Any:
+    index = decode_index(static_args[0], operands[2:])
+    return operands[0].index_put([None if isinstance(i, slice) else i for i in index], operands[1], True)
+
+
+#: The row of ``index_put(..., accumulate=True)``.
+INDEX_ADD = NativeOp("index_add", _bind_index_put, _call_index_add)
