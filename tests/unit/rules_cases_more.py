@@ -194,7 +194,9 @@ SCATTER = [
     Case("scatter", "a.,at,at->a.", (_floats(5, 4), _ints(4, 5, 3), _floats(5, 3)), (1, "add"), _scatter),
     Case("scatter", ".b,.b,.b->.b", (_floats(5, 4), _ints(5, 3, 4), _floats(6, 4)), (0, "add"), _scatter),
     Case("scatter", "..,t.,t.->..", (_floats(5, 4), _ints(5, 3, 2), _floats(3, 2)), (0, "add"), _scatter),
-    Case("scatter", ".b,.b,.b->.b", (_floats(4, 5), np.stack([_ORDER] * 5, 1), _floats(4, 5)), (0, "replace"), _scatter),
+    Case(
+        "scatter", ".b,.b,.b->.b", (_floats(4, 5), np.stack([_ORDER] * 5, 1), _floats(4, 5)), (0, "replace"), _scatter
+    ),
     Case("scatter", ".b,.b,_->.b", (_floats(4, 5), _ints(4, 6, 5), None), (-2, "add"), _scatter),
     Case("scatter", ".b,.b->.b", (_floats(4, 5), _ints(4, 6, 5)), (0, "replace"), _scatter),
     Case("scatter", ".b,.b,.b->.b", (_floats(4, 5), _ints(4, 6, 5), _floats(6, 5)), (0, "largest"), _scatter),

@@ -295,7 +295,15 @@ def _bind_count(func: Any, args: tuple, kwargs: dict) -> Bound:
     return args[:2], args[2:]
 
 
-_BINCOUNT = NativeOp("count", _bind_count, lambda func, xs, how: torch.bincount(*xs, minlength=how[0]))
+def _call_bincount(func: Any, operands: tuple, static_args: tuple) -> Any:
+    x, weights = operands
+    if weights is not None and weights.dtype is not torch.float32:
+        weights = weights.double()
+    # Of nothing, torch gives counts whatever the weights are.
+    return torch.bincount(x, weights, static_args[0]).to(torch.int64 if weights is None else weights.dtype)
+
+
+_BINCOUNT = NativeOp("count", _bind_count, _call_bincount)
 _HISTC = NativeOp("count", _bind_count, lambda func, xs, how: torch.histc(xs[0], *how))
 
 

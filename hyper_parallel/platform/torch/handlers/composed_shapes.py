@@ -24,7 +24,9 @@ __all__: list[str] = []
 def _copying(view: Callable) -> Callable:
     def copy(x: Any, *args: Any, **kwargs: Any) -> Any:
         found = view(x, *args, **kwargs)
-        copies = [y.clone(memory_format=torch.contiguous_format) for y in (found if isinstance(found, tuple) else [found])]
+        copies = [
+            y.clone(memory_format=torch.contiguous_format) for y in (found if isinstance(found, tuple) else [found])
+        ]
         return tuple(copies) if isinstance(found, tuple) else copies[0]
 
     return copy
@@ -126,7 +128,7 @@ def block_diag(*tensors: Any) -> Any:
     return torch.cat([F.pad(x, (end - x.shape[1], ends[-1] - end)) for x, end in zip(blocks, ends, strict=True)])
 
 
-# ---------------------------------------------------------------------------------------------------- joining, splitting
+# --------------------------------------------------------------------------------------------------- joining, splitting
 
 
 @composed(*find("hstack"))

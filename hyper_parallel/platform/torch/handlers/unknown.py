@@ -100,7 +100,9 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
         return x.copy_(dispatch(None, _out_of_place(func), args, kwargs))
     y = served(*args, **kwargs)
     if tuple(y.shape) != tuple(x.shape):
-        raise RuntimeError(f"{func.__name__}: the result has shape {tuple(y.shape)}, and cannot replace {tuple(x.shape)}")
+        raise RuntimeError(
+            f"{func.__name__}: the result has shape {tuple(y.shape)}, and cannot replace {tuple(x.shape)}"
+        )
     if not torch.can_cast(y.dtype, x.dtype):
         raise RuntimeError(f"{func.__name__}: result type {y.dtype} can't be cast to the desired output type {x.dtype}")
     return x.copy_(y)

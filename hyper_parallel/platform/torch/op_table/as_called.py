@@ -12,7 +12,14 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, argument_numbers, find, global_shape
+from hyper_parallel.platform.torch.op_table.binding import (
+    Bound,
+    Table,
+    UnboundCallError,
+    argument_numbers,
+    find,
+    global_shape,
+)
 
 __all__ = ["Given", "as_called", "result_shapes"]
 

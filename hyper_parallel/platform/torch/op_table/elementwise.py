@@ -25,9 +25,9 @@ CONVERSIONS: dict[str, NativeOp] = {}
 _UNARY = """
 bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
-abs absolute acos acosh airy_ai angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil celu
-cos cosh digamma elu erf erfc erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln gelu hardshrink hardsigmoid
-hardswish hardtanh i0 i0e i1 i1e isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
+abs absolute acos acosh airy_ai angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not
+ceil celu cos cosh digamma elu erf erfc erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln gelu hardshrink
+hardsigmoid hardswish hardtanh i0 i0e i1 i1e isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
 log_ndtr log_sigmoid logical_not logit logsigmoid mish multigammaln mvlgamma nan_to_num ndtr ndtri psi reciprocal relu
 relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
 tanhshrink threshold trunc bool int long short char byte __abs__ __invert__
@@ -56,7 +56,10 @@ _IN_PLACE_BINARY = "__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__
 #: Names of the second operand that are not ``other``.
 _SECOND = {
     **dict.fromkeys(("pow", "float_power"), "exponent"),
-    **{"prelu": "weight", "heaviside": "values", "fill": "value", "complex": "imag"},
+    "prelu": "weight",
+    "heaviside": "values",
+    "fill": "value",
+    "complex": "imag",
     **dict.fromkeys((name for name in _BINARY.split() if "_polynomial_" in name), "n"),
 }
 

@@ -14,8 +14,8 @@ __all__ = ["table"]
 
 #: Functions of one matrix, in torch.linalg.
 _OF_ONE = """
-cholesky cholesky_ex det slogdet inv inv_ex eig eigvals eigh eigvalsh svd svdvals qr lu lu_factor lu_factor_ex ldl_factor
-ldl_factor_ex matrix_exp matrix_power cond polar
+cholesky cholesky_ex det slogdet inv inv_ex eig eigvals eigh eigvalsh svd svdvals qr lu lu_factor lu_factor_ex
+ldl_factor ldl_factor_ex matrix_exp matrix_power cond polar
 """
 #: Likewise in torch, or as methods.
 _METHODS = """

@@ -31,7 +31,7 @@ def table() -> Table:
     return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits(), **_diagonals(), **_reinterpreted()}
 
 
-# ---------------------------------------------------------------------------------------------------- diagonals, windows
+# -------------------------------------------------------------------------------------------------- diagonals, windows
 
 
 def _diagonals() -> Table:
@@ -55,7 +55,9 @@ def _reinterpreted() -> Table:
 
 def _call_view_as_complex(func: Any, operands: tuple, static_args: tuple) -> Any:
     (x,) = operands
-    return torch.view_as_complex(x if x.numel() else x.contiguous())  # torch looks at strides also of nothing
+    if not x.numel():  # torch looks at strides also of nothing
+        return torch.complex(x[..., 0], x[..., 1])
+    return torch.view_as_complex(x)
 
 
 def _by_numbers(kernel: Callable) -> Callable:

@@ -1,5 +1,5 @@
-"""Operations on the last dimensions of their operands, such as matrices: these must be whole, and everything before them
-is a batch, which broadcasts and can be sharded."""
+"""Operations on the last dimensions of their operands, such as matrices: these must be whole, and everything before is
+a batch, which broadcasts and can be sharded."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def batched(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("pairs", "x, y", repeatable=True, memory="fresh")
 def pairs(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Distances between each row of x and each of y: of ``(b, i, k)`` and ``(b, j, k)`` those of ``(b, i, j)``. Rows are
-    whole, their numbers can be sharded."""
+    """Distances between each row of x and each of y: of ``(b, i, k)`` and ``(b, j, k)`` those of ``(b, i, j)``. Rows
+    are whole, their numbers can be sharded."""
     x, y = shapes
     if len(x) < 2 or len(y) < 2 or x[-1] != y[-1]:
         return None

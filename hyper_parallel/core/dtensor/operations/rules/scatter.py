@@ -1,7 +1,7 @@
 """Writing or adding elements at places that index tensors name, into a copy; and taking them out by flat index.
 
-Dimensions along which an index runs are whole. What is *added* may be sharded along the index: each rank adds its share,
-and the result is a partial sum.
+Dimensions along which an index runs are whole. What is *added* may be sharded along the index: each rank adds its
+share, and the result is a partial sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None
     """The answer for x, an index and a source, which is None where a number is written."""
     terms = _TERMS.get(how, ()) if source is not None else ()
     if how != "add" or not terms:  # only sums can be split along the index
-        index, source = (None if own is None else tuple(n if n in labels else None for n in own) for own in (index, source))
+        index, source = (
+            None if own is None else tuple(n if n in labels else None for n in own) for own in (index, source)
+        )
     return OpSharding(
         operands=(labels, index, source)[: len(shapes)],
         results=(labels,),
@@ -34,8 +36,8 @@ def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None
 
 @rule("scatter", "x, index, source or None", _STATICS)
 def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added. Where the index is shorter than x or the source, it goes
-    with their beginnings, and shards would not lie side by side."""
+    """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added. Where the index is shorter than x or the source, it
+    goes with their beginnings, and shards would not lie side by side."""
     x, index, source = (*shapes, None)[:3]
     dim, how = static_args[:2]
     dim = axis(dim, len(x))
