@@ -159,7 +159,7 @@ def column_stack(tensors: Any) -> Any:
 @composed(*find("tensor_split"))
 def tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **how: Any) -> Any:
     """Pieces between the given indices, or nearly equal ones."""
-    wanted = next((v for v in (indices_or_sections, *how.values()) if v is not None), None)
+    wanted: Any = next((v for v in (indices_or_sections, *how.values()) if v is not None), None)
     if isinstance(wanted, Tensor):
         wanted = (wanted.full_tensor() if is_dtensor(wanted) else wanted).tolist()
     if not input.dim():

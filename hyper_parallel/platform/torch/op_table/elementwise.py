@@ -23,26 +23,26 @@ __all__ = ["CONVERSIONS", "table"]
 CONVERSIONS: dict[str, NativeOp] = {}
 
 _UNARY = """
-bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
-scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
-abs absolute acos acosh airy_ai angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not
-ceil celu cos cosh digamma elu erf erfc erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln gelu hardshrink
-hardsigmoid hardswish hardtanh i0 i0e i1 i1e isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
-log_ndtr log_sigmoid logical_not logit logsigmoid mish multigammaln mvlgamma nan_to_num ndtr ndtri psi reciprocal relu
-relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
-tanhshrink threshold trunc bool int long short char byte __abs__ __invert__
+__abs__ __invert__ abs absolute acos acosh airy_ai angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan
+atanh bessel_j0 bessel_j1 bessel_y0 bessel_y1 bitwise_not bool byte ceil celu char cos cosh digamma elu entr erf erfc
+erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln gelu hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e
+int isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 log_ndtr log_sigmoid
+logical_not logit logsigmoid long mish modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
+multigammaln mvlgamma nan_to_num ndtr ndtri psi reciprocal relu relu6 round rsqrt scaled_modified_bessel_k0
+scaled_modified_bessel_k1 selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign
+spherical_bessel_j0 sqrt square tan tanh tanhshrink threshold trunc
 """
 
 _BINARY = """
-chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
-hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
-shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w complex fill gammainc
-gammaincc igamma igammac zeta
-arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq float_power
-floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot isclose lcm ldexp le less less_equal
-logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal polar pow prelu
-remainder xlog1py xlogy __and__ __eq__ __floordiv__ __ge__ __gt__ __le__ __lshift__ __lt__ __mod__ __ne__ __or__
-__pow__ __rand__ __rfloordiv__ __rlshift__ __rmod__ __ror__ __rpow__ __rrshift__ __rshift__ __rxor__ __xor__
+__and__ __eq__ __floordiv__ __ge__ __gt__ __le__ __lshift__ __lt__ __mod__ __ne__ __or__ __pow__ __rand__ __rfloordiv__
+__rlshift__ __rmod__ __ror__ __rpow__ __rrshift__ __rshift__ __rxor__ __xor__ arctan2 atan2 bitwise_and
+bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor chebyshev_polynomial_t chebyshev_polynomial_u
+chebyshev_polynomial_v chebyshev_polynomial_w complex copysign eq fill float_power floor_divide fmax fmin fmod gammainc
+gammaincc gcd ge greater greater_equal gt heaviside hermite_polynomial_h hermite_polynomial_he hypot igamma igammac
+isclose laguerre_polynomial_l lcm ldexp le legendre_polynomial_p less less_equal logaddexp logaddexp2 logical_and
+logical_or logical_xor lt maximum minimum ne nextafter not_equal polar pow prelu remainder
+shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+shifted_chebyshev_polynomial_w xlog1py xlogy zeta
 """
 
 #: Linear in their only operand, whatever the remaining arguments say.

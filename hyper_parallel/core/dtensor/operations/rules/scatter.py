@@ -22,9 +22,8 @@ def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None
     """The answer for x, an index and a source, which is None where a number is written."""
     terms = _TERMS.get(how, ()) if source is not None else ()
     if how != "add" or not terms:  # only sums can be split along the index
-        index, source = (
-            None if own is None else tuple(n if n in labels else None for n in own) for own in (index, source)
-        )
+        index = tuple(label if label in labels else None for label in index)
+        source = None if source is None else tuple(label if label in labels else None for label in source)
     return OpSharding(
         operands=(labels, index, source)[: len(shapes)],
         results=(labels,),
