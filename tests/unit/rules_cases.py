@@ -533,6 +533,7 @@ INDEXING = [
     Case("narrow", "ab->ab", (floats(5, 4),), (0, 0, 5), _narrow),
     Case("narrow", "ab->ab", (floats(5, 4),), (0, -5, 5), _narrow),
     Case("gather", "a.,at->at", (floats(5, 4), ints(4, 5, 3)), (1,), _gather),
+    Case("gather", ",.->.", (floats(), np.array([0])), (0,), lambda o, s: o[0][None]),
     Case("gather", ".b,tb->tb", (floats(5, 4), ints(5, 7, 4)), (-2,), _gather),
     Case("gather", "a..,at.->at.", (floats(5, 4, 3), ints(4, 5, 2, 2)), (1,), _gather),
     Case(

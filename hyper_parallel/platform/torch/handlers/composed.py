@@ -171,6 +171,16 @@ def norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dty
     return torch.linalg.matrix_norm(A, ord, dims or (-2, -1), keepdim, dtype=dtype)
 
 
+@handles(*find("norm", torch, Tensor))
+def any_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``torch.norm(x, p="nuc")`` is a norm of matrices."""
+    if (args[1] if len(args) > 1 else kwargs.get("p")) != "nuc" or kwargs.get("out") is not None:
+        return dispatch(OP_TABLE[func], func, args, kwargs)
+    x, _, dim, keepdim, dtype = (*args, *(None,) * 5)[:5]
+    given = {"dim": dim, "keepdim": bool(keepdim), "dtype": dtype, **{k: v for k, v in kwargs.items() if k != "p"}}
+    return torch.linalg.matrix_norm(given.pop("input", x), "nuc", given.pop("dim") or (-2, -1), **given)
+
+
 @composed(torch.linalg.tensorinv)
 def tensorinv(A: Any, ind: int = 2) -> Any:
     """The inverse of a tensor, taken as a matrix."""

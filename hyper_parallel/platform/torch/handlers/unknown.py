@@ -98,7 +98,10 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     served = _served(func.__name__)
     if served is None:
         return x.copy_(dispatch(None, _out_of_place(func), args, kwargs))
-    y = served(*args, **kwargs)
+    # Backward may need the value that is about to be written over.
+    given = (x, *args[1:], *kwargs.values())
+    kept = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
+    y = served(x.clone() if kept else x, *args[1:], **kwargs)
     if tuple(y.shape) != tuple(x.shape):
         raise RuntimeError(
             f"{func.__name__}: the result has shape {tuple(y.shape)}, and cannot replace {tuple(x.shape)}"

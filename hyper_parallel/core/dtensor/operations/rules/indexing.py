@@ -288,9 +288,12 @@ def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``result[i][j] = x[index[i][j]][j]`` for dim 0: x must be whole along dim, the index need not be."""
     x, index = shapes
-    if index is None or len(x) != len(index):
+    if index is None:
         return None
     dim = axis(static_args[0], len(x))
+    if len(x) != len(index):  # one element without dimensions goes with an index of one dimension
+        own = ((None,) * len(x), (None,) * len(index))
+        return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if {len(x), len(index)} == {0, 1} else None
     # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
