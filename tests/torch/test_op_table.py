@@ -13,6 +13,7 @@ from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh, strict
 from hyper_parallel.core.dtensor.operations import dispatch as core_dispatch
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.platform.torch.op_table import OP_TABLE
+from tests.torch.rows import MORE
 from tests.torch.support import device, randn
 
 #: name of the canonical operation -> calls. ``x`` is (4, 6), ``y`` (4, 6) positive, ``v`` (6,), ``i`` (4, 6) integers
@@ -49,6 +50,12 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda x, **_: x == 0,
         lambda x, y, **_: (x > y) & (y <= 1),
         lambda m, **_: ~m,
+        lambda x, y, **_: torch.complex(x, imag=y),
+        lambda x, **_: torch.fill(x, value=2.0),
+        lambda y, **_: torch.polygamma(1, y),
+        lambda y, **_: y.polygamma(n=1),
+        lambda x, y, **_: torch.special.zeta(2.0, y + 1),
+        lambda x, **_: torch.special.hermite_polynomial_h(x, n=2),
         lambda x, y, **_: x // y,
         lambda x, **_: x % 2,
         lambda x, **_: 3 % (x.abs() + 1),
@@ -164,6 +171,10 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda m, **_: torch.all(m, dim=1, keepdim=True),
         lambda x, **_: x.prod(1),
         lambda x, **_: torch.count_nonzero(x),
+        lambda x, **_: x.median(),
+        lambda x, **_: torch.var(x, False),
+        lambda x, **_: x.std(1, False, True),
+        lambda z, **_: torch.linalg.matrix_norm(z, "nuc"),
         lambda x, **_: torch.count_nonzero(x, dim=1),
     ],
     "reduce_pair": [
@@ -171,6 +182,8 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda x, **_: torch.min(x, dim=0, keepdim=True),
         lambda x, **_: x.max(dim=-1).indices,
         lambda x, **_: torch.median(x, 1),
+        lambda x, **_: x.mode(),
+        lambda x, **_: torch.kthvalue(x, 2, dim=0, keepdim=True),
         lambda x, **_: torch.var_mean(x, dim=1, correction=0),
     ],
     "vector_norm": [
@@ -270,20 +283,13 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
     "log_softmax": [lambda x, **_: F.log_softmax(x, dim=-1), lambda x, **_: x.log_softmax(0)],
     "logsumexp": [lambda x, **_: torch.logsumexp(x, 1), lambda x, **_: x.logsumexp((0, 1), keepdim=True)],
     "along_dims": [
-        lambda x, **_: x.cumsum(1),
         lambda x, **_: torch.cumprod(x, dim=0),
         lambda x, **_: x.cummax(0),
         lambda x, **_: x.sort(),
         lambda x, **_: torch.sort(x, 0, descending=True).values,
         lambda x, **_: x.argsort(dim=0),
-        lambda x, **_: x.flip(0),
-        lambda x, **_: torch.flip(x, [0, 1]),
-        lambda x, **_: x.flip(dims=(1,)),
-        lambda x, **_: x.roll(1, 0),
-        lambda x, **_: torch.roll(x, shifts=(1, 2), dims=(0, 1)),
-        lambda x, **_: x.roll(3),
-        lambda x, **_: x.tril(),
-        lambda x, **_: torch.triu(x, diagonal=1),
+        lambda x, **_: torch.msort(x),
+        lambda x, **_: torch.renorm(x, 2, 0, maxnorm=1.0),
     ],
     "topk": [lambda x, **_: x.topk(2), lambda x, **_: torch.topk(x, k=3, dim=0, largest=False).values],
     "gather": [lambda x, i, **_: x.gather(0, i), lambda x, i, **_: torch.gather(x, dim=1, index=i)],
@@ -327,6 +333,7 @@ CALLS: dict[str, list[Callable[..., Any]]] = {
         lambda m, **_: m.nonzero(),
         lambda x, m, **_: torch.masked_select(x, m),
     ],
+    **MORE,
 }
 
 #: In place: each changes ``x`` (or returns it changed).
@@ -423,7 +430,8 @@ def test_call(name: str, call: Callable[..., Any], placement: Any, rows_used: li
 def test_every_canonical_operation_has_a_call() -> None:
     # Of torch_npu's operators, see tests/npu/test_fused_operators.py.
     of_npu = {"glu", "rotary", "fused_attention", "add_rms_norm"}
-    assert {row.name for row in OP_TABLE.values()} - of_npu | {"amax", "amin"} == CALLS.keys() | IN_PLACE.keys()
+    by_handlers = {"amax", "amin", "index_add", "count"}
+    assert {row.name for row in OP_TABLE.values()} - of_npu | by_handlers == CALLS.keys() | IN_PLACE.keys()
     assert {row.name for row in OP_TABLE.values()} <= OPERATIONS.keys()
 
 

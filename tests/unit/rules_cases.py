@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.platform.indexing import decode_index, encode_index
+from tests.unit.rules_cases_more import MORE
 from tests.unit.rules_harness import Case
 
 _RNG = np.random.default_rng(3)
@@ -532,11 +533,14 @@ INDEXING = [
     Case("narrow", "ab->ab", (floats(5, 4),), (0, 0, 5), _narrow),
     Case("narrow", "ab->ab", (floats(5, 4),), (0, -5, 5), _narrow),
     Case("gather", "a.,at->at", (floats(5, 4), ints(4, 5, 3)), (1,), _gather),
+    Case("gather", ",.->.", (floats(), np.array([0])), (0,), lambda o, s: o[0][None]),
     Case("gather", ".b,tb->tb", (floats(5, 4), ints(5, 7, 4)), (-2,), _gather),
     Case("gather", "a..,at.->at.", (floats(5, 4, 3), ints(4, 5, 2, 2)), (1,), _gather),
     Case(
         "index_select", "a.c,t->atc", (floats(5, 4, 3), ints(4, 6)), (-2,), lambda o, s: np.take(o[0], o[1], axis=s[0])
     ),
+    Case("index_select", "a.,->a.", (floats(5, 4), ints(4)), (1,), lambda o, s: np.take(o[0], o[1].reshape(1), axis=1)),
+    Case("index_select", ",.->", (floats(), np.array([0])), (0,), lambda o, s: o[0]),
     Case("one_hot", "ab->ab.", (ints(6, 5, 3),), (6,), lambda o, s: np.eye(s[0])[o[0]]),
 ]
 
@@ -568,12 +572,13 @@ ALONG = [
     Case("logsumexp", "..->", (floats(5, 3),), (None, False), _log_sum_exp),
     Case("logsumexp", "a..->a", (floats(5, 3, 4),), ((1, 2), False), _log_sum_exp),
     Case("along_dims", "ab.->ab.", (floats(5, 3, 4),), ((-1,), 1), _softmax),
-    Case("along_dims", ".b.->.b.", (floats(5, 3, 4),), ((0, 2), 1), lambda o, s: np.flip(o[0], s[0])),
-    Case("along_dims", "..->..", (floats(5, 3),), (None, 1), lambda o, s: np.roll(o[0], 1)),
+    Case("along_linear", ".b.->.b.", (floats(5, 3, 4),), ((0, 2), None), lambda o, s: np.flip(o[0], s[0])),
+    Case("along_dims", "..->..", (floats(5, 3),), (None, 1), lambda o, s: np.sort(o[0], axis=None).reshape(5, 3)),
     Case("along_dims", ".b->.b,.b", (floats(5, 3),), ((0,), 2), _sort),
-    Case("along_dims", ".b->.b", (floats(5, 3),), ((0,), 1), lambda o, s: np.cumsum(o[0], axis=s[0][0])),
-    Case("along_dims", "a..->a..", (floats(5, 3, 4),), ((-2, -1), 1), lambda o, s: np.tril(o[0])),
+    Case("along_dims", ".b->.b", (floats(5, 3),), ((0,), 1), lambda o, s: np.cumprod(o[0], axis=s[0][0])),
+    Case("along_linear", "a..->a..", (floats(5, 3, 4),), ((-2, -1), None), lambda o, s: np.tril(o[0])),
     Case("topk", "a.->a.,a.", (floats(5, 6),), (3, -1), _topk),
+    Case("topk", "->,", (floats(),), (1, 0), lambda o, s: [o[0], np.zeros((), int)]),
 ]
 
 FUSED = [
@@ -773,4 +778,5 @@ CASES = [
     *LOSS,
     *DROPOUT,
     *SAME_RULE,
+    *MORE,
 ]

@@ -24,7 +24,6 @@ __all__ = ["ACCEPTED", "Missing", "missing_in"]
 
 #: Of these the rule could say more, or the numbers mislead: (operation, what) -> why it does not.
 ACCEPTED: dict[tuple[str, str], str] = {
-    ("along_dims", "linear in operand 0"): "one row serves cumsum, flip and sort; what is not linear decides",
     (
         "attention",
         "linear in operand 2",
@@ -34,6 +33,9 @@ ACCEPTED: dict[tuple[str, str], str] = {
         "operand 0 along dimension -2",
     ): "right without a causal mask only, which counts queries",
     ("attention", "operand 2 along dimension -1"): "what is sharded in attention are heads",
+    ("batched", "linear in operand 1"): "right sides of a system: one rule serves all functions of matrices",
+    ("batched", "operand 1 along dimension -1"): "right sides of a system, likewise",
+    ("by_table", "operand 1 along dimension -1"): "places in parts of a table add up; whether it holds x does not",
     ("cat", "operand 0 along dimension -1"): "right for one operand only, of which cat is a copy",
     ("cross_entropy", "linear in operand 1"): "probabilities of classes are data, and never a partial sum",
     ("cross_entropy", "linear in operand 2"): "weights of classes are data, and never a partial sum",
@@ -44,6 +46,8 @@ ACCEPTED: dict[tuple[str, str], str] = {
     ): "as attention, the length in front of the heads",
     ("getitem", "operand 0 along dimension -2"): "a slice with a step, right where the step divides every part",
     ("nll_loss", "linear in operand 0"): "log-probabilities come from log_softmax, which gives no partial sum",
+    ("searchsorted", "operand 0 along dimension -1"): "places in parts of a sequence add up: without a sorter only",
+    ("searchsorted", "operand 2 along dimension -1"): "likewise, where parts of the sequence are sorted by themselves",
     ("nll_loss", "linear in operand 2"): "weights of classes are data, and never a partial sum",
 }
 

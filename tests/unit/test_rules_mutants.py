@@ -15,6 +15,7 @@ RIGHT = {
     ("attention", "nonempty"),
     ("fused_attention", "nonempty"),
     ("along_dims", "nonempty"),
+    ("along_linear", "nonempty"),
     # The largest elements of parts give the largest of all without it: what it adds is how ties share a gradient.
     ("amax", "call"),
     ("amin", "call"),

@@ -16,6 +16,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.operator_table", description=__doc__)
     parser.add_argument("platform", choices=["torch-cpu", "mindspore"])
     parser.add_argument("--only", help="operators whose names match this regular expression; the page stays as it is")
+    parser.add_argument(
+        "--renew", action="store_true", help="with --only: write the page, which keeps what it says of others"
+    )
     parser.add_argument("--samples", type=int, default=6, help="of each operator")
     parser.add_argument("--few", action="store_true", help="few placements, as the tests")
     parser.add_argument("--keep", action="store_true", help="leave the page as it is")
@@ -30,7 +33,8 @@ def main() -> int:
     from tests.support.operator_table.table import found_by, operators, worst
 
     with OperatorPool(arguments.platform) as pool:
-        title, names = operators(pool)
+        title, every = operators(pool)
+        names = every
         if arguments.only:
             names = [name for name in names if re.search(arguments.only, name)]
         found = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.exists() else {}
@@ -49,9 +53,11 @@ def main() -> int:
                 bad += 1
                 texts = [text for v in ("hanging", "wrong") for text in verdicts.get(v, []) if text]
                 print(f"{name} ({form}): {worst(line, form)}\n    " + "\n    ".join(texts))
-    if not arguments.only and not arguments.keep:
-        from tests.support.operator_table.page import write
+    if (arguments.renew or not arguments.only) and not arguments.keep:
+        from tests.support.operator_table.page import said, write
 
+        if arguments.only:
+            found = {**said(arguments.platform, every), **found}
         write(arguments.platform, found, arguments.samples, title)
     return 1 if bad else 0
 

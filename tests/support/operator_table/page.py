@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.operator_table.table import ORDER, worst
 
-__all__ = ["PAGE", "read", "section", "write"]
+__all__ = ["PAGE", "read", "said", "section", "write"]
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operators.md"
 WIDTH = 120
@@ -19,6 +19,16 @@ _NO_KERNEL = re.compile(r"unregistered|[Nn]ot found op|supports? Ascend|Create k
 
 _PARAGRAPH = re.compile(r"^\*\*(Forward .+?)\*\* \(\d+\):(.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 _VERDICT = re.compile(rf"(?:^|, )({'|'.join(FORMS)}) ({'|'.join(ORDER)})")
+
+
+_UNTRIED = re.compile(r"^\*\*Not tried,\s(.+?)\*\* \(\d+\):(.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+#: Why an operator was not tried -> a text for which `_reason` gives that.
+_TEXTS = {
+    "since there is no kernel for CPU": "unregistered",
+    "since there are no samples": "no samples",
+    "since no operand is a tensor": "no tensors",
+    "since one device cannot compute the samples": "one device",
+}
 
 
 def write(platform: str, found: dict[str, Any], samples: int, title: str) -> None:
@@ -38,6 +48,18 @@ def read(platform: str) -> dict[str, dict[str, str]]:
         verdicts = dict(_VERDICT.findall(" ".join(heading.lower().split())))
         said.update(dict.fromkeys(re.findall(r"`([^`]+)`", names), verdicts))
     return said
+
+
+def said(platform: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """What the page says of these operators, in the form of what is found by trying them; nothing of new ones."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"<!-- begin {platform} -->")[2]
+    text = text.partition(f"<!-- end {platform} -->")[0]
+    lines: dict[str, dict[str, Any]] = {}
+    for name, forms in read(platform).items():
+        lines[name] = {"found": {form: {verdict: []} for form, verdict in forms.items()}}
+    for reason, listed in _UNTRIED.findall(text):
+        lines |= {name: {"untried": _TEXTS[reason]} for name in re.findall(r"`([^`]+)`", listed)}
+    return {name: lines[name] for name in names if name in lines}
 
 
 def section(platform: str, found: dict[str, Any], samples: int, title: str) -> str:

@@ -15,18 +15,24 @@ from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, sizes_of
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
-from hyper_parallel.platform.torch.op_table.reduction import WHOLE_EXTREMUM
+from hyper_parallel.platform.torch.op_table.reduction import OF_ALL
 from hyper_parallel.platform.torch.private import is_dispatch_on
 from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor, replaces
 
 __all__ = ["set_method"]
 
 
+@handles(*find("median nanmedian", torch, Tensor))
+def median(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``median(x)`` and ``median(x, dim)`` are different operations."""
+    return dispatch((OF_ALL if len(args) + len(kwargs) == 1 else OP_TABLE)[func], func, args, kwargs)
+
+
 @handles(torch.max, Tensor.max, torch.min, Tensor.min)
 def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
     """``max(x)``, ``max(x, other)`` and ``max(x, dim)`` are different operations."""
     if len(args) + len(kwargs) == 1:
-        return dispatch(WHOLE_EXTREMUM[func], func, args, kwargs)
+        return dispatch(OF_ALL[func], func, args, kwargs)
     if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
         return (torch.maximum if func.__name__ == "max" else torch.minimum)(*args, **kwargs)
     return dispatch(OP_TABLE[func], func, args, kwargs)
@@ -121,18 +127,19 @@ def outer(input: Any, vec2: Any, *, out: Any = None) -> Any:
     return input.unsqueeze(1) * vec2.unsqueeze(0)
 
 
-@handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full)
+@handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_empty_strided)
 def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     """``x.new_zeros(size)``: laid out like ``x`` when it has its shape, else replicated."""
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
     x, *given = (*args, *(v for k, v in kwargs.items() if k not in options))
-    size, fill = sizes_of(given[:1] if func is Tensor.new_full else given), given[1:] if func is Tensor.new_full else []
-    if size == tuple(x.shape):
-        return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *fill, **options)
+    count = {Tensor.new_full: 1, Tensor.new_empty_strided: 1}.get(func, len(given))
+    size, more = sizes_of(given[:count]), given[count:]
+    if size == tuple(x.shape) and func is not Tensor.new_empty_strided:
+        return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *more, **options)
     # What is made does not depend on the values of x: a tensor without elements, with its dtype and device, stands for
     # it, so that nothing is gathered.
-    stand_in = State.core.replicated(torch.empty(0, dtype=x.dtype, device=x.device), x._layout.mesh)
-    return run_unknown(func, (stand_in, size, *fill), options)
+    stand_in = torch.empty(0, dtype=x.dtype, device=x.device)
+    return State.core.replicated(func(stand_in, size, *more, **options), x._layout.mesh)
 
 
 @replaces(Tensor.new_tensor)

@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract.interception import name_of
 from hyper_parallel.platform.torch.op_table.binding import UnboundCallError
 from hyper_parallel.platform.torch.private import OpOverload, OpOverloadPacket, graph_task, in_dispatch_mode
-from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor
+from hyper_parallel.platform.torch.tensor import State, dispatch, is_dtensor
 
 __all__ = ["recover", "run_unknown"]
 
@@ -60,25 +62,60 @@ def _run_into(func: Any, args: tuple, kwargs: dict) -> Any:
     """``func(..., out=x)``: the result is copied into ``x``, which keeps its layout. Optimizers do this."""
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     out, result = kwargs["out"], func(*args, **rest)
+    if not isinstance(out, (tuple, list)):
+        return _copied_into(func, out, result)
+    if not isinstance(result, (tuple, list)) or len(out) != len(result):
+        raise TypeError(f"{name_of(func)}(out=...) needs one tensor for each result, not {len(out)}")
+    for x, y in zip(out, result, strict=True):
+        _check_fits(func, x, y)
+    return type(out)([x.copy_(y) for x, y in zip(out, result, strict=True)])
+
+
+def _copied_into(func: Any, out: Any, result: Any) -> Any:
+    _check_fits(func, out, result)
+    return out.copy_(result)
+
+
+def _check_fits(func: Any, out: Any, result: Any) -> None:
     if not is_dtensor(out) or not is_dtensor(result):
         raise TypeError(
-            f"{name_of(func)}(out=...) with distributed operands needs one distributed tensor for the result: use the "
+            f"{name_of(func)}(out=...) with distributed operands needs one distributed tensor for each result: use the "
             "value that the function returns"
         )
     if out.shape != result.shape:
         shapes = f"out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"
         raise ValueError(f"{name_of(func)}(out=...): {shapes}")
-    return out.copy_(result)
 
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute on a gathered copy of the first operand and copy the result back into it."""
+    """By the function that returns a new tensor, or else on a gathered copy of the first operand; the result is copied
+    into that."""
     x: Any = args[0] if args else None
     if not is_dtensor(x):
         raise TypeError(
             f"{func.__name__} would write a distributed result into a plain tensor: distribute the tensor first"
         )
-    return x.copy_(dispatch(None, _out_of_place(func), args, kwargs))
+    served = _served(func.__name__)
+    if served is None:
+        return x.copy_(dispatch(None, _out_of_place(func), args, kwargs))
+    # Backward may need the value that is about to be written over.
+    given = (x, *args[1:], *kwargs.values())
+    kept = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
+    y = served(x.clone() if kept else x, *args[1:], **kwargs)
+    if tuple(y.shape) != tuple(x.shape):
+        raise RuntimeError(
+            f"{func.__name__}: the result has shape {tuple(y.shape)}, and cannot replace {tuple(x.shape)}"
+        )
+    if not torch.can_cast(y.dtype, x.dtype):
+        raise RuntimeError(f"{func.__name__}: result type {y.dtype} can't be cast to the desired output type {x.dtype}")
+    return x.copy_(y)
+
+
+@functools.cache
+def _served(name: str) -> Callable | None:
+    """What returns a new tensor where the function ``name`` writes in place, if it has a rule or a handler."""
+    found = (getattr(owner, name.rstrip("_"), None) for owner in (Tensor, torch, torch.nn.functional, torch.special))
+    return next((f for f in found if f is not None and f in State.table), None)
 
 
 @functools.cache

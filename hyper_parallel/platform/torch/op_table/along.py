@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.op_table.as_called import Given, as_called
 from hyper_parallel.platform.torch.op_table.binding import (
     Bound,
     Table,
@@ -14,6 +15,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     autocast_dtype,
     binds,
     find,
+    global_shape,
     repeated,
     rows,
 )
@@ -28,23 +30,44 @@ def table() -> Table:
     return {
         **_softmax("softmax"),
         **_softmax("log_softmax"),
-        **repeated("cumsum cumprod logcumsumexp", "along_dims", whole.format("dims dtype=None", 1)),
+        **repeated("cumprod logcumsumexp", "along_dims", whole.format("dims dtype=None", 1)),
+        **repeated("cumsum", "along_linear", whole.format("dims dtype=None", None)),
         **repeated("cummax cummin", "along_dims", whole.format("dims", 2)),
         **repeated("sort", "along_dims", whole.format("dims=-1 descending=False stable=False", 2)),
         **repeated("argsort", "along_dims", whole.format("dims=-1 descending=False stable=False", 1)),
-        **repeated("flip", "along_dims", "input *sizes/dims -> input | sizes 1"),
-        **repeated("roll", "along_dims", whole.format("shifts dims=None", 1)),
-        **repeated("tril triu", "along_dims", "input diagonal=0 -> input | (-2,-1) 1"),
+        **repeated("msort", "along_dims", "input -> input | 0 1"),
+        **repeated("flip", "along_linear", "input *sizes/dims -> input | sizes None"),
+        **repeated("roll", "along_linear", whole.format("shifts dims=None", None)),
+        **repeated("tril triu", "along_linear", "input diagonal=0 -> input | (-2,-1) None"),
+        **repeated("renorm", "along_dims", _bind_renorm),
+        **as_called("linspace logspace", "batched", "start end steps", _spaced, torch),
+        **as_called("quantile nanquantile", "quantile", "input q dim keepdim", _quantiles),
         **rows("topk", "topk", "input k dim=-1 largest=True sorted=True"),
         # What leaves the world of tensors, or whose result has a size that depends on the data.
         **rows(
-            "item tolist numpy equal allclose is_nonzero nonzero argwhere unique unique_consecutive masked_select "
-            "bincount __bool__ __int__ __float__ __complex__ __index__ __array__",
+            "item tolist numpy is_nonzero nonzero argwhere unique unique_consecutive masked_select "
+            "__bool__ __int__ __float__ __complex__ __index__ __array__",
             "replicate",
             lambda func, args, kwargs: (args, (tuple(kwargs.items()),)),
             lambda func, operands, static_args: func(*operands, **dict(static_args[0])),
         ),
     }
+
+
+@binds("input p dim maxnorm")
+def _bind_renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Bound:
+    ndim = len(global_shape(x))
+    return (x,), (tuple(d for d in range(ndim) if d != dim % ndim), 1)
+
+
+def _spaced(given: Given) -> tuple:
+    return (0,) * len(given.operands), ((given.values[2],),)
+
+
+def _quantiles(given: Given) -> tuple:
+    if given.numbers[0] != 0:
+        raise UnboundCallError
+    return given.values.get(2), bool(given.values.get(3, False))
 
 
 def _softmax(name: str) -> Table:

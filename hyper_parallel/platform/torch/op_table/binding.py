@@ -30,6 +30,7 @@ __all__ = [
     "Bound",
     "Table",
     "UnboundCallError",
+    "argument_numbers",
     "arguments",
     "autocast_dtype",
     "binds",
@@ -91,7 +92,7 @@ _TEXTS = RowText(
         "sizes": sizes_of,
     },
 )
-arguments, binds = _TEXTS.arguments, _TEXTS.binds
+arguments, binds, argument_numbers = _TEXTS.arguments, _TEXTS.binds, _TEXTS.places
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:

@@ -23,20 +23,26 @@ __all__ = ["CONVERSIONS", "table"]
 CONVERSIONS: dict[str, NativeOp] = {}
 
 _UNARY = """
-abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil celu
-cos cosh digamma elu erf erfc erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln gelu hardshrink hardsigmoid
-hardswish hardtanh i0 i0e i1 i1e isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
-log_ndtr log_sigmoid logical_not logit logsigmoid mish mvlgamma nan_to_num ndtr ndtri polygamma psi reciprocal relu
-relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
-tanhshrink threshold trunc bool int long short char byte __abs__ __invert__
+__abs__ __invert__ abs absolute acos acosh airy_ai angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan
+atanh bessel_j0 bessel_j1 bessel_y0 bessel_y1 bitwise_not bool byte ceil celu char cos cosh digamma elu entr erf erfc
+erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln gelu hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e
+int isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 log_ndtr log_sigmoid
+logical_not logit logsigmoid long mish modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
+multigammaln mvlgamma nan_to_num ndtr ndtri psi reciprocal relu relu6 round rsqrt scaled_modified_bessel_k0
+scaled_modified_bessel_k1 selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign
+spherical_bessel_j0 sqrt square tan tanh tanhshrink threshold trunc
 """
 
 _BINARY = """
-arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq float_power
-floor_divide fmax fmin fmod gcd ge greater greater_equal gt heaviside hypot isclose lcm ldexp le less less_equal
-logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum ne nextafter not_equal polar pow prelu
-remainder xlog1py xlogy __and__ __eq__ __floordiv__ __ge__ __gt__ __le__ __lshift__ __lt__ __mod__ __ne__ __or__
-__pow__ __rand__ __rfloordiv__ __rlshift__ __rmod__ __ror__ __rpow__ __rrshift__ __rshift__ __rxor__ __xor__
+__and__ __eq__ __floordiv__ __ge__ __gt__ __le__ __lshift__ __lt__ __mod__ __ne__ __or__ __pow__ __rand__ __rfloordiv__
+__rlshift__ __rmod__ __ror__ __rpow__ __rrshift__ __rshift__ __rxor__ __xor__ arctan2 atan2 bitwise_and
+bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor chebyshev_polynomial_t chebyshev_polynomial_u
+chebyshev_polynomial_v chebyshev_polynomial_w complex copysign eq fill float_power floor_divide fmax fmin fmod gammainc
+gammaincc gcd ge greater greater_equal gt heaviside hermite_polynomial_h hermite_polynomial_he hypot igamma igammac
+isclose laguerre_polynomial_l lcm ldexp le legendre_polynomial_p less less_equal logaddexp logaddexp2 logical_and
+logical_or logical_xor lt maximum minimum ne nextafter not_equal polar pow prelu remainder
+shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+shifted_chebyshev_polynomial_w xlog1py xlogy zeta
 """
 
 #: Linear in their only operand, whatever the remaining arguments say.
@@ -48,7 +54,14 @@ pin_memory cpu cuda npu __neg__ __pos__
 _IN_PLACE_BINARY = "__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__ __irshift__ __ixor__"
 
 #: Names of the second operand that are not ``other``.
-_SECOND = {"pow": "exponent", "float_power": "exponent", "prelu": "weight", "heaviside": "values"}
+_SECOND = {
+    **dict.fromkeys(("pow", "float_power"), "exponent"),
+    "prelu": "weight",
+    "heaviside": "values",
+    "fill": "value",
+    "complex": "imag",
+    **dict.fromkeys((name for name in _BINARY.split() if "_polynomial_" in name), "n"),
+}
 
 _SEVERAL_OPERANDS = {
     "clamp clip": "input min max",
@@ -74,13 +87,16 @@ def table() -> Table:
         table |= elementwise(_in_place(names), "pointwise_", operands, torch, Tensor)
     return {
         **table,
+        **elementwise(f"{_UNARY} polygamma", "pointwise", "input", Tensor),
         **elementwise(_UNARY, "pointwise", "input"),
+        **rows("polygamma", "pointwise", "n input -> input | n", _call_polygamma, torch, torch.special),
         # Without the other two: indices, whose number depends on the data.
         **rows("where", "pointwise", "condition input other -> condition input other", call_by_position, torch),
         **elementwise("where", "pointwise", "input condition other", Tensor),
         **elementwise(_LINEAR, "linear_unary", "input", torch, Tensor),
         **elementwise("conj detach", "alias", "input", torch, Tensor),
         **elementwise("__get__", "alias", "input", Tensor.data, Tensor.real, Tensor.imag),
+        **elementwise("real imag", "alias", "input", torch),
         **elementwise("contiguous", "contiguous", "input", Tensor),
         **elementwise("add sub subtract rsub __add__ __radd__ __sub__ __rsub__", "add", "input other"),
         **elementwise("mul multiply __mul__ __rmul__", "mul", "input other"),
@@ -95,6 +111,10 @@ def table() -> Table:
 
 
 _DIV = "input other rounding_mode=None -> input other | rounding_mode"
+
+
+def _call_polygamma(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return operands[0].polygamma(static_args[0])
 
 
 def _call_div(func: Any, operands: tuple, static_args: tuple) -> Any:
@@ -124,7 +144,7 @@ def _call_to(func: Any, operands: tuple, static_args: Any) -> Any:
 
 def _written() -> Table:
     return {
-        **elementwise(_in_place(_UNARY), "pointwise_", "input", torch, Tensor, F),
+        **elementwise(_in_place(f"{_UNARY} polygamma"), "pointwise_", "input", torch, Tensor, F),
         **elementwise(f"{_in_place(_BINARY)} {_IN_PLACE_BINARY}", "pointwise_", "input other", torch, Tensor, F),
         **elementwise("pow_", "pointwise_", "input exponent", Tensor),
         **elementwise("fill_", "pointwise_", "input value", Tensor),

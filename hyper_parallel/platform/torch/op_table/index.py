@@ -11,7 +11,7 @@ from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
 from hyper_parallel.platform.torch.tensor import State
 
-__all__ = ["table"]
+__all__ = ["encode", "table"]
 
 
 def table() -> Table:
@@ -27,7 +27,8 @@ def table() -> Table:
     }
 
 
-def _encode(x: Any, index: Any) -> tuple[tuple, tuple]:
+def encode(x: Any, index: Any) -> tuple[tuple, tuple]:
+    """The tensors in ``index``, lists and arrays among them, and the index as `encode_index` gives it."""
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, list) or _is_array(i) for i in items):
         items = tuple(_to_tensor(i, x) if isinstance(i, list) or _is_array(i) else i for i in items)
@@ -51,7 +52,7 @@ def _is_bool(x: Any) -> bool:
 
 
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
-    tensors, encoded = _encode(args[0], args[1])
+    tensors, encoded = encode(args[0], args[1])
     return (args[0], *tensors), (encoded,)
 
 
@@ -60,7 +61,7 @@ def _call_getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> Bound:
-    tensors, encoded = _encode(args[0], args[1])
+    tensors, encoded = encode(args[0], args[1])
     return (args[0], args[2], *tensors), (encoded,)
 
 

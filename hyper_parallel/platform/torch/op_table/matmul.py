@@ -28,6 +28,7 @@ def table() -> Table:
         **rows("linear", "linear", "input weight bias=None -> input weight bias", call_by_position, F),
         **rows(names, "matmul", product, _call_matmul, torch, Tensor, torch.linalg),
         **rows("__rmatmul__", "matmul", "input other -> other input", _call_matmul, Tensor),
+        **rows("cdist", "pairs", f"{_CDIST} -> x1 x2 | p compute_mode", call_by_position, torch),
         **rows("addmm", "addmm", _bind_addmm, _call_addmm),
         # Torch brings the forms einsum(equation, [a, b]) and einsum(a, [0, 1], b, [1, 2]) into this one.
         **rows(
@@ -38,6 +39,9 @@ def table() -> Table:
             torch,
         ),
     }
+
+
+_CDIST = "x1 x2 p=2.0 compute_mode='use_mm_for_euclid_dist_if_necessary'"
 
 
 def _call_matmul(func: Any, operands: tuple, static_args: tuple) -> Any:

@@ -18,18 +18,20 @@ from hyper_parallel.platform.torch.op_table.binding import (
     rows,
 )
 
-__all__ = ["WHOLE_EXTREMUM", "table"]
+__all__ = ["OF_ALL", "table"]
 
 
-#: Rows of ``max(x)`` and ``min(x)``; the same functions with a dimension have two results and another row.
-WHOLE_EXTREMUM: Table = {}
+#: Rows of ``max(x)`` and ``median(x)``; the same functions with a dimension have two results and another row.
+OF_ALL: Table = {}
 
 
 def table() -> Table:
     """Rows of reductions."""
+    for median in ("median", "nanmedian"):
+        OF_ALL.update(repeated(median, "reduce_whole", "input -> input | None False"))
     for extremum in ("max", "min"):
         # Not ``amax``, whose gradient is NaN everywhere where there is a NaN; here NaNs share it.
-        WHOLE_EXTREMUM.update(repeated(extremum, f"a{extremum}", "input -> input | None False 'whole'"))
+        OF_ALL.update(repeated(extremum, f"a{extremum}", "input -> input | None False 'whole'"))
     return {
         **repeated("sum", "sum", _REDUCED),
         **repeated("mean", "mean", _REDUCED),
@@ -39,20 +41,21 @@ def table() -> Table:
         **repeated("std var", "reduce_whole", _bind_deviation),
         **repeated("var_mean std_mean", "reduce_pair", _bind_deviation),
         **rows("logsumexp", "logsumexp", _REDUCED, _call_log_sum_exp),
-        # Without a dimension ``median(x)`` has one result and runs on gathered operands.
-        **repeated("max min median nanmedian mode", "reduce_pair", "input dims keepdim=False"),
+        **repeated("max min median nanmedian", "reduce_pair", "input dims keepdim=False"),
+        **repeated("mode", "reduce_pair", "input dims=-1 keepdim=False"),
+        **repeated("kthvalue", "reduce_pair", "input k dims=-1 keepdim=False -> input | dims keepdim"),
         **rows("vector_norm", "vector_norm", _bind_norm("ord=2"), _call_vector_norm, torch.linalg),
         **rows("norm", "vector_norm", _bind_norm("p='fro'"), _call_vector_norm, torch, Tensor),
     }
 
 
 _REDUCED = "input dims=None keepdim=False dtype=None -> input | dims keepdim"
-_bind_any_deviation = arguments("input dims=None keepdim=False correction=1 unbiased=True -> input | dims keepdim")
+_bind_any_deviation = arguments("input dims=None unbiased=True keepdim=False correction=1 -> input | dims keepdim")
 
 
 def _bind_deviation(func: Any, args: tuple, kwargs: dict) -> Bound:
-    if len(args) > 2 or (args and isinstance(args[-1], bool)):
-        raise UnboundCallError  # the older overloads with a positional ``unbiased``
+    if len(args) > 1 and isinstance(args[1], bool):
+        args = (args[0], None, *args[1:])  # the older overload with ``unbiased`` in the place of dimensions
     return _bind_any_deviation(func, args, kwargs)
 
 

@@ -16,6 +16,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
     Table,
     UnboundCallError,
     binds,
+    call_by_position,
     dims_of,
     global_shape,
     rows,
@@ -27,7 +28,36 @@ __all__ = ["table"]
 
 def table() -> Table:
     """Rows of all operations on shapes."""
-    return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits()}
+    return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits(), **_diagonals(), **_reinterpreted()}
+
+
+# -------------------------------------------------------------------------------------------------- diagonals, windows
+
+
+def _diagonals() -> Table:
+    def of_last(func: Any, operands: tuple, static_args: tuple) -> Any:
+        return torch.diagonal(operands[0], *static_args)
+
+    return {
+        **rows("diagonal", "diagonal", "input offset=0 dim1=0 dim2=1", call_by_position, torch, Tensor),
+        **rows("diagonal", "diagonal", "A offset=0 dim1=-2 dim2=-1", of_last, torch.linalg),
+        **rows("diag_embed", "diag_embed", "input offset=0 dim1=-2 dim2=-1", call_by_position, torch, Tensor),
+    }
+
+
+def _reinterpreted() -> Table:
+    return {
+        **rows("unfold", "windows", "input dimension size step", call_by_position, Tensor),
+        **rows("view_as_real", "real_pairs", "input", call_by_position, torch),
+        **rows("view_as_complex", "complex_pairs", "input", _call_view_as_complex, torch),
+    }
+
+
+def _call_view_as_complex(func: Any, operands: tuple, static_args: tuple) -> Any:
+    (x,) = operands
+    if not x.numel():  # torch looks at strides also of nothing
+        return torch.complex(x[..., 0], x[..., 1])
+    return torch.view_as_complex(x)
 
 
 def _by_numbers(kernel: Callable) -> Callable:

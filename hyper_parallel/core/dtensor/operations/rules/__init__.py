@@ -14,6 +14,8 @@ an empty tuple of dimensions to reduce means all of them, as None does.
 from hyper_parallel.core.dtensor.operations.rules import (  # noqa: F401
     along,
     attention,
+    batched,
+    diagonal,
     dropout,
     elementwise,
     embedding,
@@ -26,6 +28,8 @@ from hyper_parallel.core.dtensor.operations.rules import (  # noqa: F401
     norm,
     reduction,
     replicate,
+    scatter,
+    search,
     softmax,
     view,
 )

@@ -40,8 +40,15 @@ class _Indexing:
     shape: Shape
     local_index: tuple | None
 
+    def localize(self) -> Any:
+        """`OpSharding.localize` for an index that differs on shards, else None."""
+        local_index = self.local_index
+        if local_index is None:
+            return None
+        return lambda static_args, operand_layouts, result_layouts: (local_index, *static_args[1:])
 
-def _analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
+
+def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     """Follow an encoded index through the dimensions of ``x``; None for what is not supported: masks, whose result has
     as many elements as are True, and mixtures of ints and index tensors on which frameworks disagree."""
     # bool is an int in Python, but x[True] adds a dimension.
@@ -110,13 +117,6 @@ def _place_of_block(index: tuple, items: tuple) -> int | None:
     return tensors[0] if adjacent else 0
 
 
-def _localize(local_index: tuple | None) -> Any:
-    """`OpSharding.localize` for an index that differs on shards, else None."""
-    if local_index is None:
-        return None
-    return lambda static_args, operand_layouts, result_layouts: (local_index, *static_args[1:])
-
-
 def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tuple | None:
     """An index of ints, slices, None and dots gives a view."""
     index = static_args[0]
@@ -126,7 +126,7 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 @rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index]``: dimensions taken whole and those of the index tensors can be sharded."""
-    found = _analyse(shapes[0], static_args[0], shapes[1:])
+    found = analyse(shapes[0], static_args[0], shapes[1:])
     if found is None:
         return None
     return OpSharding(
@@ -134,7 +134,7 @@ def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
         results=(found.labels,),
         result_shapes=(found.shape,),
         terms=_LINEAR,
-        localize=_localize(found.local_index),
+        localize=found.localize(),
     )
 
 
@@ -143,7 +143,7 @@ def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along are whole;
     those that ints and slices cut may be sharded: each rank then writes what lies in its shard."""
     x, value = shapes[:2]
-    found = _analyse(x, static_args[0], shapes[2:])
+    found = analyse(x, static_args[0], shapes[2:])
     if found is None:
         return None
     value_labels = None
@@ -169,7 +169,7 @@ def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
         results=(labels,),
         result_shapes=(tuple(x),),
         terms=() if value is None else ((0,), (1,)),
-        localize=_localize(found.local_index),
+        localize=found.localize(),
         call=None if cut is None else cut.write,
         native_if=None if cut is None else cut.is_whole,
     )
@@ -288,9 +288,12 @@ def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``result[i][j] = x[index[i][j]][j]`` for dim 0: x must be whole along dim, the index need not be."""
     x, index = shapes
-    if index is None or len(x) != len(index):
+    if index is None:
         return None
     dim = axis(static_args[0], len(x))
+    if len(x) != len(index):  # one element without dimensions goes with an index of one dimension
+        own = ((None,) * len(x), (None,) * len(index))
+        return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if {len(x), len(index)} == {0, 1} else None
     # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
@@ -304,16 +307,18 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("index_select", "x, index (1-D)", "dim")
 def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[:, index]`` for dim 1 and a 1-d index."""
+    """``x[:, index]`` for dim 1 and an index of one dimension."""
     x, index = shapes
-    if index is None or len(index) != 1 or not x:
+    if index is None or len(index) > 1:
         return None
     dim = axis(static_args[0], len(x))
     labels = whole(named(x), (dim,))
+    # An index without dimensions counts as one of one element, and so does x.
+    place, size = ("t", index[0]) if index and x else (None, 1)
     return OpSharding(
-        operands=(labels, ("t",)),
-        results=(replaced(labels, dim, "t"),),
-        result_shapes=(replaced(x, dim, index[0]),),
+        operands=(labels, (place,) * len(index)),
+        results=(replaced(labels, dim, place) if x else (),),
+        result_shapes=(replaced(x, dim, size) if x else (),),
         terms=_LINEAR,
     )
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.dtensor.layouts.strides import expanded_strides, permuted_strides, reshaped_strides
+from hyper_parallel.core.dtensor.layouts.strides import (
+    Shape,
+    Strides,
+    expanded_strides,
+    permuted_strides,
+    reshaped_strides,
+)
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules.labels import (
     all_elements,
@@ -175,3 +181,47 @@ def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
     labels = tuple(label if tuple(p) == (0, 0) else None for label, p in zip(named(x), pads, strict=True))
     shape = tuple(before + size + after for size, (before, after) in zip(x, pads, strict=True))
     return unary(labels, labels, shape, nonempty=labels if copies else ())
+
+
+def _strides_of_windows(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    dim, _, step = static_args[:3]
+    strides = strides or (1,)
+    dim = axis(dim, len(shape))
+    return (*replaced(strides, dim, strides[dim] * step), strides[dim]) if shape else strides
+
+
+@rule("windows", static_args="dim, size, step", repeatable=True, memory="shared", view_strides=_strides_of_windows)
+def windows(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Windows that slide along a dimension, which is whole, and become the last dimension (torch: ``unfold``)."""
+    x, (dim, size, step) = shapes[0], static_args[:3]
+    dim, length = axis(dim, len(x)), x[axis(dim, len(x))] if x else 1
+    if size < 0 or size > length or step <= 0:
+        return None
+    labels = whole(named(x), (dim,))
+    count = (length - size) // step + 1
+    return unary(labels, (*labels, None), (*(replaced(x, dim, count) if x else ()), size), terms=_LINEAR)
+
+
+def _strides_in_pairs(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    return (*(2 * step for step in strides), 1)
+
+
+@rule("real_pairs", repeatable=True, memory="shared", view_strides=_strides_in_pairs)
+def real_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Complex numbers as pairs of real ones, in a new last dimension."""
+    x, labels = shapes[0], named(shapes[0])
+    return unary(labels, (*labels, None), (*x, 2), terms=_LINEAR)
+
+
+def _strides_of_pairs(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    return tuple(step // 2 for step in strides[:-1])
+
+
+@rule("complex_pairs", repeatable=True, memory="shared", view_strides=_strides_of_pairs)
+def complex_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Pairs of real numbers, which lie in the last dimension, as complex ones."""
+    x = shapes[0]
+    if not x or x[-1] != 2:
+        return None
+    labels = whole(named(x), (len(x) - 1,))
+    return unary(labels, labels[:-1], x[:-1], terms=_LINEAR)

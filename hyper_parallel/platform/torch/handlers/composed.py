@@ -1,0 +1,415 @@
+"""Functions that compute, as compositions of products, sums and differences."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.handlers.composing import composed, number, replicated_like
+from hyper_parallel.platform.torch.op_table import OP_TABLE
+from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError, dims_of, find, global_shape
+from hyper_parallel.platform.torch.op_table.scatter import INDEX_ADD
+from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
+
+__all__: list[str] = []
+
+
+# ---------------------------------------------------------------------------------------------------- products
+
+
+def _plus_product(product: Callable[[Any, Any], Any], dims: tuple[int, int]) -> Callable:
+    """``beta * input + alpha * product(a, b)``, where ``input`` does not count at all if beta is 0."""
+
+    def plus_product(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        if (a.dim(), b.dim()) != dims:
+            raise UnboundCallError  # torch words the error
+        y = product(a, b)
+        if torch.broadcast_shapes(tuple(input.shape), tuple(y.shape)) != tuple(y.shape):
+            raise UnboundCallError
+        y = y if alpha == 1 else y * alpha
+        return y if beta == 0 else (input if beta == 1 else input * beta) + y
+
+    return plus_product
+
+
+def _named(composition: Callable, *names: str) -> Callable:
+    """``composition`` also with its second and third arguments by these names."""
+    return lambda input, *given, **how: composition(input, *given, *(how.pop(n) for n in names if n in how), **how)
+
+
+def _sum_of_products(a: Any, b: Any) -> Any:
+    return torch.einsum("bij,bjk->ik", a, b)
+
+
+composed(*find("addmv"))(_named(_plus_product(torch.mv, (2, 1)), "mat", "vec"))
+composed(*find("addr"))(_named(_plus_product(torch.outer, (1, 1)), "vec1", "vec2"))
+composed(*find("baddbmm"))(_named(_plus_product(torch.bmm, (3, 3)), "batch1", "batch2"))
+composed(*find("addbmm"))(_named(_plus_product(_sum_of_products, (3, 3)), "batch1", "batch2"))
+
+
+def _product(a: Any, a_dims: Sequence[int], b: Any, b_dims: Sequence[int]) -> Any:
+    """Contracted over these dimensions; the others of ``a`` come before those of ``b``."""
+    if a.dim() + b.dim() > len(string.ascii_letters) or a.dtype != b.dtype:
+        raise UnboundCallError
+    letters = iter(string.ascii_letters)
+    of_a = [next(letters) for _ in range(a.dim())]
+    of_b = [next(letters) for _ in range(b.dim())]
+    for i, k in zip(a_dims, b_dims, strict=True):
+        if a.shape[i] != b.shape[k]:
+            raise UnboundCallError  # stretched, or an error
+        of_b[k] = of_a[i]
+    kept = [c for i, c in enumerate(of_a) if i not in a_dims] + [c for k, c in enumerate(of_b) if k not in b_dims]
+    return torch.einsum(f"{''.join(of_a)},{''.join(of_b)}->{''.join(kept)}", a, b)
+
+
+@composed(*find("inner"))
+def inner(input: Any, other: Any) -> Any:
+    """Contracted over the last dimensions."""
+    if not input.dim() or not other.dim():
+        return input * other
+    return _product(input, [input.dim() - 1], other, [other.dim() - 1])
+
+
+@composed(*find("tensordot"))
+def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
+    """Contracted over the last dimensions of one and the first of the other, or over those given."""
+    if isinstance(dims, Tensor):
+        raise UnboundCallError
+    if isinstance(dims, int):
+        dims = (range(a.dim() - dims, a.dim()), range(dims))
+    of_a, of_b = (dims_of(given) or () for given in map(tuple, dims))
+    if len(of_a) != len(of_b):
+        raise UnboundCallError
+    return _product(a, [d % a.dim() for d in of_a], b, [d % b.dim() for d in of_b])
+
+
+@composed(*find("kron"))
+def kron(input: Any, other: Any) -> Any:
+    """The product of each element of one with all of the other."""
+    ndim = max(input.dim(), other.dim())
+    a = input.reshape(*itertools.chain.from_iterable((n, 1) for n in (*(1,) * (ndim - input.dim()), *input.shape)))
+    b = other.reshape(*itertools.chain.from_iterable((1, n) for n in (*(1,) * (ndim - other.dim()), *other.shape)))
+    y = a * b
+    return y.reshape([y.shape[2 * d] * y.shape[2 * d + 1] for d in range(ndim)])
+
+
+@composed(*find("vdot"))
+def vdot(input: Any, other: Any) -> Any:
+    """The product of two vectors, of which the first is conjugated."""
+    return torch.dot(input.conj(), other)
+
+
+@composed(torch.linalg.vecdot)
+def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
+    """Products of vectors, of which the first are conjugated."""
+    if x.dtype != y.dtype:
+        raise UnboundCallError
+    return (x.conj() * y).sum(dim, dtype=x.dtype)
+
+
+@composed(*find("chain_matmul"))
+def chain_matmul(*matrices: Any) -> Any:
+    """A product of several matrices."""
+    return multi_dot(matrices)
+
+
+@composed(torch.linalg.multi_dot)
+def multi_dot(tensors: Any) -> Any:
+    """A product of several matrices, the outer ones maybe vectors, in the order that multiplies least."""
+    if len(tensors) < 2 or any(x.dim() != 2 for x in tensors[1:-1]):
+        raise UnboundCallError
+    chain = [tensors[0].unsqueeze(0) if tensors[0].dim() == 1 else tensors[0], *tensors[1:]]
+    chain[-1] = chain[-1].unsqueeze(1) if chain[-1].dim() == 1 else chain[-1]
+    if any(x.dim() != 2 for x in chain):
+        raise UnboundCallError
+    sizes = (chain[0].shape[0], *(x.shape[1] for x in chain))
+
+    @functools.cache
+    def cheapest(first: int, last: int) -> tuple[int, int]:
+        """What the product of these costs, and after which matrix to cut it."""
+        if first == last:
+            return 0, first
+        return min(
+            (cheapest(first, k)[0] + cheapest(k + 1, last)[0] + sizes[first] * sizes[k + 1] * sizes[last + 1], k)
+            for k in range(first, last)
+        )
+
+    def product(first: int, last: int) -> Any:
+        if first == last:
+            return chain[first]
+        cut = cheapest(first, last)[1]
+        return product(first, cut) @ product(cut + 1, last)
+
+    y = product(0, len(chain) - 1)
+    y = y.squeeze(1) if tensors[-1].dim() == 1 else y
+    return y.squeeze(0) if tensors[0].dim() == 1 else y
+
+
+# ---------------------------------------------------------------------------------------------------- linear algebra
+
+
+@composed(torch.linalg.norm)
+def norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The norm of vectors or matrices."""
+    dims = dims_of(dim)
+    if ord is None:
+        return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
+    count = len(dims) if dims else A.dim()
+    if count not in (1, 2) or (count == 2 and isinstance(dim, int)):
+        raise UnboundCallError
+    if count == 1:
+        return torch.linalg.vector_norm(A, ord, dims, keepdim, dtype=dtype)
+    return torch.linalg.matrix_norm(A, ord, dims or (-2, -1), keepdim, dtype=dtype)
+
+
+@handles(*find("norm", torch, Tensor))
+def any_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``torch.norm(x, p="nuc")`` is a norm of matrices."""
+    if (args[1] if len(args) > 1 else kwargs.get("p")) != "nuc" or kwargs.get("out") is not None:
+        return dispatch(OP_TABLE[func], func, args, kwargs)
+    x, _, dim, keepdim, dtype = (*args, *(None,) * 5)[:5]
+    given = {"dim": dim, "keepdim": bool(keepdim), "dtype": dtype, **{k: v for k, v in kwargs.items() if k != "p"}}
+    return torch.linalg.matrix_norm(given.pop("input", x), "nuc", given.pop("dim") or (-2, -1), **given)
+
+
+@composed(torch.linalg.tensorinv)
+def tensorinv(A: Any, ind: int = 2) -> Any:
+    """The inverse of a tensor, taken as a matrix."""
+    if not 0 < ind < A.dim() or math.prod(A.shape[:ind]) != math.prod(A.shape[ind:]):
+        raise UnboundCallError
+    inverse = torch.linalg.inv(A.reshape(math.prod(A.shape[:ind]), -1))
+    return inverse.reshape(*A.shape[ind:], *A.shape[:ind])
+
+
+@composed(torch.linalg.tensorsolve)
+def tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:
+    """The solution of a system, with tensors taken as matrices."""
+    chosen = dims_of(dims)
+    A = A if chosen is None else A.movedim(chosen, tuple(range(-len(chosen), 0)))
+    shape = tuple(A.shape[B.dim() :])
+    if math.prod(shape) != B.numel():
+        raise UnboundCallError
+    return torch.linalg.solve(A.reshape(-1, B.numel()), B.reshape(-1)).reshape(*shape)
+
+
+# ---------------------------------------------------------------------------------------------------- differences
+
+
+@composed(*find("diff"))
+def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Differences of neighbours, after joining what is to come before and behind."""
+    if not input.dim() or n < 0:
+        raise UnboundCallError
+    parts = [x for x in (prepend, input, append) if x is not None]
+    x = input if len(parts) == 1 else torch.cat(parts, dim)
+    return dispatch(_DIFFERENCE, torch.diff, (x, n, dim), {})
+
+
+def _bind_difference(func: Any, args: tuple, kwargs: dict) -> Bound:
+    x, n, dim = args
+    shape, at = tuple(global_shape(x)), dim % len(global_shape(x))
+    return (x,), ((at,), (*shape[:at], max(shape[at] - n, 0), *shape[at + 1 :]), n)
+
+
+_DIFFERENCE = NativeOp("along_linear", _bind_difference, lambda func, xs, how: torch.diff(xs[0], how[2], how[0][0]))
+
+
+def _trapezoids(y: Any, x: Any, dx: Any, dim: int) -> Any:
+    """Twice the areas between neighbours."""
+    if x is None:
+        return y.unfold(dim, 2, 1).sum(-1) * dx
+    if x.dim() == 1:
+        widths = torch.diff(x).reshape(-1, *(1,) * (y.dim() - 1 - dim % y.dim()))
+    else:
+        widths = torch.diff(x.reshape(*(1,) * (y.dim() - x.dim()), *x.shape), dim=dim)
+    return y.unfold(dim, 2, 1).sum(-1) * widths
+
+
+@composed(*find("trapezoid trapz"))
+def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
+    """The area under points."""
+    if not y.dim() or y.shape[dim] < 2 or (x is not None and x.shape[-1 if x.dim() == 1 else dim] != y.shape[dim]):
+        raise UnboundCallError
+    return _trapezoids(y, x, dx, dim).sum(dim) / 2
+
+
+@composed(*find("cumulative_trapezoid"))
+def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
+    """The area under the points up to each."""
+    if not y.dim() or y.shape[dim] < 2 or (x is not None and x.shape[-1 if x.dim() == 1 else dim] != y.shape[dim]):
+        raise UnboundCallError
+    return _trapezoids(y, x, dx, dim).cumsum(dim) / 2
+
+
+@composed(*find("dist"))
+def dist(input: Any, other: Any, p: Any = 2) -> Any:
+    """The norm of a difference."""
+    return torch.norm(input - other, p)
+
+
+# ---------------------------------------------------------------------------------------------------- statistics
+
+
+@composed(*find("aminmax"))
+def aminmax(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
+    """Both extremes."""
+    dims = () if dim is None else (dim,)
+    return torch.return_types.aminmax((torch.amin(input, dims, keepdim), torch.amax(input, dims, keepdim)))
+
+
+@composed(*find("cov"))
+def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Covariances of the rows, whose columns may have weights."""
+    x = input if input.dim() == 2 else input.reshape(1, -1)
+    if input.dim() > 2 or not x.shape[1]:
+        raise UnboundCallError
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    counts = [w.to(x.dtype.to_real()) for w in (fweights, aweights) if w is not None]
+    if not counts:
+        x = x - x.mean(1, keepdim=True)
+        return (x @ x.mH / max(x.shape[1] - correction, 0)).squeeze()
+    weights = math.prod(counts[1:], start=counts[0])
+    total = weights.sum()
+    x = x - ((x * weights).sum(1) / total).unsqueeze(1)
+    degrees = total - correction
+    if aweights is not None and correction:
+        degrees = total - correction * (weights * counts[-1]).sum() / total
+    return ((x * weights) @ x.mH / degrees.clamp(min=0)).squeeze()
+
+
+@composed(*find("corrcoef"))
+def corrcoef(input: Any) -> Any:
+    """Correlations of the rows."""
+    c = cov(input)
+    if not c.dim():
+        return c / c
+    variances = c.diagonal()
+    deviations = (variances.real if c.is_complex() else variances).sqrt()
+    c = c / deviations.unsqueeze(1) / deviations.unsqueeze(0)
+    return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- counts, answers
+
+
+def _bind_count(func: Any, args: tuple, kwargs: dict) -> Bound:
+    return args[:2], args[2:]
+
+
+def _call_bincount(func: Any, operands: tuple, static_args: tuple) -> Any:
+    x, weights = operands
+    if weights is not None and weights.dtype is not torch.float32:
+        weights = weights.double()
+    # Of nothing, torch gives counts whatever the weights are.
+    return torch.bincount(x, weights, static_args[0]).to(torch.int64 if weights is None else weights.dtype)
+
+
+_BINCOUNT = NativeOp("count", _bind_count, _call_bincount)
+_HISTC = NativeOp("count", _bind_count, lambda func, xs, how: torch.histc(xs[0], *how))
+
+
+@composed(*find("bincount"))
+def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """How often each number occurs: how many there are is known when the largest is."""
+    if input.dim() != 1 or input.dtype.is_floating_point or minlength < 0:
+        raise UnboundCallError
+    if not input.numel() or number(input.amin()) < 0:
+        raise UnboundCallError
+    return dispatch(_BINCOUNT, torch.bincount, (input, weights, max(number(input.amax()) + 1, minlength)), {})
+
+
+@composed(*find("histc"))
+def histc(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    """How many elements fall in each of some equal ranges."""
+    low, high = number(min), number(max)
+    if not input.is_floating_point() or bins < 1 or low > high or not input.numel():
+        raise UnboundCallError
+    if low == high:
+        low, high = number(input.amin()), number(input.amax())
+        low, high = (low - 1, high + 1) if low == high else (low, high)
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise UnboundCallError
+    return dispatch(_HISTC, torch.histc, (input, None, bins, low, high), {})
+
+
+@composed(*find("allclose"))
+def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Whether no element is far from its counterpart."""
+    return number((~torch.isclose(input, other, rtol, atol, equal_nan)).sum()) == 0
+
+
+@composed(*find("equal"))
+def equal(input: Any, other: Any) -> bool:
+    """Whether shapes and elements are equal."""
+    if input.dtype != other.dtype:
+        raise UnboundCallError
+    return tuple(input.shape) == tuple(other.shape) and number((input != other).sum()) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- by index
+
+
+@composed(*find("take_along_dim"))
+def take_along_dim(input: Any, indices: Any, dim: Any = None) -> Any:
+    """`torch.gather` with stretched dimensions."""
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    if input.dim() != indices.dim():
+        raise UnboundCallError
+    dim %= max(input.dim(), 1)
+    shape = torch.broadcast_shapes(*((*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x in (input, indices)))
+    x, index = (t.expand(*shape[:dim], t.shape[dim], *shape[dim + 1 :]) for t in (input, indices))
+    return x.gather(dim, index)
+
+
+@handles(*find("index_put"))
+def index_put(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Written over, or added."""
+    adds = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
+    return dispatch(INDEX_ADD if adds else OP_TABLE[func], func, args, kwargs)
+
+
+@handles(*find("repeat_interleave"))
+def repeat_interleave(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Repeats in a tensor are small, and say how large the result is: every rank has them, and takes by index."""
+    x, repeats, dim = (*args, None, None)[:3]
+    repeats, dim = kwargs.get("repeats", repeats), kwargs.get("dim", dim)
+    if not isinstance(x, Tensor) or not isinstance(repeats, (Tensor, int)):
+        raise UnboundCallError
+    if isinstance(repeats, int) and dim is not None:
+        return dispatch(OP_TABLE[func], func, args, kwargs)
+    x, dim = (x.reshape(-1), 0) if dim is None else (x, dim)
+    if isinstance(repeats, int):
+        return x.repeat_interleave(repeats, 0)
+    repeats = repeats.full_tensor() if is_dtensor(repeats) else repeats
+    count = x.shape[dim] if x.dim() else 1
+    index = torch.arange(count, device=repeats.device).repeat_interleave(repeats.reshape(-1).expand(count))
+    return x.index_select(dim, replicated_like(index, x))
+
+
+@handles(*find("narrow"))
+def narrow(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The beginning may be a tensor."""
+    start = args[2] if len(args) > 2 else kwargs.get("start")
+    if isinstance(start, Tensor):
+        x, dim, _, length = (*args, *(kwargs[n] for n in ("dim", "start", "length") if n in kwargs))
+        return x.narrow(dim, number(start), length)
+    return dispatch(OP_TABLE[func], func, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------- functional
+
+
+@composed(F.softmin)
+def softmin(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """Softmax of the negative."""
+    return F.softmax(-input, dim, _stacklevel, dtype)

@@ -1,0 +1,68 @@
+"""What functions are written with that run as a composition of other operations on distributed tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.indexing import decode_index
+from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError
+from hyper_parallel.platform.torch.op_table.index import encode
+from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor
+
+__all__ = ["composed", "number", "replicated_like", "with_item"]
+
+
+def composed(*functions: Any) -> Callable[[Callable], Callable]:
+    """Let the decorated function, which takes the same arguments, stand for functions of torch on DTensors. It never
+    gets ``out=``: `handlers.unknown` copies the result there. Where it raises UnboundCallError, the function of torch
+    runs on gathered operands."""
+
+    def register(composition: Callable) -> Callable:
+        @handles(*functions)
+        def handler(func: Any, args: tuple, kwargs: dict) -> Any:
+            if "out" in kwargs:
+                if kwargs["out"] is not None:
+                    raise UnboundCallError
+                kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+            return composition(*args, **kwargs)
+
+        return composition
+
+    return register
+
+
+def number(x: Any) -> Any:
+    """A number that may come as a tensor of one element, the same on all ranks."""
+    if is_dtensor(x):
+        x = x.full_tensor()
+    return x.item() if isinstance(x, Tensor) else x
+
+
+def replicated_like(plain: Tensor, x: Any) -> Any:
+    """``plain``, which every rank has made alike, as a DTensor on the mesh of ``x`` and on its device."""
+    return State.core.replicated(plain.to(x.device), x._layout.mesh)
+
+
+def _bind(func: Any, args: tuple, kwargs: dict) -> Bound:
+    x, index, value = args
+    tensors, encoded = encode(x, index)
+    return (x, value, *tensors), (encoded,)
+
+
+def _call(func: Any, operands: tuple, static_args: tuple) -> Any:
+    x = torch.clone(operands[0])
+    x[decode_index(static_args[0], operands[2:])] = operands[1]
+    return x
+
+
+_WITH_ITEM = NativeOp("setitem", _bind, _call)
+
+
+def with_item(x: Any, index: Any, value: Any) -> Any:
+    """A copy of ``x`` with ``x[index] = value``."""
+    return dispatch(_WITH_ITEM, with_item, (x, index, value), {})
