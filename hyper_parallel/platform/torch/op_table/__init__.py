@@ -4,7 +4,7 @@ A row is found by the function object that ``__torch_function__`` receives: ``to
 ``Tensor.__radd__`` and ``Tensor.T.__get__`` are different keys.
 """
 
-from hyper_parallel.platform.torch.op_table import along, elementwise, index, matmul, nn, reduction, shape
+from hyper_parallel.platform.torch.op_table import along, elementwise, index, layers, matmul, nn, reduction, shape
 from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError
 
 __all__ = ["OP_TABLE", "UnboundCallError"]
@@ -19,4 +19,4 @@ def _merge(*tables: Table) -> Table:
     return merged
 
 
-OP_TABLE: Table = _merge(*(module.table() for module in (along, elementwise, index, matmul, nn, reduction, shape)))
+OP_TABLE: Table = _merge(*(module.table() for module in (along, elementwise, index, layers, matmul, nn, reduction, shape)))
