@@ -1,16 +1,31 @@
 """What torch wants from a tensor besides the operations of the op table. The modules fill `tensor.HANDLERS`."""
 
-from hyper_parallel.platform.torch.handlers import communication, composite, foreach, gradients, metadata, random
+from hyper_parallel.platform.torch.handlers import (
+    bodies,
+    communication,
+    composite,
+    foreach,
+    gradients,
+    layers,
+    losses,
+    metadata,
+    norms,
+    random,
+)
 from hyper_parallel.platform.torch.handlers.copying import deepcopy_dtensor, reduce_dtensor
 from hyper_parallel.platform.torch.handlers.unknown import recover, run_unknown
 
 __all__ = [
+    "bodies",
     "communication",
     "composite",
     "deepcopy_dtensor",
     "foreach",
     "gradients",
+    "layers",
+    "losses",
     "metadata",
+    "norms",
     "random",
     "recover",
     "reduce_dtensor",

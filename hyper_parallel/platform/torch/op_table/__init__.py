@@ -19,4 +19,6 @@ def _merge(*tables: Table) -> Table:
     return merged
 
 
-OP_TABLE: Table = _merge(*(module.table() for module in (along, elementwise, index, layers, matmul, nn, reduction, shape)))
+OP_TABLE: Table = _merge(
+    *(module.table() for module in (along, elementwise, index, layers, matmul, nn, reduction, shape))
+)

@@ -239,12 +239,114 @@ def _others() -> Table:
             "input1 input2 weight bias=None -> input1 input2 weight bias |",
             lambda shapes, others: _bilinear(_BATCH[: len(shapes[0]) - 1]),
         ),
+        **several(
+            "cosine_similarity",
+            "x1 x2 dim=1 eps=1e-8 -> x1 x2 | dim eps",
+            lambda shapes, others: _across(shapes, others[0]),
+        ),
+        **_statistics("batch_norm"),
+        **_statistics("instance_norm"),
+        **several(
+            "embedding_bag",
+            "input weight offsets=None max_norm=None norm_type=2 scale_grad_by_freq=False mode='mean' sparse=False"
+            " per_sample_weights=None include_last_offset=False padding_idx=None"
+            " -> input weight offsets per_sample_weights | mode include_last_offset padding_idx",
+            lambda shapes, others: "b.,.f,.,b.->bf" if len(shapes[0]) == 2 else ".,.f,.,.->.f",
+            F,
+            call=_bag,
+        ),
+        **several(
+            "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices",
+            "input kernel_size output_size=None output_ratio=None return_indices=False _random_samples=None"
+            " -> input _random_samples | kernel_size output_size output_ratio return_indices",
+            _sampled_windows,
+            F,
+            call=lambda func, xs, others: func(xs[0], *others, xs[1]),
+        ),
+        **several(
+            "multi_margin_loss",
+            "input target p=1 margin=1.0 weight=None -> input target weight | p margin",
+            lambda shapes, others: "n.,n,.->n" if len(shapes[0]) == 2 else None,
+            F,
+            call=lambda func, xs, others: func(*xs[:2], *others, xs[2], reduction="none"),
+        ),
+        **several(
+            "multilabel_margin_loss",
+            "input target -> input target |",
+            lambda shapes, others: "n.,n.->n" if len(shapes[0]) == 2 else None,
+            F,
+            call=lambda func, xs, others: func(*xs, reduction="none"),
+        ),
     }
 
 
 def _group_norm(shapes: Shapes, others: tuple) -> str | None:
-    return f"ng{'.' * (len(shapes[0]) - 2)},g,g->ng{'.' * (len(shapes[0]) - 2)}" if len(shapes[0]) > 1 else None
+    spatial = "." * (len(shapes[0]) - 2)
+    return f"ng{spatial},g,g->ng{spatial}" if len(shapes[0]) > 1 else None
 
 
 def _bilinear(batch: str) -> str:
     return f"{batch}i,{batch}j,oij,o->{batch}o|012+3"
+
+
+def _across(shapes: Shapes, dim: int) -> str | None:
+    """Of two tensors that broadcast, reduced along ``dim``: what is stretched is whole."""
+    try:
+        common = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        return None  # torch words the error
+    if not -len(common) <= dim < len(common) or len(common) > len(_BATCH):
+        return None
+    letters = [letter if d != dim % len(common) else "." for d, letter in enumerate(_BATCH[: len(common)])]
+    operands = [
+        "".join(x if n == m else "." for x, n, m in zip(letters[len(common) - len(s) :], s, common[-len(s) :]))
+        for s in shapes
+    ]
+    return f"{','.join(operands)}->{''.join(x for d, x in enumerate(letters) if d != dim % len(common))}"
+
+
+def _statistics(name: str) -> Table:
+    """Batch and instance norm. In place of updating running statistics they are results, which the caller writes."""
+    return several(
+        name,
+        "input weight bias running_mean running_var training/use_input_stats momentum eps cudnn_enabled"
+        " -> input weight bias running_mean running_var | training momentum eps cudnn_enabled",
+        functools.partial(_normalised, name == "instance_norm"),
+        torch,
+        call=_normalise,
+    )
+
+
+def _normalised(by_instance: bool, shapes: Shapes, others: tuple) -> str | None:
+    x, written = len(shapes[0]), others[0] and shapes[3] is not None
+    if x < 2 or x - 2 > len(_BATCH) or (shapes[3] is None) != (shapes[4] is None):
+        return None
+    if others[0]:
+        sizes = ("n" if by_instance and not written else ".") + "c" + "." * (x - 2)
+    else:
+        sizes = f"nc{_BATCH[: x - 2].replace('n', '')}"
+    return f"{sizes},c,c,c,c->{sizes}{',c,c' if written else ''}"
+
+
+def _normalise(func: Any, operands: tuple, others: tuple) -> Any:
+    *tensors, mean, var = operands
+    if not others[0] or mean is None:
+        return func(*operands, *others)
+    mean, var = mean.clone(), var.clone()
+    return func(*tensors, mean, var, *others), mean, var
+
+
+def _bag(func: Any, operands: tuple, others: tuple) -> Any:
+    ids, weight, offsets, own_weights = operands
+    mode, last, padding = others
+    return func(
+        ids, weight, offsets, mode=mode, per_sample_weights=own_weights, include_last_offset=last, padding_idx=padding
+    )
+
+
+def _sampled_windows(shapes: Shapes, others: tuple) -> str | None:
+    if shapes[1] is None:
+        return None
+    dims = shapes[1][-1]
+    letters = {dims + 2: "nc", dims + 1: "c"}.get(len(shapes[0]))
+    return letters and f"{letters}{'.' * dims},{letters:.>2}.->{letters}{'.' * dims},{letters}{'.' * dims}"
