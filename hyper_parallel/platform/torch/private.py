@@ -35,6 +35,7 @@ __all__ = [
     "any_autocast",
     "bare_apply",
     "calls_quickly",
+    "canonical_mask",
     "chunk_cat",
     "current_node",
     "default_store",
@@ -244,6 +245,12 @@ unflatten: Callable[[Tensor, Any], Any] = _take(
     "_C._nn.unflatten_dense_tensors",
     inspect.isbuiltin,
     lambda flat, xs: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)],
+)
+
+
+#: A mask of attention as numbers to be added.
+canonical_mask: Callable[..., Any] = _take(
+    "nn.functional._canonical_mask", _has_parameters("mask", "mask_name", "other_type", "other_name", "target_type")
 )
 
 

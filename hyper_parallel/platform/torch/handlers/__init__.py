@@ -1,6 +1,7 @@
 """What torch wants from a tensor besides the operations of the op table. The modules fill `tensor.HANDLERS`."""
 
 from hyper_parallel.platform.torch.handlers import (
+    attention,
     bodies,
     communication,
     composite,
@@ -11,11 +12,13 @@ from hyper_parallel.platform.torch.handlers import (
     metadata,
     norms,
     random,
+    recurrent,
 )
 from hyper_parallel.platform.torch.handlers.copying import deepcopy_dtensor, reduce_dtensor
 from hyper_parallel.platform.torch.handlers.unknown import recover, run_unknown
 
 __all__ = [
+    "attention",
     "bodies",
     "communication",
     "composite",
@@ -27,6 +30,7 @@ __all__ = [
     "metadata",
     "norms",
     "random",
+    "recurrent",
     "recover",
     "reduce_dtensor",
     "run_unknown",

@@ -36,12 +36,12 @@ def feature_alpha_dropout(
 
 
 def _alpha_dropout(x: Any, p: float, training: bool, inplace: bool, shape: tuple[int, ...]) -> Any:
-    if inplace:
-        raise TypeError("alpha_dropout(inplace=True) is not supported on distributed tensors: use inplace=False")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if p == 0 or not training or not x.numel():
         return x
+    if inplace:
+        raise TypeError("alpha_dropout(inplace=True) is not supported on distributed tensors: use inplace=False")
     if p == 1:
         return x * torch.zeros_like(x)
     noise = torch.empty_like(x) if shape == tuple(x.shape) else _new_replicated(x, shape)

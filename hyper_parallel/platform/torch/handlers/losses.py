@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.handlers.bodies import body_of
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.tensor import dispatch, handles, replaces
+from hyper_parallel.platform.torch.tensor import State, dispatch, handles, replaces
 
 __all__: list[str] = []
 
@@ -120,3 +123,48 @@ def margin_loss(func: Any, args: tuple, kwargs: dict) -> Any:
     how = {name: value for name, value in kwargs.items() if name in ("reduction", "size_average", "reduce")}
     rest = {name: value for name, value in kwargs.items() if name not in how}
     return _reduced(dispatch(OP_TABLE[func], func, args, rest), how.pop("reduction", "mean"), **how)
+
+
+@handles(F.linear_cross_entropy)
+def linear_cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The product, then the loss: of logits whose classes are sharded as the weight is. Options, which say how torch
+    computes parts of the batch after one another, would need all classes."""
+    return body_of(func)(*args, **{name: value for name, value in kwargs.items() if name != "options"})
+
+
+#: The loss of each sample.
+_CTC = NativeOp(
+    "labelled",
+    lambda func, args, kwargs: (args[:4], (".n.,n.,n,n->n", ((args[0].shape[1],),), 0, *args[4:])),
+    lambda func, xs, static_args: func(*xs, static_args[3], "none", static_args[4]),
+)
+
+
+@handles(F.ctc_loss)
+def ctc_loss(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Of the samples that each rank has, with targets of one length; then the reduction."""
+
+    def run(
+        log_probs: Any,
+        targets: Any,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: str = "mean",
+        zero_infinity: bool = False,
+    ) -> Any:
+        if log_probs.dim() != 3 or targets.dim() != 2:
+            raise UnboundCallError
+        lengths = [_as_tensor(x, targets) for x in (input_lengths, target_lengths)]
+        losses = dispatch(_CTC, func, (log_probs, targets, *lengths, blank, zero_infinity), {})
+        if reduction == "mean":
+            losses = losses / lengths[1].clamp_min(1).to(losses.dtype)
+        return _reduced(losses, reduction)
+
+    return run(*args, **kwargs)
+
+
+def _as_tensor(lengths: Any, like: Any) -> Any:
+    if isinstance(lengths, Tensor):
+        return lengths
+    return State.core.replicated(torch.tensor(lengths, device=like.device), like.device_mesh)

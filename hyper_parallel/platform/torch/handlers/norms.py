@@ -39,7 +39,10 @@ def normalise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_whole_but_for_channels(x: Any) -> bool:
-    return all(size == 1 or p.is_replicate() or p.is_shard(1) for size, p in zip(x.device_mesh.shape, x.placements))
+    return all(
+        size == 1 or p.is_replicate() or p.is_shard(1)
+        for size, p in zip(x.device_mesh.shape, x.placements, strict=True)
+    )
 
 
 def _over_the_mesh(

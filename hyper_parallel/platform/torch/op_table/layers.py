@@ -266,14 +266,14 @@ def _others() -> Table:
         **several(
             "multi_margin_loss",
             "input target p=1 margin=1.0 weight=None -> input target weight | p margin",
-            lambda shapes, others: "n.,n,.->n" if len(shapes[0]) == 2 else None,
+            lambda shapes, others: "n.,n,.->n" if len(shapes[0]) == 2 else _whole(shapes, len(shapes[1])),
             F,
             call=lambda func, xs, others: func(*xs[:2], *others, xs[2], reduction="none"),
         ),
         **several(
             "multilabel_margin_loss",
             "input target -> input target |",
-            lambda shapes, others: "n.,n.->n" if len(shapes[0]) == 2 else None,
+            lambda shapes, others: "n.,n.->n" if len(shapes[0]) == 2 else _whole(shapes, 0),
             F,
             call=lambda func, xs, others: func(*xs, reduction="none"),
         ),
@@ -295,14 +295,21 @@ def _across(shapes: Shapes, dim: int) -> str | None:
         common = torch.broadcast_shapes(*shapes)
     except RuntimeError:
         return None  # torch words the error
+    if not common:
+        return _whole(shapes, 0)
     if not -len(common) <= dim < len(common) or len(common) > len(_BATCH):
         return None
     letters = [letter if d != dim % len(common) else "." for d, letter in enumerate(_BATCH[: len(common)])]
     operands = [
-        "".join(x if n == m else "." for x, n, m in zip(letters[len(common) - len(s) :], s, common[-len(s) :]))
+        "".join(x if n == m else "." for x, n, m in zip(letters[-len(s) :], s, common[-len(s) :], strict=True))
         for s in shapes
     ]
     return f"{','.join(operands)}->{''.join(x for d, x in enumerate(letters) if d != dim % len(common))}"
+
+
+def _whole(shapes: Shapes, result: int) -> str:
+    """Without a dimension to shard."""
+    return f"{','.join('.' * len((0,) if shape is None else shape) for shape in shapes)}->{'.' * result}"
 
 
 def _statistics(name: str) -> Table:
@@ -319,8 +326,10 @@ def _statistics(name: str) -> Table:
 
 def _normalised(by_instance: bool, shapes: Shapes, others: tuple) -> str | None:
     x, written = len(shapes[0]), others[0] and shapes[3] is not None
-    if x < 2 or x - 2 > len(_BATCH) or (shapes[3] is None) != (shapes[4] is None):
+    if x - 2 > len(_BATCH) or (shapes[3] is None) != (shapes[4] is None):
         return None
+    if x < 2:
+        return None if written else _whole((shapes[0], *((0,),) * 4), x)
     if others[0]:
         sizes = ("n" if by_instance and not written else ".") + "c" + "." * (x - 2)
     else:

@@ -143,5 +143,5 @@ def _call_dropout(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _call_channels(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """Whole channels, as many as ``func`` finds in the dimensions: in the whole tensor, which has as many dimensions."""
+    """Of whole channels: ``func`` sees which dimension has them by how many there are."""
     return func(operands[0], *static_args)

@@ -1,7 +1,8 @@
 """Layers whose rule is their signature: convolutions, pools, interpolation, norms of groups of channels.
 
-Backends know dozens of such functions, each with arguments of its own, and all of them are one thing: a function that is
-independent along some dimensions, named by letters, and needs the others whole. So the signature is a static argument.
+Backends know dozens of such functions, each with arguments of its own, and all of them are one thing: a function that
+is independent along some dimensions, named by letters, and needs the others whole. So the signature is a static
+argument.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ def read_signature(text: str) -> Signature:
     repeatable=True,
 )
 def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """A function with a signature such as `"ni..,oi..,o->no..|01+2"` for a convolution: `n` and `o` can be sharded; `i`,
-    which the result lacks, gives partial sums, as the terms after the bar say; a dot is a whole dimension. The dimension
-    `g`, which the first operand has, consists of groups of channels, which are not cut. Every rank needs an element, as most kernels do."""
+    """A function by its signature, such as `"ni..,oi..,o->no..|01+2"` of a convolution. `n` and `o` can be sharded, and
+    `i`, which the result lacks, gives partial sums, as the terms after the bar say; a dot is a whole dimension. The
+    letter `g`, which the first operand has, is a dimension of groups of channels, which are not cut. Every rank needs
+    an element, as most kernels do."""
     text, result_shapes, groups = static_args[:3]
     signature = read_signature(text)
     operands = tuple(
