@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, strict
+from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, strict
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard
 
@@ -77,7 +77,10 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "margin_ranking_loss": ("nc nc nc", lambda x, y, t: F.margin_ranking_loss(x, y, t.sign(), margin=0.5)),
     "cosine_embedding_loss": ("nc nc n", lambda x, y, t: F.cosine_embedding_loss(x, y, t.sign(), margin=0.1)),
     "triplet_margin_loss": ("nc nc nc", lambda x, y, z: F.triplet_margin_loss(x, y, z, swap=True)),
-    "triplets by a distance": ("nc nc nc", lambda x, y, z: F.triplet_margin_with_distance_loss(x, y, z, reduction="sum")),
+    "triplets by a distance": (
+        "nc nc nc",
+        lambda x, y, z: F.triplet_margin_with_distance_loss(x, y, z, reduction="sum"),
+    ),
     "gaussian_nll_loss": ("nc nc nc", lambda x, y, v: F.gaussian_nll_loss(x, y, v.abs(), full=True)),
     "gaussian_nll_loss, a variance a sample": ("nc nc n", lambda x, y, v: F.gaussian_nll_loss(x, y, v.abs())),
     "gaussian_nll_loss, one variance": ("nc nc", lambda x, y: F.gaussian_nll_loss(x, y, 2.0, reduction="none")),

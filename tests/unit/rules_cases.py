@@ -745,7 +745,6 @@ def _losses() -> list[Case]:
 LOSS = _losses()
 
 
-
 def _labelled() -> list[Case]:
     def whole(x: np.ndarray, *dims: int) -> np.ndarray:
         """A kernel that fails for nothing, and knows its dimensions."""

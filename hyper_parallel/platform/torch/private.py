@@ -56,6 +56,7 @@ __all__ = [
     "make_grads",
     "native",
     "native_functions",
+    "nested_left_aligned",
     "old_vmap_level",
     "queue_callback",
     "root_of_mesh",
@@ -252,6 +253,8 @@ unflatten: Callable[[Tensor, Any], Any] = _take(
 canonical_mask: Callable[..., Any] = _take(
     "nn.functional._canonical_mask", _has_parameters("mask", "mask_name", "other_type", "other_name", "target_type")
 )
+#: Whether a mask lets a batch become a nested tensor, which `nn.TransformerEncoder` asks.
+nested_left_aligned: Any = _take("_nested_tensor_from_mask_left_aligned", callable, None)
 
 
 def _chunk_and_cat(xs: Any, dim: int, count: int) -> Tensor:

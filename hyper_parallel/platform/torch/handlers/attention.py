@@ -12,10 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.platform.torch.op_table import UnboundCallError
-from hyper_parallel.platform.torch.private import canonical_mask
-from hyper_parallel.platform.torch.tensor import replaces
+from hyper_parallel.platform.torch.private import canonical_mask, nested_left_aligned
+from hyper_parallel.platform.torch.tensor import handles, replaces
 
 __all__: list[str] = []
+
+
+@handles(nested_left_aligned)
+def is_left_aligned(func: Any, args: tuple, kwargs: dict) -> bool:
+    """DTensors are not put into nested tensors: `nn.TransformerEncoder` goes its other way, and need not look."""
+    return False
 
 
 @replaces(F.multi_head_attention_forward)
@@ -111,7 +117,11 @@ def _heads(x: Any, count: int) -> Any:
 
 def _with_one_more(x: Any, own: Any, heads: int) -> Any:
     """Keys or values with one more, the same for all samples: ``own``, or zeros."""
-    one = torch.zeros_like(x[:, :, :1]) if own is None else _heads(own.reshape(1, 1, -1), heads).expand(x.shape[0], -1, -1, -1)
+    one = (
+        torch.zeros_like(x[:, :, :1])
+        if own is None
+        else _heads(own.reshape(1, 1, -1), heads).expand(x.shape[0], -1, -1, -1)
+    )
     return torch.cat([x, one], dim=2)
 
 
