@@ -35,7 +35,6 @@ __all__ = [
     "any_autocast",
     "bare_apply",
     "calls_quickly",
-    "canonical_mask",
     "chunk_cat",
     "current_node",
     "default_store",
@@ -249,12 +248,8 @@ unflatten: Callable[[Tensor, Any], Any] = _take(
 )
 
 
-#: A mask of attention as numbers to be added.
-canonical_mask: Callable[..., Any] = _take(
-    "nn.functional._canonical_mask", _has_parameters("mask", "mask_name", "other_type", "other_name", "target_type")
-)
 #: Whether a mask lets a batch become a nested tensor, which `nn.TransformerEncoder` asks.
-nested_left_aligned: Any = _take("_nested_tensor_from_mask_left_aligned", callable, None)
+nested_left_aligned: Any = _take("_nested_tensor_from_mask_left_aligned", inspect.isbuiltin, None)
 
 
 def _chunk_and_cat(xs: Any, dim: int, count: int) -> Tensor:

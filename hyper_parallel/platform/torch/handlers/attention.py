@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.platform.torch.op_table import UnboundCallError
-from hyper_parallel.platform.torch.private import canonical_mask, nested_left_aligned
+from hyper_parallel.platform.torch.private import nested_left_aligned
 from hyper_parallel.platform.torch.tensor import handles, replaces
 
 __all__: list[str] = []
@@ -127,10 +127,18 @@ def _with_one_more(x: Any, own: Any, heads: int) -> Any:
 
 def _mask(mask: Any, padding: Any, heads: int, dtype: torch.dtype) -> Any:
     """What is added to the scores."""
-    mask = canonical_mask(mask, "attn_mask", None, "", dtype, False)
-    padding = canonical_mask(padding, "key_padding_mask", None, "", dtype, False)
+    mask, padding = _numbers(mask, dtype), _numbers(padding, dtype)
     if mask is not None and mask.dim() == 3:
         mask = mask.reshape(mask.shape[0] // heads, heads, *mask.shape[1:])
     if padding is not None:
         padding = padding.reshape(padding.shape[0], 1, 1, padding.shape[1])
     return padding if mask is None else mask if padding is None else mask + padding
+
+
+def _numbers(mask: Any, dtype: torch.dtype) -> Any:
+    """A mask of truth values, true where nothing is read, as numbers."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    if mask.dtype is not torch.bool:
+        raise UnboundCallError  # torch words the error
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
