@@ -284,5 +284,79 @@ def other_ways(mesh: Any) -> None:
         F.embedding_bag(ids, weight, mode="mean", per_sample_weights=shard(randn(4, 2), mesh, Shard(0)))
 
 
+#: name -> (call, tensors): what a layer leaves to gathered operands, or torch to refuse.
+GATHERED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "rrelu in training": (lambda x: F.rrelu(x, training=True), [(4, 6)]),
+    "a deprecated word": (lambda x, y: F.margin_ranking_loss(x, y, y, size_average=False), [(4, 6)] * 2),
+    "normalize with out=": (lambda x, y: F.normalize(x.detach(), out=y.detach()), [(4, 6)] * 2),
+    "one sample of a cosine embedding": (lambda x, y: F.cosine_embedding_loss(x, y, (x[0] * 0 + 1).sum()), [(6,)] * 2),
+    "a batch norm of one running statistic": (lambda x, m: F.instance_norm(x, m, None), [(4, 6, 3), (6,)]),
+    "alpha_dropout of an input by name": (lambda x: torch.alpha_dropout(input=x, p=0.0, train=True), [(4, 6)]),
+    "a pool by name": (lambda x: F.avg_pool1d(input=x, kernel_size=2), [(4, 6)]),
+    "a similarity of shapes that do not fit": (lambda x, y: F.cosine_similarity(x, y), [(4, 6), (3, 6)]),
+    "a cell by name": (lambda x, h, w, v: torch.rnn_tanh_cell(x, h, w_ih=w, w_hh=v), [(4, 3), (4, 3), (3, 3), (3, 3)]),
+    "bags with gradients by frequency": (
+        lambda w: F.embedding_bag((w[:2] * 0).long(), w, scale_grad_by_freq=True),
+        [(5, 3)],
+    ),
+    "targets of a CTC in a row": (
+        lambda x: F.ctc_loss(x.log_softmax(2), (x[0, :, 0] * 0 + 1).long(), (4, 4), (1, 1)),
+        [(4, 2, 5)],
+    ),
+}
+
+
+@on_mesh()
+def gathered(mesh: Any) -> None:
+    warnings.simplefilter("ignore")
+    for name, (call, shapes) in GATHERED.items():
+        plain = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+        torch.manual_seed(0)
+        try:
+            wanted: Any = call(*plain)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                call(*(shard(x, mesh, Shard(0)) for x in plain))
+            continue
+        torch.manual_seed(0)
+        close(call(*(shard(x, mesh, Shard(0)) for x in plain)), wanted, name)
+
+
+@on_mesh()
+def sequences_of_several_lengths(mesh: Any) -> None:
+    """Packed sequences, and noise between layers, are gathered."""
+    torch.manual_seed(0)
+    alone = nn.LSTM(4, 3, 2, dropout=0.5).to(device())
+    torch.manual_seed(0)
+    lstm = distribute_module(nn.LSTM(4, 3, 2, dropout=0.5).to(device()), mesh)
+    x, states = randn(5, 2, 4), randn(2, 2, 3, seed=1)
+    torch.manual_seed(0)
+    wanted, _ = alone(x, (states, states))
+    torch.manual_seed(0)
+    given = shard(states, mesh, Shard(1))
+    got, _ = lstm(shard(x, mesh, Shard(1)), (given, given))
+    close(got, wanted)
+
+
+@on_mesh()
+def halves_and_plain_statistics(mesh: Any) -> None:
+    """Sixteen bits are averaged in thirty-two; running statistics that stayed plain are written on every rank."""
+    x = randn(4, 3, 2)
+    mean, var = torch.zeros(3, device=device()), torch.ones(3, device=device())
+    plain, other = mean.clone(), var.clone()
+    wanted = F.batch_norm(x.bfloat16().float(), plain, other, training=True)
+    got = F.batch_norm(shard(x.bfloat16(), mesh, Shard(0)), mean, var, training=True)
+    assert got.dtype is torch.bfloat16
+    close(got.float(), wanted, tolerance=2e-2)
+    close(mean, plain)
+    close(var, other, tolerance=1e-4)
+
+
+def test_gathered(pool: Any) -> None:
+    pool.run(2, gathered)
+    pool.run(2, sequences_of_several_lengths)
+    pool.run(2, halves_and_plain_statistics)
+
+
 def test_other_ways(pool: Any) -> None:
     pool.run(2, other_ways)

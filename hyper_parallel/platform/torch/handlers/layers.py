@@ -62,9 +62,9 @@ def rrelu(func: Any, args: tuple, kwargs: dict) -> Any:
     def slope(
         input: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: bool = False
     ) -> Any:
-        if training:
+        if training or inplace:
             raise UnboundCallError
-        return F.leaky_relu(input, (lower + upper) / 2, inplace)
+        return F.leaky_relu(input, (lower + upper) / 2)
 
     return slope(*args, **kwargs)
 

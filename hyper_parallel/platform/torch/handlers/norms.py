@@ -14,28 +14,48 @@ __all__: list[str] = []
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+#: Arguments of torch's functions; those of `instance_norm` differ in a name.
+_NAMES = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+
+
+def _arguments(args: tuple, kwargs: dict) -> dict[str, Any]:
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    return {**given, "training": given.pop("use_input_stats", given.get("training"))}
+
+
 @handles(torch.batch_norm)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     """With a batch that is not sharded, torch's kernel for each channel; otherwise from its mean and variance, of which
     each is one all-reduce of as many numbers as there are channels."""
-    names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x, training = given["input"], given["training"]
-    if not training or not is_dtensor(x) or _is_whole_but_for_channels(x):
-        return normalise(func, tuple(given[name] for name in names), {})
-    return _over_the_mesh(x, *(given[name] for name in names[1:5]), given["momentum"], given["eps"])
+    given = _arguments(args, kwargs)
+    x = given["input"]
+    if not given["training"] or not is_dtensor(x) or _is_whole_but_for_channels(x):
+        return normalise(func, args, kwargs)
+    _check(func, given)
+    return _over_the_mesh(x, *(given[name] for name in _NAMES[1:5]), given["momentum"], given["eps"])
 
 
 @handles(torch.instance_norm)
 def normalise(func: Any, args: tuple, kwargs: dict) -> Any:
     """By the row, which gives the running statistics as results instead of writing them."""
+    given = _arguments(args, kwargs)
+    _check(func, given)
     results = dispatch(OP_TABLE[func], func, args, kwargs)
     if not isinstance(results, tuple):
         return results
     result, *statistics = results
-    for running, new in zip(args[3:5], statistics, strict=True):
-        _write(running, new)
+    for name, new in zip(("running_mean", "running_var"), statistics, strict=True):
+        _write(given[name], new)
     return result
+
+
+def _check(func: Any, given: dict[str, Any]) -> None:
+    for running in (given["running_mean"], given["running_var"]):
+        if given["training"] and is_dtensor(running) and any(p.is_partial() for p in running.placements):
+            raise ValueError(
+                f"{func.__name__} writes into an operand in place, running statistics that are placed "
+                f"{list(running.placements)} and cannot be written that way: redistribute them to Replicate() first"
+            )
 
 
 def _is_whole_but_for_channels(x: Any) -> bool:
