@@ -15,7 +15,18 @@ from ast import literal_eval
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Bind", "Bound", "Call", "RowText", "UnboundCallError", "call_again", "call_by_position", "dims_of", "ints"]
+__all__ = [
+    "Bind",
+    "Bound",
+    "Call",
+    "RowText",
+    "UnboundCallError",
+    "call_again",
+    "call_by_position",
+    "dims_of",
+    "hashable",
+    "ints",
+]
 
 #: Operands and static arguments.
 Bound = tuple[tuple, Any]
@@ -141,8 +152,8 @@ class RowText:
 
         def bind_all(func: Any, args: tuple, kwargs: dict) -> Bound:
             operands, static_args = bind(func, args, kwargs)
-            named = tuple((name, _hashable(value)) for name, value in kwargs.items() if value is not operands[0])
-            return operands, (*static_args, _hashable(args[1:]), named)
+            named = tuple((name, hashable(value)) for name, value in kwargs.items() if value is not operands[0])
+            return operands, (*static_args, hashable(args[1:]), named)
 
         return bind_all
 
@@ -151,9 +162,9 @@ def _names(text: str) -> list[str]:
     return [item.partition("=")[0].lstrip("*").partition("/")[0] for item in text.split()]
 
 
-def _hashable(value: Any) -> Any:
+def hashable(value: Any) -> Any:
     """``value`` with lists turned into tuples."""
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def call_again(func: Any, operands: tuple, static_args: tuple) -> Any:

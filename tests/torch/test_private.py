@@ -55,6 +55,7 @@ OTHER_WAYS: dict[str, Any] = {
     "_C._will_engine_execute_node": lambda m: m.will_execute(None) is False,
     "_C._FunctionBase": lambda m: m.bare_apply(Doubled)(torch.ones(2)).tolist() == [2, 2],
     "_has_compatible_shallow_copy_type": lambda m: m.same_implementation(torch.ones(1), torch.ones(2)) is True,
+    "_nested_tensor_from_mask_left_aligned": lambda m: m.nested_left_aligned is None,
     "_C._get_tracing_state": lambda m: m.tracer() is None,
     "autograd._make_grads": lambda m: m.make_grads((leaf(1),), (None,), False)[0].tolist() == [1],
 }

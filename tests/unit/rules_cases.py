@@ -749,6 +749,53 @@ def _losses() -> list[Case]:
 
 LOSS = _losses()
 
+
+def _labelled() -> list[Case]:
+    def whole(x: np.ndarray, *dims: int) -> np.ndarray:
+        """A kernel that fails for nothing, and knows its dimensions."""
+        assert x.size, "no elements"
+        return x
+
+    def convolve(operands: tuple, static_args: tuple) -> Any:
+        x, weight, bias = (*operands, None)[:3]
+        groups = max(static_args[2], 1)
+        whole(x), whole(weight)
+        windows = np.lib.stride_tricks.sliding_window_view(x, weight.shape[2], 2)  # (n, i, l, k)
+        channels = np.split(windows, groups, 1), np.split(weight, groups, 0)
+        y = np.concatenate([np.einsum("nilk,oik->nol", *each) for each in zip(*channels, strict=True)], 1)
+        return y if bias is None else y + bias[:, None]
+
+    def shuffle(operands: tuple, static_args: tuple) -> Any:
+        n, c, h, w = whole(operands[0]).shape
+        return operands[0].reshape(n, c // 4, 2, 2, h, w).transpose(0, 1, 4, 2, 5, 3).reshape(n, c // 4, 2 * h, 2 * w)
+
+    def normalise(operands: tuple, static_args: tuple) -> Any:
+        x, weight = whole(operands[0]), operands[1]
+        groups = x.reshape(x.shape[0], static_args[2], -1)
+        groups = (groups - groups.mean(-1, keepdims=True)) / (groups.std(-1, keepdims=True) + 1e-5)
+        return groups.reshape(x.shape) * weight[:, None]
+
+    def largest(operands: tuple, static_args: tuple) -> Any:
+        windows = np.lib.stride_tricks.sliding_window_view(whole(operands[0]), 2, 2)
+        return [windows.max(-1), windows.argmax(-1)]
+
+    plain, grouped = "ni.,oi.,o->no.|01+2", "ng.,g..,g->ng.|01+2"
+    x, bias = floats(5, 4, 6), floats(4)
+    return [
+        Case("labelled", "ni.,oi.,o->no.", (x, floats(4, 4, 3), bias), (plain, ((5, 4, 4),), 0), convolve),
+        Case("labelled", "ni.,oi.,_->no.", (x, floats(6, 4, 2), None), (plain, ((5, 6, 5),), 0), convolve),
+        Case("labelled", "ng.,g..,g->ng.", (x, floats(8, 2, 3), floats(8)), (grouped, ((5, 8, 4),), 2), convolve),
+        # As many channels as before: cut anywhere, groups would come apart.
+        Case("labelled", "ng.,g..,g->ng.", (x, floats(4, 2, 3), bias), (grouped, ((5, 4, 4),), 2), convolve),
+        Case("labelled", "ng.,g..,g->ng.", (x, floats(4, 1, 3), bias), (grouped, ((5, 4, 4),), 4), convolve),
+        Case("labelled", "nchw->nchw", (floats(3, 16, 2, 4),), ("nchw->nchw|0", ((3, 4, 4, 8),), 0), shuffle),
+        Case("labelled", "ng.,g->ng.", (floats(5, 8, 3), floats(8)), ("ng.,g->ng.|1", ((5, 8, 3),), 4), normalise),
+        Case("labelled", "nc.->nc.,nc.", (floats(5, 4, 4),), ("nc.->nc.,nc.", ((5, 4, 3),) * 2, 0), largest),
+    ]
+
+
+LABELLED = _labelled()
+
 DROPOUT = [
     Case("dropout", "ab->ab", (floats(5, 4),), (0.5, True), _dropout),
     Case("dropout", "ab->ab", (floats(5, 4),), (0.5, False), _dropout),
@@ -776,6 +823,7 @@ CASES = [
     *ATTENTION,
     *FUSED_ATTENTION,
     *LOSS,
+    *LABELLED,
     *DROPOUT,
     *SAME_RULE,
     *MORE,

@@ -380,7 +380,7 @@ def _fits(case: Case, sharding: OpSharding, label: Any, mesh: tuple[int, ...], c
     splits = [n for n, choice in zip(mesh, combination, strict=True) if choice.label == label]
     sizes = _sizes(case, sharding, label)
     units = {number for own, number in sharding.units if own == label}
-    if len(sizes) > 1 and any(size % int(np.prod(splits)) for size in sizes | units):
+    if len(sizes | units) > 1 and any(size % int(np.prod(splits)) for size in sizes | units):
         return False
     if label in sharding.nonempty:
         smallest = min(sizes)

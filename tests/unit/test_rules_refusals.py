@@ -57,6 +57,7 @@ REFUSED: list[tuple[str, tuple, tuple]] = [
     ("setitem_", ((4, 3), (2,)), ((1,),)),
     ("setitem_", ((4, 3), (2, 3)), ((1,),)),
     ("setitem_", ((4, 3), None), ((True,),)),
+    ("labelled", ((4,),), ("nc->nc", ((4, 3),), 0)),
     ("narrow", ((4, 3),), (0, 2, 3)),
     ("narrow", ((),), (0, 0, 1)),
     ("gather", ((4, 3), (4,)), (0,)),

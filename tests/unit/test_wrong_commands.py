@@ -103,7 +103,7 @@ ON_TORCH = [
     (f"explain {_TINY} --plan mine.py:number", "must be a style, its name, or a dict of them, got int"),
     (f"explain {_TINY} --plan mine.py:listed", "must be a style, its name, or a dict of them, got list"),
     (f"explain {_TINY} --plan mine.py:bad_plan", "its plan or its input fails: KeyError: 'layers' (line "),
-    ("explain --model llama-tiny --length 16 --mesh a=2,b=2", 'none of (\'a\', \'b\') is called "tp"'),
+    ("explain --model llama-tiny --length 16 --mesh a=2,b=2", "none of ('a', 'b') is called \"tp\""),
     (f"explain {_MINE}", "give --plan package.module:name"),
     (f"explain {_MINE} --plan mine.py:plan --input float32[2,5]", "the plan is not possible"),
     (f"dry-run {_TINY} --optimizer NoSuch", "--optimizer NoSuch: the framework has none of this name"),

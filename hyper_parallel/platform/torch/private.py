@@ -55,6 +55,7 @@ __all__ = [
     "make_grads",
     "native",
     "native_functions",
+    "nested_left_aligned",
     "old_vmap_level",
     "queue_callback",
     "root_of_mesh",
@@ -245,6 +246,10 @@ unflatten: Callable[[Tensor, Any], Any] = _take(
     inspect.isbuiltin,
     lambda flat, xs: [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)],
 )
+
+
+#: Whether a mask lets a batch become a nested tensor, which `nn.TransformerEncoder` asks.
+nested_left_aligned: Any = _take("_nested_tensor_from_mask_left_aligned", inspect.isbuiltin, None)
 
 
 def _chunk_and_cat(xs: Any, dim: int, count: int) -> Tensor:

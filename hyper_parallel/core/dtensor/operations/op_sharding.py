@@ -57,8 +57,8 @@ class OpSharding:
         nonempty: labels that may be sharded only if every rank then has at least one element of the dimension, because
             the local operation fails for none (a largest element).
         units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
-            over as many ranks as divide the number, unless all dimensions with the label have one size (the features
-            of attention heads).
+            over as many ranks as divide the number, or any number where all dimensions with the label have one size and
+            are single units (the features of attention heads; groups of channels).
         unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
             first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
         choices: (placements of the operands, placements of the results) for each way to run on one mesh dimension, in

@@ -288,7 +288,7 @@ def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice:
         if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
             return False
         whole_units = [number for own, number in sharding.units if own == label]
-        return len(set(sizes)) == 1 or all(size % shards == 0 for size in (*sizes, *whole_units))
+        return len({*sizes, *whole_units}) == 1 or all(size % shards == 0 for size in (*sizes, *whole_units))
     return len(set(sizes)) <= 1 and label not in sharding.nonempty
 
 

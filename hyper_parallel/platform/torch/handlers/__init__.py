@@ -1,19 +1,27 @@
 """What torch wants from a tensor besides the operations of the op table. The modules fill `tensor.HANDLERS`."""
 
 from hyper_parallel.platform.torch.handlers import (
+    attention,
+    bodies,
     communication,
     composed,
     composed_shapes,
     composite,
     foreach,
     gradients,
+    layers,
+    losses,
     metadata,
+    norms,
     random,
+    recurrent,
 )
 from hyper_parallel.platform.torch.handlers.copying import deepcopy_dtensor, reduce_dtensor
 from hyper_parallel.platform.torch.handlers.unknown import recover, run_unknown
 
 __all__ = [
+    "attention",
+    "bodies",
     "communication",
     "composed",
     "composed_shapes",
@@ -21,8 +29,12 @@ __all__ = [
     "deepcopy_dtensor",
     "foreach",
     "gradients",
+    "layers",
+    "losses",
     "metadata",
+    "norms",
     "random",
+    "recurrent",
     "recover",
     "reduce_dtensor",
     "run_unknown",

@@ -78,6 +78,7 @@ def update(func: Any, args: tuple, kwargs: dict) -> Any:
 _LOSSES = (
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div),
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss),
+    *(F.poisson_nll_loss, F.hinge_embedding_loss),
 )
 #: Keywords that take tensors, where a loss has them.
 _TENSORS = ("weight", "pos_weight")

@@ -8,6 +8,7 @@ from hyper_parallel.platform.torch.op_table import (
     along,
     elementwise,
     index,
+    layers,
     linalg,
     matmul,
     nn,
@@ -30,5 +31,5 @@ def _merge(*tables: Table) -> Table:
 
 
 OP_TABLE: Table = _merge(
-    *(module.table() for module in (along, elementwise, index, linalg, matmul, nn, reduction, scatter, shape))
+    *(module.table() for module in (along, elementwise, index, layers, linalg, matmul, nn, reduction, scatter, shape))
 )

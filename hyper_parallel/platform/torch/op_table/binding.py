@@ -22,6 +22,7 @@ from hyper_parallel.platform.row_text import (
     call_again,
     call_by_position,
     dims_of,
+    hashable,
     ints,
 )
 from hyper_parallel.platform.torch.private import native_functions
@@ -34,12 +35,14 @@ __all__ = [
     "arguments",
     "autocast_dtype",
     "binds",
+    "call_again",
     "call_by_position",
     "call_elementwise",
     "dims_of",
     "elementwise",
     "find",
     "global_shape",
+    "hashable",
     "repeated",
     "rows",
     "sizes_of",

@@ -13,7 +13,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Rows of embedding, layer_norm, rms_norm, attention, cross_entropy, nll_loss and dropout."""
+    """Rows of embedding, layer_norm, rms_norm, attention, cross_entropy, nll_loss, dropout and gated units."""
     layer_norm = "input normalized_shape weight=None bias=None eps=1e-5 cudnn_enable=True -> input weight bias"
     rms_norm = "input normalized_shape weight=None eps=None -> input weight | normalized_shape 0 eps"
     return {
@@ -25,6 +25,8 @@ def table() -> Table:
         **rows("cross_entropy", "cross_entropy", _bind_cross_entropy, _call_cross_entropy, F),
         **rows("nll_loss", "nll_loss", _bind_nll_loss, _call_nll_loss, F),
         **rows("dropout", "dropout", _bind_dropout, _call_dropout, F, torch),
+        **rows("dropout1d dropout2d dropout3d feature_dropout", "dropout", _bind_dropout, _call_channels, F, torch),
+        **rows("glu", "glu", "input dim=-1"),
     }
 
 
@@ -138,3 +140,8 @@ def _bind_dropout(x: Any, p: float, training: bool, inplace: bool) -> Bound:
 
 def _call_dropout(func: Any, operands: tuple, static_args: tuple) -> Any:
     return torch.dropout(operands[0], *static_args)
+
+
+def _call_channels(func: Any, operands: tuple, static_args: tuple) -> Any:
+    """Of whole channels: ``func`` sees which dimension has them by how many there are."""
+    return func(operands[0], *static_args)

@@ -23,6 +23,7 @@ from hyper_parallel.core.dtensor.operations.rules import (  # noqa: F401
     fused_attention,
     indexing,
     join,
+    labelled,
     loss,
     matmul,
     norm,

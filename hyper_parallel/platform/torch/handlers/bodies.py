@@ -1,0 +1,38 @@
+"""Functions of `torch.nn.functional` that are written with other operations of torch: their Python runs on DTensors.
+
+Each begins with the question whether an argument intercepts functions, which brings DTensors here. The same code with
+another answer to that question goes on, and each operation in it runs by its own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+
+import torch.nn.functional as F
+
+from hyper_parallel.platform.torch.tensor import handles
+
+__all__ = ["body_of"]
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def body_of(function: Callable) -> Callable:
+    """The Python function, as it runs on plain tensors."""
+    names = {**function.__globals__, **dict.fromkeys(_QUESTIONS, lambda *_: False)}
+    body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+def _run_body(function: Callable) -> None:
+    body = body_of(function)
+    handles(function)(lambda func, args, kwargs: body(*args, **kwargs))
+
+
+for _function in (
+    *(F.batch_norm, F.instance_norm, F.gumbel_softmax, F.multilabel_soft_margin_loss),
+    *(F.triplet_margin_with_distance_loss,),
+):
+    _run_body(_function)

@@ -1,0 +1,105 @@
+"""Normalisation with statistics over the batch: those of the whole batch, wherever its samples are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.torch.op_table import OP_TABLE
+from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
+
+__all__: list[str] = []
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+#: Arguments of torch's functions; those of `instance_norm` differ in a name.
+_NAMES = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+
+
+def _arguments(args: tuple, kwargs: dict) -> dict[str, Any]:
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    return {**given, "training": given.pop("use_input_stats", given.get("training"))}
+
+
+@handles(torch.batch_norm)
+def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    """With a batch that is not sharded, torch's kernel for each channel; otherwise from its mean and variance, of which
+    each is one all-reduce of as many numbers as there are channels."""
+    given = _arguments(args, kwargs)
+    x = given["input"]
+    if not given["training"] or not is_dtensor(x) or _is_whole_but_for_channels(x):
+        return normalise(func, args, kwargs)
+    _check(func, given)
+    return _over_the_mesh(x, *(given[name] for name in _NAMES[1:5]), given["momentum"], given["eps"])
+
+
+@handles(torch.instance_norm)
+def normalise(func: Any, args: tuple, kwargs: dict) -> Any:
+    """By the row, which gives the running statistics as results instead of writing them."""
+    given = _arguments(args, kwargs)
+    _check(func, given)
+    results = dispatch(OP_TABLE[func], func, args, kwargs)
+    if not isinstance(results, tuple):
+        return results
+    result, *statistics = results
+    for name, new in zip(("running_mean", "running_var"), statistics, strict=True):
+        _write(given[name], new)
+    return result
+
+
+def _check(func: Any, given: dict[str, Any]) -> None:
+    for running in (given["running_mean"], given["running_var"]):
+        if given["training"] and is_dtensor(running) and any(p.is_partial() for p in running.placements):
+            raise ValueError(
+                f"{func.__name__} writes into an operand in place, running statistics that are placed "
+                f"{list(running.placements)} and cannot be written that way: redistribute them to Replicate() first"
+            )
+
+
+def _is_whole_but_for_channels(x: Any) -> bool:
+    return all(
+        size == 1 or p.is_replicate() or p.is_shard(1)
+        for size, p in zip(x.device_mesh.shape, x.placements, strict=True)
+    )
+
+
+def _over_the_mesh(
+    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> Any:
+    dtype = x.dtype
+    if dtype in _HALVES:
+        x = x.float()
+    x = _reduced(x)
+    dims = [d for d in range(x.dim()) if d != 1]
+    mean = _reduced(x.mean(dims, keepdim=True))
+    centred = x - mean
+    var = _reduced(centred.square().mean(dims, keepdim=True))
+    y = centred * torch.rsqrt(var + eps)
+    channels = tuple(-1 if d == 1 else 1 for d in range(x.dim()))
+    if weight is not None:
+        y = y * weight.view(channels)
+    if bias is not None:
+        y = y + bias.view(channels)
+    count = x.numel() // x.shape[1]
+    with torch.no_grad():
+        for running, new, scale in ((running_mean, mean, 1.0), (running_var, var, count / max(count - 1, 1))):
+            if running is not None:
+                new = new.detach().reshape(-1).to(running.dtype) * scale
+                _write(
+                    running, running * (1 - momentum) + (new if is_dtensor(running) else new.full_tensor()) * momentum
+                )
+    return y.to(dtype)
+
+
+def _reduced(x: Any) -> Any:
+    """With partial sums reduced: they would be in each of the operations that follow."""
+    if not any(p.is_partial() for p in x.placements):
+        return x
+    return x.redistribute(placements=x._layout.cotangent.placements)
+
+
+def _write(running: Any, new: Any) -> None:
+    with torch.no_grad():
+        running.copy_(new if is_dtensor(running) or not is_dtensor(new) else new.full_tensor())
