@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -32,18 +34,28 @@ def make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
+#: Bytes of a file from which on it is written past the cache of the system, where that can be done; bytes of a block.
+DIRECT_FROM, BLOCK = 32 << 20, 8 << 20
+#: What blocks and their places must be multiples of.
+_ALIGNMENT = 4096
+
+
 class NewFile:
     """A file that is not there yet: a context manager, at the end of which its bytes are on the disk.
 
     Args:
         path: of the file.
+        size: bytes that will be written, where that is known. A large file is written past the cache of the system,
+            which would only copy what is to be on the disk at once.
 
     Raises:
         CheckpointError: when it cannot be written; names the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, size: int = 0) -> None:
+        self._path, self._size = path, size
+        self._block: mmap.mmap | None = None
+        self._filled = 0
 
     def __enter__(self) -> NewFile:
         try:
@@ -51,18 +63,63 @@ class NewFile:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         except OSError as error:
             raise self._failure(error) from error
+        if self._size >= DIRECT_FROM and self._set_direct(True):
+            self._block = mmap.mmap(-1, BLOCK)
         return self
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes."""
         left = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        if self._block is None:
+            self._put(left)
+            return
+        with memoryview(self._block) as block:
+            while left:
+                count = min(len(left), BLOCK - self._filled)
+                block[self._filled : self._filled + count] = left[:count]
+                self._filled, left = self._filled + count, left[count:]
+                if self._filled == BLOCK:
+                    self._put(block)
+                    self._filled = 0
+
+    def _put(self, left: memoryview) -> None:
         while left:
             step("write", self._path)
-            left = left[os.write(self._file, left) :]
+            try:
+                count = os.write(self._file, left)
+            except OSError as error:
+                # A file system that takes the flag, and then no such write.
+                if error.errno != errno.EINVAL or self._block is None or not self._set_direct(False):
+                    raise
+                continue
+            if count % _ALIGNMENT and self._block is not None:
+                self._set_direct(False)  # what is left does not begin at a place where it could
+            left = left[count:]
+
+    def _set_direct(self, on: bool) -> bool:
+        """Whether the system writes past its cache, or does no longer, from now on."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return False
+        import fcntl  # where there is such a flag, there is this
+
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        if bool(flags & flag) is on:
+            return False
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags ^ flag)
+        except OSError:
+            return False
+        return True
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None:
+                if self._filled:
+                    assert self._block is not None
+                    self._set_direct(False)
+                    with memoryview(self._block) as block:
+                        self._put(block[: self._filled])
                 step("sync", self._path)
                 os.fsync(self._file)
         except OSError as failed:

@@ -314,7 +314,7 @@ def _frozen(model: Any, platform: Platform) -> set[int]:
         id(p)
         for _, module in platform.named_modules(model)
         for _, p in platform.named_parameters(module)
-        if not platform.requires_grad(p)
+        if not p.requires_grad
     }
 
 

@@ -1,0 +1,94 @@
+"""Files that are written past the cache of the system, block by block, and what a system may refuse."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel.checkpoint import CheckpointError, disk
+
+BLOCK = 8192
+CONTENT = bytes(i * 7 % 251 for i in range(5 * BLOCK + 123))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "DIRECT_FROM", 2 * BLOCK)
+    monkeypatch.setattr(disk, "BLOCK", BLOCK)
+
+
+def written(path: Path, size: int, chunk: int) -> list[int]:
+    """Write so many bytes in chunks; returns how many bytes each call of the system was given."""
+    given, write = [], os.write
+
+    def watched(file: int, data: Any) -> int:
+        given.append(len(data))
+        return write(file, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", watched)
+        with disk.NewFile(path, size) as file:
+            for start in range(0, size, chunk):
+                file.write(memoryview(CONTENT)[start : min(start + chunk, size)])
+    assert path.read_bytes() == CONTENT[:size]
+    return given
+
+
+@pytest.mark.parametrize("chunk", [1000, BLOCK, 3 * BLOCK + 5, len(CONTENT)])
+def test_blocks(tmp_path: Path, chunk: int) -> None:
+    """Large files are written in blocks, with or without what is left over at the end; small ones as they come."""
+    assert written(tmp_path / "large", len(CONTENT), chunk)[-1] in (123, chunk, len(CONTENT) % chunk)
+    written(tmp_path / "even", 3 * BLOCK, chunk)
+    assert len(written(tmp_path / "small", BLOCK, chunk)) == -(-BLOCK // chunk)
+    written(tmp_path / "empty", 0, chunk)
+
+
+def test_what_a_system_may_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such flag, no such writes, writes that end early: the file is the same."""
+    write = os.write
+
+    def at_first(change: Any) -> Any:
+        left = [change]
+        return lambda file, data: left.pop()(file, data) if left else write(file, data)
+
+    def refused(file: int, data: Any) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    for name, change in (("refused", refused), ("short", lambda file, data: write(file, bytes(data[:4096])[:100]))):
+        monkeypatch.setattr(os, "write", at_first(change))
+        if name == "short":  # as a device does whose blocks are smaller
+            monkeypatch.setattr(disk.NewFile, "_set_direct", direct_in_name)
+        with disk.NewFile(tmp_path / name, len(CONTENT)) as file:
+            file.write(CONTENT)
+        monkeypatch.undo()
+        monkeypatch.setattr(disk, "DIRECT_FROM", BLOCK)
+        monkeypatch.setattr(disk, "BLOCK", BLOCK)
+        assert (tmp_path / name).read_bytes() == CONTENT
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    written(tmp_path / "without", len(CONTENT), 1000)
+
+
+def direct_in_name(file: disk.NewFile, on: bool) -> bool:
+    """Stands for what sets the flag: blocks are used, and any number of bytes can be written."""
+    return True
+
+
+def test_a_failure_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with (
+        pytest.raises(CheckpointError, match="x cannot be written: No space left"),
+        disk.NewFile(tmp_path / "x", len(CONTENT)) as file,
+    ):
+        file.write(CONTENT)
+    with (  # what is left over at the end
+        pytest.raises(CheckpointError, match="y cannot be written: No space left"),
+        disk.NewFile(tmp_path / "y", len(CONTENT)) as file,
+    ):
+        file.write(CONTENT[:100])
