@@ -31,7 +31,7 @@ def lies_across(x: Any, mesh: DeviceMesh) -> bool:
     return isinstance(x, DTensor) and bool(_ACROSS[x._layout.mesh, mesh])
 
 
-def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str, plain_only: bool = False) -> bool | None:
+def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool | None:
     """Whether tensors that a module was called with are a distributed batch; None where there are none to tell by:
     DTensors on other dimensions of the mesh, and tensors without dimensions, are neither that nor a rank's own.
 
@@ -39,10 +39,9 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str, plain_on
         tensors: all that it was called with.
         mesh: of data parallelism.
         what: the module and what was applied to it, for messages.
-        plain_only: whether the module cannot take one: its parameters are tensor parallel, and replicated.
 
     Raises:
-        ValueError: for both kinds at once, for a DTensor on another mesh, and for one that it cannot take.
+        ValueError: for both kinds at once, and for a DTensor on another mesh.
     """
     shared: Any = None
     own: Any = None
@@ -64,13 +63,10 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str, plain_on
             "Give DTensors (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for what all ranks share), or "
             "plain tensors alone"
         )
-    if layout.mesh is not mesh or plain_only:
-        given, beside = "a DTensor on that mesh", "on"
-        if plain_only:
-            given, beside = "plain tensors, this rank's part of the batch, as in x.to_local()", "tensor parallel beside"
+    if layout.mesh is not mesh:
         raise ValueError(
             f"{what} was called with a DTensor of shape {tuple(layout.shape)} placed {list(shared.placements)} on "
-            f"{layout.mesh}, and its parameters are {beside} {mesh}: give {given}"
+            f"{layout.mesh}, and its parameters are on {mesh}: give a DTensor on that mesh"
         )
     return True
 

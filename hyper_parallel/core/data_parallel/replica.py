@@ -13,8 +13,10 @@ from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.communication.redistribute import partial_key
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.operations.random import BESIDE
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
+from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["MARK", "REPLICA", "Mark", "Options", "Replica", "entered", "replica_of"]
@@ -73,7 +75,8 @@ class Replica:
             for name, layout in vars(holder)[MARK].layouts.items()
         ]
         self._parts: dict[int, Replica] = {}
-        self._is_tensor_parallel = any(inner is not None for *_, inner in self._at)
+        #: The meshes on which tensor-parallel styles have placed parameters.
+        self._beside = tuple(dict.fromkeys(inner.mesh for *_, inner in self._at if inner is not None))
         self._known: tuple[Any, Arrangement] | None = None
         #: The call before: it, its token, views of the parameters that are trained, and what the module read.
         self._last: tuple[Call, Any, list[Any], list[Any]] | None = None
@@ -100,13 +103,15 @@ class Replica:
         if platform.is_compiling():
             raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
         inputs = tensors_in((args, kwargs), platform)
-        one_batch = bool(is_distributed(inputs, self.mesh, what, self._is_tensor_parallel))
+        one_batch = bool(is_distributed(inputs, self.mesh, what))
         with platform.no_dispatch():
             known = self._arrange(what)
             call, token, tensors = self._begin(known, one_batch, what)
         if call is not None and self.options.broadcast_buffers and call.sync:
             self._broadcast_buffers()
         state.running, state.call, state.token = True, call, token
+        summed = SUMMED_OVER.set(self.mesh if one_batch else None)
+        beside = BESIDE.set(self._beside) if one_batch else None
         try:
             held = [own[name] for _, own, name, _, _ in self._at]
             for (_, own, name, _, _), i in zip(self._at, known.slots, strict=True):
@@ -118,6 +123,9 @@ class Replica:
                     own[name] = p
         finally:
             state.running, state.call, state.token = False, None, None
+            SUMMED_OVER.reset(summed)
+            if beside is not None:
+                BESIDE.reset(beside)
         if call is None or call.into is not None or one_batch:
             return output
         return self._anchored(output, call, token)
@@ -194,7 +202,8 @@ class Replica:
             soon(found[0])
             for j, i in enumerate(bucket.members):
                 views[i] = found[j]
-                if not one_batch:
+                if not one_batch or known.read_as[known.trained[i]] is not None:
+                    # A tensor-parallel module computes with this rank's part of the batch.
                     read[i] = self._as_read(views[i], known, known.trained[i], False)
                 else:
                     read[i] = self._as_read(found[j + len(members)], known, known.trained[i], True)
@@ -203,7 +212,9 @@ class Replica:
         return token, views, read
 
     def _as_read(self, local: Any, known: Arrangement, i: int, one_batch: bool) -> Any:
-        layout = known.parameters[i]._layout if one_batch else known.read_as[i]
+        layout = known.read_as[i]
+        if layout is None and one_batch:
+            layout = known.parameters[i]._layout
         return local if layout is None else self.platform.wrap(local, layout)
 
     def _anchored(self, output: Any, call: Call, token: Any) -> Any:

@@ -112,7 +112,7 @@ def replicate(
         ValueError: on all ranks, before anything is changed, for a mesh that is not 1-D, a ``bucket_cap_mb`` that is
             not positive, and a parameter that has no values, to which `replicate` or `fully_shard` was applied already,
             or that is tensor parallel on a mesh with another root. When the module is called, before communication, for
-            plain tensors and DTensors at once, and for DTensors where parameters are tensor parallel.
+            plain tensors and DTensors at once.
         RuntimeError: when it is called inside what a compiler traces; for gradients of gradients of
             parameters.
 

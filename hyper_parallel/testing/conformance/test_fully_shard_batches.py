@@ -19,6 +19,7 @@ from hyper_parallel import (
     distribute_tensor,
     fully_shard,
     parallelize_module,
+    replicate,
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -195,13 +196,13 @@ def test_mixed(pool: Any) -> None:
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
-def tensor_parallel(mesh: Any, rows: int) -> Any:
+def tensor_parallel(mesh: Any, rows: int, replicated: bool) -> Any:
     """Styled modules get this rank's part of the batch, and give it back as a part of a DTensor."""
     adapter = get_adapter()
 
     def shard(model: Any) -> None:
         parallelize_module(model, mesh["tp"], TENSOR)
-        shard_block(model, mesh["dp"])
+        (replicate if replicated else shard_block)(model, mesh["dp"])
 
     return compare(
         mesh["dp"],
@@ -220,17 +221,19 @@ TENSOR = {
 }
 
 
+@pytest.mark.parametrize("replicated", [False, True], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("rows", [8, 7, 1], ids=["even", "uneven", "empty"])
-def test_tensor_parallel_block(pool: Any, rows: int) -> None:
-    for seen in pool.run(4, tensor_parallel, rows):
+def test_tensor_parallel_block(pool: Any, rows: int, replicated: bool) -> None:
+    for seen in pool.run(4, tensor_parallel, rows, replicated):
         if rows > 1:  # operations gather a single sample
             # Two more all-reduces in forward than without tensor parallelism: those of the row-parallel layers.
-            assert seen["forward"] == {"all_gather": 3, "all_reduce": 2}
-        assert seen["all"]["reduce_scatter"] == 3
+            gathers = {} if replicated else {"all_gather": 3}
+            assert seen["forward"] == {**gathers, "all_reduce": 2}
+        assert seen["all"].get("reduce_scatter", 0) == (0 if replicated else 3)
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
-def tensor_parallel_labels(mesh: Any, rows: int) -> None:
+def tensor_parallel_labels(mesh: Any, rows: int, replicated: bool) -> None:
     """A column-parallel head, and the mean over labels that count."""
     adapter = get_adapter()
     rng = np.random.default_rng(2)
@@ -243,14 +246,18 @@ def tensor_parallel_labels(mesh: Any, rows: int) -> None:
             "head": ColwiseParallel(output_layouts=Replicate()),
         }
         parallelize_module(model, mesh["tp"], plan)
-        fully_shard(model, mesh=mesh["dp"])
+        if replicated:
+            replicate(model, mesh["dp"])
+        else:
+            fully_shard(model, mesh=mesh["dp"])
 
     compare(mesh["dp"], lambda: adapter.Tied(7, 6), shard, ids, lambda y, wanted: adapter.loss(y, wanted), targets)
 
 
+@pytest.mark.parametrize("replicated", [False, True], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("rows", [8, 5, 2])
-def test_tensor_parallel_labels(pool: Any, rows: int) -> None:
-    pool.run(4, tensor_parallel_labels, rows)
+def test_tensor_parallel_labels(pool: Any, rows: int, replicated: bool) -> None:
+    pool.run(4, tensor_parallel_labels, rows, replicated)
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))

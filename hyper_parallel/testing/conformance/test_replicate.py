@@ -232,9 +232,24 @@ def two_dimensions(mesh: Any, kind: str) -> Any:
         placements[name] = (q.device_mesh.mesh_dim_names, q.placements)
         mine = DTensor.from_local(q.to_local(), q.device_mesh, q.placements, shape=q.shape)
         same(adapter.numpy(mine), adapter.numpy(q), name)
-    whole = distribute_tensor(adapter.tensor(batch), dp, [Shard(0)])
-    with fails(ValueError, *(["is distributed over"] if of_block else ["are tensor parallel", "to_local()"])):
-        adapter.call(copied, whole)
+    if of_block:  # the plan has styles that stand before and after modules
+        whole_batch = distribute_tensor(adapter.tensor(batch), dp, [Shard(0)])
+        with fails(ValueError, "is distributed over"):
+            adapter.call(copied, whole_batch)
+        return sorted(events), placements
+
+    def loss_of(module: Any, shared: bool) -> Any:
+        def loss(x: Any) -> Any:
+            x = distribute_tensor(x, dp, [Shard(0)], src_data_rank=None) if shared else x
+            y = adapter.sum(adapter.square(adapter.call(module, x)))
+            return y.redistribute(placements=[Replicate()]) if shared else y, None
+
+        return loss
+
+    _, _, grads = adapter.model_value_and_grads(single, loss_of(single, False), batch[1:])
+    _, _, got = adapter.model_value_and_grads(copied, loss_of(copied, True), batch[1:])
+    for name, wanted in grads.items():
+        same(adapter.numpy(got[name]), adapter.numpy(wanted), f"gradient of {name}, of one batch", 1e-4)
     return sorted(events), placements
 
 
