@@ -93,13 +93,13 @@ def with_losses(mesh: Any) -> None:
         same_gradients(model, single)
     x, target = randn(4, WORDS), ids[0, :4]
     given = distribute_tensor(x, mesh, [Shard(1)])
-    for function in (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss()):
+    for function in (F.nll_loss, F.cross_entropy):
         fresh()
-        call: Any = torch.compile(lambda a, b, function=function: function(a, b), backend="aot_eager")
+        call: Any = torch.compile(lambda a, b, function=function: function(a, b), backend="eager")
         with loss_parallel():
             close(call(given, target), function(x, target))
-        with pytest.raises(ValueError, match="got a plain tensor"):
-            call(given, target)
+    with pytest.raises(ValueError, match="got a plain tensor"):
+        call(given, target)
 
 
 def test_losses(pool: Any) -> None:

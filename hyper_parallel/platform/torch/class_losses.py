@@ -38,8 +38,9 @@ def whole_classes_only(original: Callable) -> Callable:
 
 
 def both_overridable(original: Callable) -> Callable:
-    """What stands for the compiler's list of the functions that ask the class of their arguments first: it is made once,
-    before or after these losses were replaced, as is the list of those that a graph has as one operation."""
+    """What stands for the compiler's list of the functions that ask the class of their arguments first. It is made
+    once, before or after these losses were replaced, as is the list of those that a graph has as one operation.
+    """
 
     @functools.cache
     def get_overridable_functions() -> set:

@@ -22,16 +22,16 @@ from hyper_parallel.platform.torch.tensor import State, is_dtensor
 
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
-#: What is traced with the modules that have styles, of this library's code for torch. The rest works on DTensors
-#: themselves, or on local tensors under the eyes of nobody: where it runs, nothing is compiled.
-_TRACED = ("calls.py", "class_losses.py", "compiled")
+#: Folders and files of this library that work on DTensors themselves: where they run, nothing is compiled.
+_NOT_COMPILED = (
+    "core/dtensor/",
+    *(f"platform/torch/{name}" for name in ("handlers/", "op_table/", "dtensor_class.py", "operators.py", "tensor.py")),
+)
 
 
 def not_compiled(skipped: Any) -> tuple[str, ...]:
     """What comes into the list of files that the compiler skips, with all that begins with them."""
-    folder = Path(__file__).parents[1]
-    kept = [path for path in folder.iterdir() if path.name not in _TRACED]
-    return f"{folder.parents[1] / 'core' / 'dtensor'}/", *(f"{path}/" if path.is_dir() else str(path) for path in kept)
+    return tuple(f"{Path(__file__).parents[3]}/{name}" for name in _NOT_COMPILED)
 
 
 def skipping(original: Any) -> re.Pattern:
