@@ -22,10 +22,13 @@ from hyper_parallel.platform.torch.tensor import State, is_dtensor
 
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
-#: Folders and files of this library that work on DTensors themselves: where they run, nothing is compiled.
+#: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
+#: compiled.
 _NOT_COMPILED = (
     "core/dtensor/",
-    *(f"platform/torch/{name}" for name in ("handlers/", "op_table/", "dtensor_class.py", "operators.py", "tensor.py")),
+    *(f"platform/torch/{name}/" for name in ("handlers", "op_table")),
+    *(f"platform/torch/{name}.py" for name in ("dtensor_class", "operators", "tensor")),
+    *(f"platform/torch/{name}.py" for name in ("autograd", "collectives", "local_tensors", "lost_ranks")),
 )
 
 
