@@ -473,8 +473,9 @@ def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 #: An operation on square matrices that has no sharding rule, and one on any shape, with the name to register it under.
-unruled = torch.linalg.inv
-custom = CUSTOM = torch.special.entr
+# Overloads have no rules of their own.
+unruled = torch.ops.aten.inverse.default
+custom = CUSTOM = torch.ops.aten.special_entr.default
 
 
 rand_like = torch.rand_like
@@ -494,7 +495,7 @@ FUZZ_LIMITS: dict[str, Any] = {}
 
 def unruled_in_place(x: Any) -> Any:
     """An operation without a sharding rule that writes into ``x``."""
-    return x.renorm_(2, 0, 1.0)
+    return x.masked_scatter_(x > 1, x * 2)
 
 
 #: Operations that write into their first operand: name -> (function, whether it takes a second operand).

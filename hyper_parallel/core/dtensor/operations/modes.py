@@ -25,10 +25,10 @@ def strict() -> Iterator[None]:
         >>> x = distribute_tensor(torch.eye(4), init_device_mesh("cpu", (1,)), [Shard(0)])
         >>> try:
         ...     with strict():
-        ...         torch.linalg.svd(x)
+        ...         torch.linalg.lstsq(x, x)
         ... except ValueError as error:
-        ...     print(str(error)[:31])
-        linalg_svd has no sharding rule
+        ...     print(str(error)[:33])
+        linalg_lstsq has no sharding rule
     """
     token = _STRICT.set(True)
     try:
