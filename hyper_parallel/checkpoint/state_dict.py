@@ -326,7 +326,8 @@ def _taken_apart(
         flat = {f"{name}.{key}": x for name, row in state.get("state", {}).items() for key, x in row.items()}
         groups = [({k: v for k, v in g.items() if k != "params"}, g["params"]) for g in state.get("param_groups", [])]
         return flat, {name: own for own, group in groups for name in group}
-    flat, of_name = {}, {}
+    flat = {}
+    of_name: dict[str, dict[str, Any]] = {}
     for path, x in state.items():
         kind, _, place = path.partition(".")
         if kind == "state":
