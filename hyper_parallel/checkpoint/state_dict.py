@@ -327,7 +327,7 @@ def _taken_apart(
         groups = [({k: v for k, v in g.items() if k != "params"}, g["params"]) for g in state.get("param_groups", [])]
         return flat, {name: own for own, group in groups for name in group}
     flat = {}
-    of_name: dict[str, Any] = {}
+    of_name: dict[str, dict[str, Any]] = {}
     for path, x in state.items():
         kind, _, place = path.partition(".")
         if kind == "state":

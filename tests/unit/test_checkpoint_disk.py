@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.checkpoint import CheckpointError, disk
+from hyper_parallel.checkpoint.ranks import Alone, ThroughFiles
 
 BLOCK = 8192
 CONTENT = bytes(i * 7 % 251 for i in range(5 * BLOCK + 123))
@@ -92,3 +93,23 @@ def test_a_failure_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         disk.NewFile(tmp_path / "y", len(CONTENT)) as file,
     ):
         file.write(CONTENT[:100])
+
+
+def test_ranks_that_cannot_tell_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An asynchronous save ends with an error that says why, whichever way the directory for it is lost."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    through = ThroughFiles(folder, Alone())
+    assert through.gather({"x": 1}) == [{"x": 1}]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_for_texts)
+        with pytest.raises(CheckpointError, match=r"ranks/2.0 cannot be written: No space left"):
+            through.gather(2)
+    through.leave()
+    assert not folder.exists()
+    with pytest.raises(CheckpointError, match="the other ranks have given up an asynchronous save: rank 0 was silent"):
+        through.gather(3)
+
+
+def full_for_texts(path: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
