@@ -80,7 +80,7 @@ def multi_head_attention(
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if causal else _mask(attn_mask, key_padding_mask, num_heads, q.dtype)
     dropout_p = dropout_p if training else 0.0
-    scores = None
+    scores: Any = None
     if need_weights or dropout_p:
         # Noise that a rule draws is that of one device, and needs nothing gathered.
         causal_mask = _mask(attn_mask, None, num_heads, q.dtype) if causal else mask
