@@ -7,6 +7,7 @@ another answer to that question goes on, and each operation in it runs by its ow
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 
 import torch.nn.functional as F
@@ -22,8 +23,7 @@ def body_of(function: Callable) -> Callable:
     """The Python function, as it runs on plain tensors."""
     names = {**function.__globals__, **dict.fromkeys(_QUESTIONS, lambda *_: False)}
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    body.__kwdefaults__ = function.__kwdefaults__
-    return body
+    return partial(body, **(function.__kwdefaults__ or {}))
 
 
 def _run_body(function: Callable) -> None:

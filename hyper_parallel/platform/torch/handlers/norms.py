@@ -32,8 +32,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     if not given["training"] or not is_dtensor(x) or _is_whole_but_for_channels(x):
         return normalise(func, args, kwargs)
     _check(func, given)
-    weight, bias, running_mean, running_var = (given[name] for name in _NAMES[1:5])
-    return _over_the_mesh(x, weight, bias, running_mean, running_var, given["momentum"], given["eps"])
+    return _over_the_mesh(*(given[name] for name in (*_NAMES[:5], "momentum", "eps")))
 
 
 @handles(torch.instance_norm)
