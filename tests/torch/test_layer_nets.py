@@ -24,6 +24,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 from tests.torch.support import close, device, randn, shard
+from tests.torch.test_layers import without_npu
 
 _FEATURES, _HEADS = 8, 4
 
@@ -195,7 +196,9 @@ def nets(name: str) -> None:
         close(net(shard(given(), mesh, *placements)), alone(given()), f"{name} in evaluation", tolerance=1e-4)
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[without_npu] if "recurrent" in name else []) for name in NETS]
+)
 def test_nets(pool: Any, name: str) -> None:
     pool.run(4, nets, name)
 
@@ -253,6 +256,7 @@ def _of(kind: type, h: Any, c: Any) -> Any:
     return (h, c) if kind is nn.LSTMCell else h
 
 
+@without_npu
 def test_cells_with_sharded_units(pool: Any) -> None:
     pool.run(2, cells_with_sharded_units)
 
@@ -352,6 +356,7 @@ def halves_and_plain_statistics(mesh: Any) -> None:
     close(var, other, tolerance=1e-4)
 
 
+@without_npu
 def test_gathered(pool: Any) -> None:
     pool.run(2, gathered)
     pool.run(2, sequences_of_several_lengths)
