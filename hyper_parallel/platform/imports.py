@@ -19,7 +19,7 @@ class WhenImported(MetaPathFinder):
         call: what is called.
     """
 
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
         self.name, self.call = name, call
         sys.meta_path.insert(0, self)
 
@@ -45,7 +45,7 @@ class WhenImported(MetaPathFinder):
         return spec
 
 
-def when_imported(name: str, call: Callable[[], None]) -> None:
+def when_imported(name: str, call: Callable[[], Any]) -> None:
     """``call()`` now where the module ``name`` has been imported, else right after it is."""
     if name in sys.modules:
         call()

@@ -100,4 +100,3 @@ class Results:
         refuse_second_order(cotangents, self._platform)
         self._reached(ctx.call)
         return cotangents
-

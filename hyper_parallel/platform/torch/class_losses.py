@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_parallel.platform.torch.tensor import State, stand_for
 
-__all__ = ["whole_classes_only"]
+__all__ = ["both_overridable", "whole_classes_only"]
 
 
 def _refuse(count: int) -> None:
@@ -34,3 +35,16 @@ def whole_classes_only(original: Callable) -> Callable:
     # torch looks itself up by name when it asks a DTensor.
     stand_for(loss, original)
     return loss
+
+
+def both_overridable(original: Callable) -> Callable:
+    """What stands for the compiler's list of the functions that ask the class of their arguments first. It is made
+    once, before or after these losses were replaced, as is the list of those that a graph has as one operation.
+    """
+
+    @functools.cache
+    def get_overridable_functions() -> set:
+        losses: Any = (F.cross_entropy, F.nll_loss)
+        return original() | {*losses, *(loss.__wrapped__ for loss in losses)}
+
+    return get_overridable_functions

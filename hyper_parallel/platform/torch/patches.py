@@ -231,6 +231,13 @@ PATCHES = PatchSet(
             check=takes("self gm example_inputs"),
             after=f"{_DYNAMO}.output_graph",
         ),
+        _patch(
+            f"{_DYNAMO}.variables.torch.get_overridable_functions",
+            "in compiled code a loss of distributed logits is that of this rank's part of the classes",
+            class_losses.both_overridable,
+            check=takes(""),
+            after=f"{_DYNAMO}.variables.torch",
+        ),
         # First the pattern: what is taken back last is made of the list as it is then.
         _patch(
             f"{_DYNAMO}.trace_rules.SKIP_DIRS_RE",

@@ -7,10 +7,10 @@ frame a class of `placed` stands for it. The compiled graph itself gets plain te
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 from collections.abc import Callable
 from functools import cache, wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,17 +22,19 @@ from hyper_parallel.platform.torch.tensor import State, is_dtensor
 
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
-#: Modules and packages of this library that work on DTensors themselves: where they run, nothing is compiled.
+#: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
+#: compiled.
 _NOT_COMPILED = (
-    "core.dtensor",
-    *(f"platform.torch.{name}" for name in ("dtensor_class", "handlers", "operators", "tensor")),
+    "core/dtensor/",
+    *(f"platform/torch/{name}/" for name in ("handlers", "op_table")),
+    *(f"platform/torch/{name}.py" for name in ("dtensor_class", "operators", "tensor")),
+    *(f"platform/torch/{name}.py" for name in ("autograd", "collectives", "local_tensors", "lost_ranks")),
 )
 
 
 def not_compiled(skipped: Any) -> tuple[str, ...]:
     """What comes into the list of files that the compiler skips, with all that begins with them."""
-    specs = [importlib.util.find_spec(f"hyper_parallel.{name}") for name in _NOT_COMPILED]
-    return tuple(spec.origin.removesuffix("__init__.py") for spec in specs if spec is not None and spec.origin)
+    return tuple(f"{Path(__file__).parents[3]}/{name}" for name in _NOT_COMPILED)
 
 
 def skipping(original: Any) -> re.Pattern:

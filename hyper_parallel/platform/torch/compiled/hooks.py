@@ -32,7 +32,7 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
 def _conversion(how: CompiledInputs) -> Callable[..., Any]:
     moves, local, count = Moves(how.mesh, how.group, how.size, how.rank, how.local), how.local, how.count
 
-    slots = [(slot.key, slot.given, slot.wanted, shards_of(slot.compare)) for slot in how.conversions]
+    slots: list[Any] = [(slot.key, slot.given, slot.wanted, shards_of(slot.compare)) for slot in how.conversions]
 
     def one(module: Any, x: Any, given: int | None, wanted: int | None, shards: Any) -> Any:
         found = moves.take(x, given, module, shards)
