@@ -85,11 +85,7 @@ def with_losses(mesh: Any) -> None:
         single = Gpt()
         model = parallelize_module(copy.deepcopy(single), mesh, planned(head))
         with loss_parallel():
-<<<<<<< HEAD
-            y = torch.compile(make(model), backend="aot_eager", fullgraph=whole)(ids)
-=======
             y = torch.compile(make(model), backend="aot_eager" if whole else "eager", fullgraph=whole)(ids)
->>>>>>> h-comp
             y.backward()
         wanted = loss(single)(ids)
         wanted.backward()

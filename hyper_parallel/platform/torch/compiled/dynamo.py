@@ -25,11 +25,7 @@ __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "
 #: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
 #: compiled.
 _NOT_COMPILED = (
-<<<<<<< HEAD
-    "core/dtensor/",
-=======
     *("core/dtensor/", "core/tensor_parallel/loss.py"),
->>>>>>> h-comp
     *(f"platform/torch/{name}/" for name in ("handlers", "op_table")),
     *(f"platform/torch/{name}.py" for name in ("dtensor_class", "operators", "tensor")),
     *(f"platform/torch/{name}.py" for name in ("autograd", "collectives", "local_tensors", "lost_ranks")),
