@@ -112,7 +112,9 @@ def overlapped(mesh: Any) -> None:
     reductions = [note.split()[0] for note in steps[2] if note.endswith("reduce_scatter")]
     at_once = platform.fast is None  # what gradients are reduced to is returned by a function of autograd
     two = ["start", "wait"] * 5 if at_once else ["start", "start", *["wait", "start"] * 3, "wait", "wait"]
-    assert reductions == two, reductions
+    # What a backend has no average for is done before it goes on.
+    begun = platform.supports("reduce_scatter", "avg", x)
+    assert reductions == (two if begun else []), reductions
     notes = steps[1]
     forward = notes[: notes.index("compute 3") + 1]
     wanted = ["start all_gather", "wait all_gather", "start all_gather"]  # the model, and the first layer
@@ -127,6 +129,7 @@ def overlapped(mesh: Any) -> None:
         backward += [*(["wait reduce_scatter"] if i < 3 and not at_once else []), "start reduce_scatter"]
         backward += ["wait reduce_scatter"] if at_once else []
     backward += [*([] if at_once else ["wait reduce_scatter"]), "start reduce_scatter", "wait reduce_scatter"]
+    backward = [note for note in backward if begun or note.endswith("all_gather")]
     assert notes[len(forward) :] == backward, notes[len(forward) :]
 
 
