@@ -11,7 +11,7 @@ import pytest
 from mindspore import nn, ops
 
 from hyper_parallel import DTensor, Shard, fully_shard, replicate
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.spmd import on_mesh
 
 ROWS = 3

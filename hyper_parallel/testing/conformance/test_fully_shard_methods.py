@@ -19,7 +19,7 @@ from hyper_parallel import (
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.conformance.checks import same
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard import held_bytes
 from hyper_parallel.testing.conformance.test_fully_shard_corners import changed
