@@ -3,6 +3,7 @@
 from hyper_parallel.platform.torch.handlers import (
     communication,
     composed,
+    composed_index,
     composed_shapes,
     composite,
     foreach,
@@ -16,6 +17,7 @@ from hyper_parallel.platform.torch.handlers.unknown import recover, run_unknown
 __all__ = [
     "communication",
     "composed",
+    "composed_index",
     "composed_shapes",
     "composite",
     "deepcopy_dtensor",
