@@ -88,7 +88,6 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], torch.Ten
 DIFFERENT: dict[tuple[str, str], str] = {
     ("linear", "R, S1"): "slicing the input sends nothing now, and gathers its gradient, larger than the weight",
     ("view(-1, 3)", "S1"): "torch places the result in strides that no order of cuts gives",
-    ("cumsum along 1", "P"): "sums are added up first",
     ("softmax along 1", "S1"): "two small reductions in place of gathering the tensor: more messages, fewer bytes",
     ("log_softmax along 1", "S1"): "as softmax",
     ("cross_entropy", "S1"): "as softmax",
