@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from mindspore import Tensor
 from hyper_parallel.platform.contract.observation import Observer
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
 from hyper_parallel.platform.patching import PatchSet
+from hyper_parallel.platform.watching import is_called_from, tensors_in
 
 __all__ = ["COLLECTIVES", "ObservationVerbs", "watched_call", "watched_collective"]
 
@@ -76,21 +76,12 @@ def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
 
 def watched_collective(original: Callable, *args: Any, name: str, **kwargs: Any) -> Any:
     """Stands for a function that communicates."""
-    if _OBSERVERS and not _is_own():
+    if _OBSERVERS and not is_called_from(_OWN):
         kind, position = COLLECTIVES[name]
         given = args[position] if len(args) > position else next(iter(kwargs.values()), None)
         for observer in tuple(_OBSERVERS):
-            observer.collective(kind, list(_tensors(given)))
+            observer.collective(kind, list(tensors_in(given, Tensor)))
     return original(*args, **kwargs)
-
-
-def _is_own() -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _OWN:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _when_backward_comes(values: Any, tell: list[Callable[[Any], None]], cell: Any) -> None:
@@ -100,16 +91,6 @@ def _when_backward_comes(values: Any, tell: list[Callable[[Any], None]], cell: A
                 told(cell)
 
     with NoDispatch():
-        for x in _tensors(values):
+        for x in tensors_in(values, Tensor):
             if x._requires_grad and not x._is_leaf:
                 x.register_hook(hook)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.observation import Observer
 from hyper_parallel.platform.torch.private import DispatchMode, OpOverloadPacket
+from hyper_parallel.platform.watching import is_called_from, tensors_in
 
 __all__ = ["ObservationVerbs"]
 
@@ -92,19 +92,9 @@ class _Collectives(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(func, "namespace", "") in _NAMESPACES:
             found = _KINDS.get(func.overloadpacket.__name__)
-            if found is not None and not _is_own():
-                self._observer.collective(found[0], list(_tensors(args[found[1]])))
+            if found is not None and not is_called_from(_OWN):
+                self._observer.collective(found[0], list(tensors_in(args[found[1]], Tensor)))
         return func(*args, **(kwargs or {}))
-
-
-def _is_own() -> bool:
-    """Whether this backend's collectives are on the call stack."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _OWN:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _before(observer: Observer, active: list[bool], module: Any, args: Any) -> None:
@@ -121,16 +111,6 @@ def _when_backward_comes(values: Any, active: list[bool], tell: Callable[[], Non
     """Call ``tell()`` before backward runs what has computed a tensor in ``values``. A hook of the node, which leaves
     the graph as it is; those of modules would put functions between."""
     with no_dispatch():
-        for x in _tensors(values):
+        for x in tensors_in(values, Tensor):
             if x.grad_fn is not None:
                 x.grad_fn.register_prehook(lambda cotangents: tell() if active else None)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))

@@ -1,0 +1,30 @@
+"""What backends have in common when they watch a program: `contract.observation`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+__all__ = ["is_called_from", "tensors_in"]
+
+
+def is_called_from(modules: Collection[str]) -> bool:
+    """Whether a function of one of these modules, by name, is on the call stack."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in modules:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def tensors_in(values: Any, kind: type) -> Iterator[Any]:
+    """The objects of class ``kind`` in ``values``: itself, or in lists, tuples and values of dicts."""
+    if isinstance(values, kind):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value, kind)
+    elif isinstance(values, dict):
+        yield from tensors_in(tuple(values.values()), kind)
