@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hyper_parallel import (
-    CollectiveError,
-    DTensor,
-    PackedShard,
-    Shard,
-    distribute_tensor,
-    get_platform,
-    init_device_mesh,
+from hyper_parallel import DTensor, PackedShard, Shard, distribute_tensor
+from hyper_parallel.checkpoint import (
+    StatefulDistributedSampler,
+    latest,
+    load,
+    save,
 )
-from hyper_parallel.checkpoint import StatefulDistributedSampler, disk, latest, load, save
 from hyper_parallel.testing.spmd import on_mesh
 
 
@@ -194,41 +191,42 @@ def test_a_loader_with_workers(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- a lost rank
-def save_and_die(rank: int, port: int, directory: Path, said: Any) -> None:
-    """What a rank of a program does: it saves twice, and in the second save rank 1 is killed."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    get_platform().init_process_group(timeout=20)
-    mesh = init_device_mesh("cpu")
-    state = {"x": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
-    save(state, directory / "step-1")
+PROGRAM = """
+import os, signal, sys
+import torch
+import hyper_parallel as hp
+from hyper_parallel.checkpoint import CheckpointError, disk, save
 
-    def die(kind: str, path: Path) -> None:
-        if rank == 1 and kind == "write":
-            os.kill(os.getpid(), signal.SIGKILL)
+hp.get_platform().init_process_group(timeout=5)
+rank, directory = hp.get_platform().rank(), sys.argv[1]
+mesh = hp.init_device_mesh("cpu")
+state = {"x": hp.distribute_tensor(torch.arange(8.0), mesh, [hp.Shard(0)])}
+save(state, f"{directory}/step-1")
 
-    disk.watcher = die
-    try:
-        save(state, directory / "step-2")
-    except CollectiveError as error:
-        said.put(str(error))
-        os._exit(0)
-    os._exit(1)
+def die(kind, path):
+    if rank == 1 and kind == "write":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+disk.watcher = die
+try:
+    save(state, f"{directory}/step-2")
+except hp.CollectiveError as error:
+    print("lost|", error, flush=True)
+os._exit(0)
+"""
 
 
 def test_a_rank_is_lost(tmp_path: Path) -> None:
     """The others do not wait for it, and the checkpoint before is there."""
-    fork, run = multiprocessing.get_context("fork"), tmp_path / "run"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    said = fork.SimpleQueue()
-    ranks = [fork.Process(target=save_and_die, args=(rank, port, run, said)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(90)
-    assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
-    assert "rank" in said.get()
-    assert latest(run) == run / "step-1"
-    assert load({"x": torch.zeros(8)}, run / "step-1")["x"].equal(torch.arange(8.0))
+    port = str(29500 + os.getpid() % 2000)
+    ranks = []
+    for rank in range(2):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
+        environment = {**os.environ, **environment, "LOCAL_RANK": str(rank), "HYPER_PARALLEL_PLATFORM": "torch-cpu"}
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    output = [process.communicate(timeout=90)[0] for process in ranks]
+    assert ranks[1].returncode == -signal.SIGKILL and ranks[0].returncode == 0
+    assert "lost|" in output[0]
+    assert latest(tmp_path / "run") == tmp_path / "run" / "step-1"
+    assert load({"x": torch.zeros(8)}, tmp_path / "run" / "step-1")["x"].equal(torch.arange(8.0))
