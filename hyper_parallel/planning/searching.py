@@ -130,7 +130,7 @@ def search(
 ) -> SearchResult:
     """The best ways to spread a model over ``ranks`` ranks, by dry runs of all of them.
 
-    Of a model with a list of layers that are alike, two and three layers are run, and what each further layer takes is
+    Of a model with a list of layers that are alike, three and four layers are run, and what each further layer takes is
     added: that is exact for parameters, gradients, optimizer, collectives and operations, which repeat.
 
     Args:
@@ -163,8 +163,9 @@ def search(
         parent, layers = repeated_layers(model, platform)
         count = len(layers)
         models = [(count, model)]
-        if count > 3:
-            models = [(n, cut_to(model, parent, n, platform)) for n in (2, 3)]
+        if count > 4:
+            # From three on each layer adds as much: the first and the last, and what is gathered ahead, are in them.
+            models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
     found = []
     for tp in sizes:
         for name, plan in plans.items() if tp > 1 else [("-", None)]:
@@ -186,7 +187,7 @@ def search(
                 except (ValueError, TypeError, RuntimeError) as error:
                     found[-1].error = str(error).splitlines()[0]
                 else:
-                    found[-1].run = runs[0] if len(runs) == 1 else _continued(runs[0], runs[1], count - 3)
+                    found[-1].run = runs[0] if len(runs) == 1 else _continued(runs[0], runs[1], count - 4)
 
     def order(c: Candidate) -> tuple:
         if c.run is None:
@@ -208,21 +209,21 @@ def _share(batch: tuple, dp: int) -> Any:
     return map_tensors(batch, lambda x: platform.narrow(x, 0, 0, platform.shape_of(x)[0] // dp), platform, lambda x: x)
 
 
-def _continued(two: DryRun, three: DryRun, further: int) -> DryRun:
+def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
     """The dry run with so many further layers, each of which adds what the third has added."""
 
     def more(a: Any, b: Any) -> Any:
         return None if a is None or b is None else b + further * (b - a)
 
-    before, after = asdict(two.memory), asdict(three.memory)
+    before, after = asdict(three.memory), asdict(four.memory)
     memory = Memory(**{name: more(before[name], after[name]) for name in before})
-    memory.gathered = three.memory.gathered
+    memory.gathered = four.memory.gathered
     if memory.peak is not None and memory.optimizer is not None:
         held = memory.parameters + memory.buffers + memory.optimizer
-        memory.peak = held + _continued_peak(two, three, further)
+        memory.peak = held + _continued_peak(three, four, further)
     traffic = {}
-    for name, t in three.traffic.items():
-        s = two.traffic[name]
+    for name, t in four.traffic.items():
+        s = three.traffic[name]
         counts = {kind: more(s.counts.get(kind, 0), n) for kind, n in t.counts.items()}
         traffic[name] = replace(
             t,
@@ -232,23 +233,23 @@ def _continued(two: DryRun, three: DryRun, further: int) -> DryRun:
             seconds=more(s.seconds, t.seconds),
         )
     return replace(
-        three,
+        four,
         memory=memory,
         traffic=traffic,
-        flops=more(two.flops, three.flops),
-        compute_seconds=more(two.compute_seconds, three.compute_seconds),
+        flops=more(three.flops, four.flops),
+        compute_seconds=more(three.compute_seconds, four.compute_seconds),
     )
 
 
-def _continued_peak(two: DryRun, three: DryRun, further: int) -> int:
+def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
     """The most that lives in a step with so many further layers.
 
-    The forwards of two and of three layers end alike, and their backwards begin and end alike. There the deeper one has
-    the activations, or the gradients, of one layer more, and each further layer adds as much. In the layers between,
-    less lives than in the first or in the last of them.
+    The forwards of three and of four layers end alike, and their backwards begin and end alike. There the deeper one
+    has the activations, or the gradients, of one layer more, and each further layer adds as much. In the layers
+    between, less lives than in the first or in the last of them.
     """
-    peak = max(live for timeline in three.timelines for _, live in timeline)
-    (forward, backward), (deeper_forward, deeper_backward) = two.timelines, three.timelines
+    peak = max(live for timeline in four.timelines for _, live in timeline)
+    (forward, backward), (deeper_forward, deeper_backward) = three.timelines, four.timelines
     for shallow, deep in (
         (forward[::-1], deeper_forward[::-1]),
         (backward, deeper_backward),

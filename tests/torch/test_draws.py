@@ -1,4 +1,4 @@
-"""Torch's functions without a rule that draw random numbers, on ranks whose generators have come apart."""
+"""Torch's functions that draw random numbers and are no rule, on ranks whose generators have come apart."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ DRAWING: dict[str, Callable[[Any], Any]] = {
     "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)) * x,
     "multinomial": lambda x: torch.multinomial(torch.sigmoid(x[0, 0]), 2).float(),
 }
+#: Those that draw for each shard: where ranks hold different parts, their generators have to be alike.
+BY_SHARDS = {"alpha_dropout", "dropout2d", "gumbel_softmax"}
 
 
 @spmd.on_mesh()
@@ -42,7 +44,8 @@ def draws(mesh: Any, name: str) -> None:
         if wanted.requires_grad:
             wanted.square().sum().backward()
         manual_seed(5, mesh)
-        torch.rand(1 if mesh.get_local_rank() == 0 else 7, device=device())
+        alike = mesh.get_local_rank() == 0 or (name in BY_SHARDS and placement == Shard(1))
+        torch.rand(1 if alike else 7, device=device())
         mine = tensor(x[layout.local_index()].copy()).requires_grad_()
         y = function(DTensor.from_local(mine, mesh, [placement], shape=x.shape))
         same(numpy(y), wanted.detach().cpu().numpy(), f"{name} of {placement}", 1e-4)

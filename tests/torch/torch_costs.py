@@ -10,11 +10,13 @@ here they have the placements of what they are gradients of.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,17 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the page; with ``--json``, print every comparison of it instead."""
+    if sys.argv[1:] == ["--json"]:
+        with fake_group(RANKS):
+            found = {str(of): [asdict(c) for c in compare_redistributions(*of)] for of in REDISTRIBUTED}
+            found["operations"] = [asdict(c) for c in compare_operations()]
+        print(json.dumps(found))
+        return
     head, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- begin -->\n")
     PAGE.write_text(f"{head}<!-- begin -->\n{page()}<!-- end -->{rest.partition('<!-- end -->')[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
