@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -137,6 +138,9 @@ def optimizer_steps(mesh: Any) -> None:
         close(p.full_tensor(), q, name)
 
 
+@pytest.mark.skipif(
+    os.environ["HYPER_PARALLEL_PLATFORM"] == "torch-npu", reason="torch_npu's foreach kernels take no fake tensors"
+)
 def test_optimizer_steps(pool: Any) -> None:
     pool.run(2, optimizer_steps)
 

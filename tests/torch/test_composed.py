@@ -70,7 +70,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "block_diag of vectors": lambda x, v, s: torch.block_diag(x, v, s),
     "tensor_split at places": lambda x: torch.tensor_split(x, (1, -2), dim=1)[1],
     "tensor_split that overlaps": lambda x: torch.tensor_split(x, (4, 2), dim=1)[2],
-    "tensor_split by a tensor": lambda x, n: torch.tensor_split(x, n)[0],
+    "tensor_split by a tensor": lambda x, n: torch.tensor_split(x, n.cpu())[0],
     "hsplit of a vector": lambda v: torch.hsplit(v, 3)[1],
     "rot90 by nothing": lambda x: x.rot90(4),
     "rot90 backwards": lambda z: z.rot90(-1, (2, 0)),
