@@ -28,6 +28,8 @@ __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 _TIMEOUT = 300.0
 #: Seconds that a rank waits for the others before it destroys its groups, and where they are counted.
 _LEAVING, _LEAVING_KEY = 5.0, "hyper_parallel/leaving"
+#: Seconds that it waits where they are not counted.
+_MOMENT = 1.0
 #: The store at which the ranks of this process have met. It stays after the group is destroyed: about one in ten
 #: clients ends the process with a segmentation fault when MindSpore destroys it while the server is there.
 _stores: list[Any] = []
@@ -112,7 +114,7 @@ class GroupVerbs:
         world, self._world = self._world, None
         if world is None or world.group is None:
             return
-        if world.store is not None and device_target() == "CPU":
+        if device_target() == "CPU":
             _wait_for_leaving(world)
         dist.destroy_process_group()  # the subgroups with it
         GlobalComm.INITED = False
@@ -187,11 +189,15 @@ class GroupVerbs:
 
 
 def _wait_for_leaving(world: World) -> None:
-    """Return when all ranks destroy their groups, or some seconds have passed: a rank may be lost.
+    """Return when all ranks destroy their groups, or some seconds have passed: a rank may be lost. Where they are not
+    counted, after a moment.
 
     mccl's collectives return where a rank has what it needs. Where it then closes its connections, another rank that
     still waits for its last message to be taken fails after half a minute.
     """
+    if world.store is None:  # under msrun: nobody can be asked, and mccl has sent what it could after a moment
+        time.sleep(_MOMENT)
+        return
     deadline = time.monotonic() + _LEAVING
     try:
         waiting = world.store.add(_LEAVING_KEY, 1) < world.size
