@@ -21,7 +21,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, shard
-from tests.torch.test_rare_calls import operands, placements_of, value_and_gradients
+from tests.torch.test_rare_calls import compared, operands
 
 #: As in `test_rare_calls`.
 CALLS: dict[str, Callable[..., Any]] = {
@@ -141,29 +141,12 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def compared(mesh: Any, name: str, call: Callable[..., Any], placement: Any, names: tuple[str, ...]) -> None:
-    wanted, gradients = value_and_gradients(call, {k: x for k, x in operands().items() if k in names})
-    given = {
-        k: x if k == "n" else shard(x, mesh, placement if k == names[0] else Replicate())
-        for k, x in operands().items()
-        if k in names
-    }
-    what = f"{name}, {names[0]} placed {placement}"
-    value, got = value_and_gradients(call, given)
-    assert value.dtype is wanted.dtype and tuple(value.shape) == tuple(wanted.shape), what
-    close(value, wanted, what)
-    for k, gradient in gradients.items():
-        if gradient is not None:
-            close(got[k], gradient, f"{what}: gradient by {k}", tolerance=1e-4)
-
-
 @on_mesh()
 def calls(mesh: Any) -> None:
     warnings.simplefilter("ignore")
     for name, call in CALLS.items():
         names = call.__code__.co_varnames[: call.__code__.co_argcount]
-        for placement in placements_of(names[0], operands()[names[0]]):
-            compared(mesh, name, call, placement, names)
+        compared(mesh, name, call, names)
 
 
 @on_mesh()
@@ -174,8 +157,7 @@ def writes(mesh: Any) -> None:
         def on_a_copy(_call: Callable[..., Any] = call, _names: tuple = names, **given: Any) -> Any:
             return _call(**{**given, _names[0]: given[_names[0]] * 1.0})
 
-        for placement in placements_of(names[0], operands()[names[0]]):
-            compared(mesh, name, on_a_copy, placement, names)
+        compared(mesh, name, on_a_copy, names)
 
 
 @on_mesh()

@@ -112,27 +112,30 @@ def value_and_gradients(call: Callable[..., Any], given: dict[str, Any]) -> tupl
     return value, {name: x.grad for name, x in leaves.items()}
 
 
+def compared(mesh: Any, name: str, call: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Value and gradients of a call, with each placement of its first operand, are those of one device."""
+    wanted, gradients = value_and_gradients(call, {k: x for k, x in operands().items() if k in names})
+    for placement in placements_of(names[0], operands()[names[0]]):
+        given = {
+            k: x if k == "n" else shard(x, mesh, placement if k == names[0] else Replicate())
+            for k, x in operands().items()
+            if k in names
+        }
+        what = f"{name}, {names[0]} placed {placement}"
+        value, got = value_and_gradients(call, given)
+        assert value.dtype is wanted.dtype and tuple(value.shape) == tuple(wanted.shape), what
+        close(value, wanted, what)
+        assert [k for k, g in got.items() if g is None] == [k for k, g in gradients.items() if g is None], what
+        for k, gradient in gradients.items():
+            if gradient is not None:
+                close(got[k], gradient, f"{what}: gradient by {k}", tolerance=1e-4)
+
+
 @on_mesh()
 def calls(mesh: Any) -> None:
     warnings.simplefilter("ignore")
     for name, call in CALLS.items():
-        names = call.__code__.co_varnames[: call.__code__.co_argcount]
-        whole = {k: x for k, x in operands().items() if k in names}
-        wanted, gradients = value_and_gradients(call, whole)
-        for placement in placements_of(names[0], whole[names[0]]):
-            given = {
-                k: x if k == "n" else shard(x, mesh, placement if k == names[0] else Replicate())
-                for k, x in operands().items()
-                if k in names
-            }
-            what = f"{name}, {names[0]} placed {placement}"
-            value, got = value_and_gradients(call, given)
-            assert value.dtype is wanted.dtype and tuple(value.shape) == tuple(wanted.shape), what
-            close(value, wanted, what)
-            assert [k for k, g in got.items() if g is None] == [k for k, g in gradients.items() if g is None], what
-            for k, gradient in gradients.items():
-                if gradient is not None:
-                    close(got[k], gradient, f"{what}: gradient by {k}", tolerance=1e-4)
+        compared(mesh, name, call, call.__code__.co_varnames[: call.__code__.co_argcount])
 
 
 @on_mesh()
