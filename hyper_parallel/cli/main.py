@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import hyper_parallel
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.platform import PlatformError
+from hyper_parallel.platform.logs import words
 
 __all__ = ["main", "parser"]
 
@@ -24,7 +25,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="hyper-parallel",
         description="Tensor parallelism with one API on PyTorch and MindSpore.",
-        epilog="Each command has --help. HYPER_PARALLEL_PLATFORM chooses the backend.",
+        epilog="Each command has --help. HYPER_PARALLEL_PLATFORM chooses the backend, HYPER_PARALLEL_LOG=info says "
+        "what is done.",
     )
     top.add_argument("--version", action="version", version=f"hyper-parallel {hyper_parallel.__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
@@ -87,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 right, 1 wrong or not possible, 2 wrong arguments."""
     given = parser().parse_args(arguments)
     try:
+        try:
+            words()
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         return _run(given)
     except (UsageError, PlatformError) as error:
         print(f"hyper-parallel {given.command}: {error}", file=sys.stderr)

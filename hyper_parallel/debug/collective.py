@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.recorder import CollectiveEvent
+from hyper_parallel.core.dtensor.communication.recorder import CollectiveEvent, dim_name
 
 __all__ = ["Collective", "bytes_on_the_wire", "collective_rows", "dtype_name"]
 
@@ -50,7 +50,7 @@ class Collective:
             direction=event.direction,
             kind=event.kind,
             op=event.op,
-            mesh_dim=mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim),
+            mesh_dim=dim_name(mesh, dim),
             ranks=mesh.shape[dim],
             shape=tuple(event.shape),
             dtype=dtype_name(event.dtype, mesh.platform.dtypes),

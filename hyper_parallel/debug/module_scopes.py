@@ -18,12 +18,20 @@ class ModuleScopes:
         model: of the platform.
         platform: the platform.
         tell: ``tell(path, args, output)`` is called after each forward.
+        around: ``around(path)`` is called before each forward, and what it returns after it, if that is not None.
     """
 
-    def __init__(self, model: Any, platform: Any, tell: Callable[[str, Any, Any], None] | None = None) -> None:
-        self._model, self._platform, self._tell = model, platform, tell
+    def __init__(
+        self,
+        model: Any,
+        platform: Any,
+        tell: Callable[[str, Any, Any], None] | None = None,
+        around: Callable[[str], Callable[[], None] | None] | None = None,
+    ) -> None:
+        self._model, self._platform, self._tell, self._around = model, platform, tell, around
         self._handles: list[Any] = []
-        self._outside: list[str] = []
+        #: For each module that runs: what is outside of it, and what is to be called at its end.
+        self._outside: list[tuple[str, Callable[[], None] | None]] = []
 
     def __enter__(self) -> ModuleScopes:
         self._before = current_module()
@@ -38,22 +46,29 @@ class ModuleScopes:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._outside.clear()
+        while self._outside:
+            self._leave()
         set_module(self._before)
 
     def _opening(self, name: str) -> Callable[..., None]:
         def hook(module: Any, args: Any) -> None:
-            self._outside.append(set_module(name))
+            self._outside.append((set_module(name), self._around(name) if self._around else None))
 
         return hook
+
+    def _leave(self) -> None:
+        before, end = self._outside.pop()
+        set_module(before)
+        if end is not None:
+            end()
 
     def _closing(self, name: str, path: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
             # An exception may have left the hooks of modules inside uncalled.
             while self._outside and current_module() != name:
-                set_module(self._outside.pop())
+                self._leave()
             if self._outside:
-                set_module(self._outside.pop())
+                self._leave()
             if self._tell is not None:
                 self._tell(path, args, output)
 

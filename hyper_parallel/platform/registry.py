@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 import sys
 import threading
@@ -19,6 +18,7 @@ from importlib.metadata import entry_points
 from typing import Any, cast
 
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.logs import LOG, set_up
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -35,8 +35,6 @@ ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_PLATFORM"
 #: ``0`` lets every platform do without `Platform.fast`: to find out whether that is to blame for something.
 FAST_VARIABLE = "HYPER_PARALLEL_FAST"
 ENTRY_POINT_GROUP = "hyper_parallel.platforms"
-
-_log = logging.getLogger("hyper_parallel")
 
 
 class PlatformError(RuntimeError):
@@ -172,7 +170,7 @@ def get_platform(name: str | None = None) -> Platform:
             else:
                 framework, why = _detect_framework()
                 _selected = _resolve(framework, f"the framework {framework!r} ({why})")
-                _log.info("HyperParallel uses the platform %r: %s", _selected.name, why)
+                LOG.info("HyperParallel uses the platform %r: %s", _selected.name, why)
         return _selected
 
 
@@ -195,7 +193,7 @@ def get_platform_for_device(device_type: str) -> Platform:
                 try:
                     served.setdefault(backend.load().device_type, backend.name)
                 except Exception as error:
-                    _log.debug("platform %r cannot be loaded: %s", backend.name, error)
+                    LOG.debug("platform %r cannot be loaded: %s", backend.name, error)
         if device_type in served:
             return _resolve(served[device_type], f"device type {device_type!r}")
         choices = ", ".join(f"{d!r} (platform {n!r})" for d, n in served.items())
@@ -217,6 +215,7 @@ def selected(platform: Platform) -> Iterator[Platform]:
 
 
 def _resolve(name: str, asked: str) -> Platform:
+    set_up(_rank)
     key = _normalize(name)
     if key not in _backends and key not in _aliases:
         _read_all()
@@ -237,6 +236,12 @@ def _resolve(name: str, asked: str) -> Platform:
         reasons.append(reason)
     # With several candidates the last one is the most modest: why it cannot run is why none can.
     raise PlatformError(f"{asked} was asked for, but this platform cannot be used here: {reasons[-1]}\n{_listing()}")
+
+
+def _rank() -> int:
+    """Of this process, as far as it is known."""
+    made = [backend.instance for backend in _backends.values() if backend.instance is not None]
+    return next((platform.rank() for platform in made if platform.world() is not None), int(os.environ.get("RANK", 0)))
 
 
 def _listing() -> str:
@@ -292,4 +297,4 @@ def _read_all() -> None:
         try:
             register_platform(entry.name, entry.value)
         except ValueError as error:
-            _log.warning("the platform entry point %s = %s is ignored: %s", entry.name, entry.value, error)
+            LOG.warning("the platform entry point %s = %s is ignored: %s", entry.name, entry.value, error)

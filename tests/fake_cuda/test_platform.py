@@ -22,6 +22,18 @@ FUNCTIONS = {
 }
 
 
+def test_ranges_are_those_of_nvtx_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_start", lambda name: said.append(name) or 7)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_end", said.append)
+    with torch.profiler.profile() as profile:
+        end = TorchCudaPlatform().profiler_range("all_reduce over tp")
+        assert end is not None
+        end()
+    assert said == ["all_reduce over tp", 7]
+    assert "all_reduce over tp" in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.parametrize(
     ("missing", "reason"),
     [

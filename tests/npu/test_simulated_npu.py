@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from hyper_parallel import get_platform
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import on_mesh
 from tests.simulated_npu import build, preload
@@ -174,3 +175,14 @@ def test_rotary(mode: str) -> None:
     both = angles.repeat(1, 2) if mode == "half" else angles.repeat_interleave(2, -1)
     cos, sin = (f(both)[None, None].npu() for f in (torch.cos, torch.sin))
     compare(wanted, torch_npu.npu_rotary_mul(npu[0], cos, sin, mode), cpu, npu)
+
+
+def test_ranges_are_those_of_mstx_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    mstx = torch.npu.mstx  # type: ignore[attr-defined]
+    monkeypatch.setattr(mstx, "range_start", lambda name: said.append(name) or 7)
+    monkeypatch.setattr(mstx, "range_end", said.append)
+    end = get_platform("torch-npu").profiler_range("all_reduce over tp")
+    assert end is not None and said == ["all_reduce over tp"]
+    end()
+    assert said == ["all_reduce over tp", 7]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.trees import map_tensors
+from hyper_parallel.platform.contract.autograd import named
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call
@@ -59,7 +60,7 @@ class Guard:
 
     def __init__(self, platform: Any, check: Callable[[Call], None]) -> None:
         self._platform, self._check = platform, check
-        self._function = platform.joint_function(self._forward, self._backward)
+        self._function = platform.joint_function(named("FullyShardInput", self._forward), self._backward)
 
     def arguments(self, args: tuple, kwargs: dict, inputs: Sequence[Any], call: Call) -> tuple[tuple, dict]:
         """What the module is to be called with.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ RUNNING: ContextVar[tuple[Unit, ...]] = ContextVar("hyper_parallel_units", defau
 class Model:
     """The units below an outermost one.
 
+    Args:
+        outermost: that one.
+        module: to which it belongs.
+
     Attributes:
         outermost: a weak reference to it.
         is_last_backward: whether gradients are to be complete after the next backward.
@@ -36,7 +41,7 @@ class Model:
         one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
     """
 
-    def __init__(self, outermost: Unit) -> None:
+    def __init__(self, outermost: Unit, module: Any) -> None:
         self.platform, self.outermost = outermost.platform, weakref.ref(outermost)
         self.is_last_backward = True
         self.abandoned = 0
@@ -59,6 +64,7 @@ class Model:
         #: Backward passes by what the platform calls them; those after the first run within those before.
         self._passes: dict[Any, BackwardPass] = {}
         self._position = 0  # in `_ends`, to which they have come
+        announce("fully_shard", module, outermost.plan.mesh)
 
     # ---------------------------------------------------------------------- forward
     def begin(self) -> None:

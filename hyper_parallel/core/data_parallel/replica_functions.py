@@ -15,6 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.data_parallel.backward import Call
+from hyper_parallel.platform.contract.autograd import named
 
 __all__ = ["ReplicaFunctions", "functions_of"]
 
@@ -31,10 +32,10 @@ class ReplicaFunctions:
 
     def __init__(self, platform: Any) -> None:
         joint = platform.joint_function
-        self.give = joint(_give, _give_backward)
-        self.gather = joint(_gather, _gather_backward)
-        self.read = joint(_read, _read_backward)
-        self.anchor = joint(_anchor, _anchor_backward)
+        self.give = joint(named("ReplicateGive", _give), _give_backward)
+        self.gather = joint(named("ReplicateGather", _gather), _gather_backward)
+        self.read = joint(named("ReplicateRead", _read), _read_backward)
+        self.anchor = joint(named("ReplicateAnchor", _anchor), _anchor_backward)
 
 
 def functions_of(platform: Any) -> ReplicaFunctions:

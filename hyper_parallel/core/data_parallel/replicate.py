@@ -12,6 +12,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.replica import MARK, REPLICA, Mark, Options, entered, replica_of
 from hyper_parallel.core.data_parallel.units import is_unit
+from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
@@ -167,6 +168,7 @@ def replicate(
             if getattr(p, "_layout", None) is not layout:
                 platform.set_distributed_parameter(m, name, _local(p, platform), layout)
         _apply(m, Mark(options, its_layouts))
+    announce("replicate", module, mesh)
     return module
 
 

@@ -13,6 +13,7 @@ from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 from hyper_parallel.core.data_parallel.trees import map_tensors
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.platform.contract.autograd import named
 
 __all__ = ["Results"]
 
@@ -30,7 +31,7 @@ class Results:
     def __init__(self, plan: Plan, what: str, parameters: UnitParameters, reached: Callable[[Call], None]) -> None:
         self._mesh, self._platform, self._what = plan.mesh, plan.mesh.platform, what
         self._parameters, self._reached = parameters, reached
-        self._identity = self._platform.joint_function(self._forward, self._backward)
+        self._identity = self._platform.joint_function(named("FullyShardOutput", self._forward), self._backward)
 
     def opening(self, output: Any, call: Call, one_loss: bool) -> Any:
         """``output``, whose cotangents make the parameters whole before they reach what the forward has computed.

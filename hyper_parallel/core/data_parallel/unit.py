@@ -30,6 +30,7 @@ from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, curren
 from hyper_parallel.core.dtensor.operations.random import BESIDE
 from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
+from hyper_parallel.platform.contract.autograd import named
 
 __all__ = ["Unit"]
 
@@ -77,7 +78,9 @@ class Unit:
         self._trained_leaves: set[int] = set()
         self._waiting: list[Any] = []
         self._awaited = -1  # how much is missing until the backward of this unit is known to be over; negative: unknown
-        self._views = self.platform.joint_function(self._views_forward, self._views_backward)
+        self._views = self.platform.joint_function(
+            named("FullyShardParameters", self._views_forward), self._views_backward
+        )
         self._results = Results(plan, self.what, self.parameters, self._reached)
         self._guard = Guard(self.platform, self._check_reached)
 
@@ -93,7 +96,7 @@ class Unit:
                     f"{self.what}: set_manual_backward_finalization is for the outermost module alone: call it there"
                 )
         elif self.model is None:
-            self.model = Model(self)
+            self.model = Model(self, module)
         model: Any = self.model
         policy = self.plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:

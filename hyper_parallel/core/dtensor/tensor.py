@@ -9,6 +9,7 @@ from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_ranks, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.communication.transitions import ConvertCotangent, to_owner, to_summands
+from hyper_parallel.core.dtensor.communication.watching import watch_as_told
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
 from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
@@ -271,6 +272,7 @@ class DTensor:
 def bind_platform(platform: Platform) -> Platform:
     """Make sure that the platform has its DTensor class; returns the platform."""
     if platform not in _BOUND:
+        watch_as_told()
         cls = _BOUND[platform] = platform.make_dtensor_class(DTensor, _SERVICES)
         DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
     return platform

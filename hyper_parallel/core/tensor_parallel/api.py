@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
@@ -12,7 +15,7 @@ from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
 from hyper_parallel.core.tensor_parallel.compiled import share_inputs
 from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
-from hyper_parallel.core.tensor_parallel.plan import Plan, plan_facts, resolve_plan
+from hyper_parallel.core.tensor_parallel.plan import Match, Plan, plan_facts, resolve_plan
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT, name_module
 
 __all__ = ["parallelize_module"]
@@ -100,4 +103,13 @@ def parallelize_module(
     broadcast_undistributed(module, mesh, src_data_rank)
     if CHECKS:
         check_whole_tensors(module, mesh)
+    announce(_summary(parallelize_plan, matches), module, mesh)
     return module
+
+
+def _summary(plan: Plan, matches: Sequence[Match]) -> str:
+    """``"parallelize_module: a plan of 2 keys, 8 modules (4 ColwiseParallel, 4 RowwiseParallel)"``."""
+    styles = Counter(type(style).__name__ for _, _, style in matches)
+    keys = f"a plan of {len(plan)} key{'s' * (len(plan) != 1)}" if isinstance(plan, dict) else "one style"
+    counts = ", ".join(f"{count} {name}" for name, count in styles.items())
+    return f"parallelize_module: {keys}, {len(matches)} module{'s' * (len(matches) != 1)} ({counts or 'none'})"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import FunctionType
 from typing import Any
 
-__all__ = ["BACKWARD_WRAPPERS", "AutogradRole", "TensorFunction", "cached_view"]
+__all__ = ["BACKWARD_WRAPPERS", "AutogradRole", "TensorFunction", "cached_view", "named"]
 
 Tensor = Any
 #: From one tensor to another.
@@ -34,6 +36,19 @@ def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., 
         return found
 
     return view
+
+
+def named(name: str, function: Callable[..., Any]) -> Any:
+    """``function`` under a name of its own, for one that is given to `AutogradRole.autograd_function` and its like:
+    what frameworks call the node in graphs and profiles. A function that can be renamed is, and costs what it did.
+
+    Example:
+        >>> named("AllGather", lambda ctx, x: x).__name__, named("Largest", max)(1, 2)
+        ('AllGather', 2)
+    """
+    under_name: Any = function if isinstance(function, FunctionType) else partial(function)
+    under_name.__name__ = name
+    return under_name
 
 
 class AutogradRole(ABC):
@@ -88,7 +103,8 @@ class AutogradRole(ABC):
         is fine; the platform takes care that autograd does not treat it as one). ``backward(ctx, cotangent)`` returns
         the cotangent of ``x`` and is itself recorded when gradients of gradients are asked for. ``ctx`` takes
         attributes; a tensor that backward needs goes through ``ctx.save_for_backward(...)`` and comes back as
-        ``ctx.saved_tensors``. Interception is off in both.
+        ``ctx.saved_tensors``. Interception is off in both. A framework whose graph shows names calls the node
+        ``forward.__name__``; see `named`.
         """
 
     #: ``differentiates_again(module)``: whether backward will compute the module again and differentiate that by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -44,6 +45,11 @@ class ObservationRole:
         which core knows. It must change nothing of what is computed or communicated. A backend that sees neither tells
         nothing."""
         return nullcontext()
+
+    def profiler_range(self, name: str) -> Callable[[], None] | None:
+        """Begin a range that the framework's profiler, or the device's, shows under ``name``; gives what ends it, to be
+        called in any order of several. None, having done nothing, where there is no such thing."""
+        return None
 
     def collective_kind(self, native: Any) -> str | None:
         """What core calls the collective that an operation of the framework is, such as ``"all_gather"``; None for

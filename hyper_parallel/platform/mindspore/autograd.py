@@ -270,9 +270,10 @@ class AutogradVerbs:
                     cotangent = cotangent.reshape(ctx.shape)
                 return (call(ctx, cotangent), *(None,) * ctx.count) if ctx.count else call(ctx, cotangent)
 
-        name = getattr(forward, "__qualname__", "function").replace("<locals>.", "")
         function: Any = type(
-            name, (AutogradFunction,), {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+            forward.__name__,
+            (AutogradFunction,),
+            {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)},
         )
         # `AutogradFunction.apply` without its Python part, which is there for another kind of functions.
         return _bare_apply.__get__(None, function)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mindspore import Tensor
+from mindspore.profiler import mstx
 
 from hyper_parallel.platform.contract.observation import Observer
 from hyper_parallel.platform.mindspore.tensor import NoDispatch
@@ -51,6 +52,11 @@ class ObservationVerbs:
             _OBSERVERS.remove(observer)
             if not _OBSERVERS:
                 self.watching.uninstall()
+
+    def profiler_range(self, name: str) -> Callable[[], None] | None:
+        """See `Platform.profiler_range`: of MSTX, which MindSpore has on Ascend."""
+        handle = mstx.range_start(name)
+        return (lambda: mstx.range_end(handle)) if handle else None
 
     def collective_kind(self, native: Any) -> str | None:
         """Functions of ``mindspore.mint.distributed``."""

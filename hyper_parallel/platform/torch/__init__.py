@@ -1,9 +1,10 @@
 """The torch backends: shared code here, what differs between devices in `cpu`, `cuda` and `npu`."""
 
 import importlib.util
-import logging
 import os
 import sys
+
+from hyper_parallel.platform.logs import LOG
 
 __all__: list[str] = []
 
@@ -32,7 +33,7 @@ def _import_torch() -> None:
     try:
         getattr(torch, "_import_device_backends", lambda: None)()
     except RuntimeError as error:
-        logging.getLogger("hyper_parallel").info("torch is used without its extension: %s", error)
+        LOG.info("torch is used without its extension: %s", error)
 
 
 _import_torch()

@@ -20,7 +20,7 @@ from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transf
 
 __all__ = [
     *("NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
-    *("address_of", "as_plain", "hook_of", "make_apply", "shape_of", "stride_of", "telling_engine"),
+    *("address_of", "as_plain", "hook_of", "make_apply", "name_of", "shape_of", "stride_of", "telling_engine"),
 ]
 
 # Not as methods of DTensors, which first ask whether they are to be intercepted.
@@ -108,7 +108,7 @@ class AutogradVerbs(Platform):
                 gradient = call(ctx, as_plain(cotangent))
             return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
 
-        apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
+        apply = make_apply(name_of(forward), run_forward, run_backward)
 
         def run(x: Tensor, *static: Any) -> Tensor:
             if MAYBE_INSIDE:
@@ -140,7 +140,7 @@ class AutogradVerbs(Platform):
                 given = [g if g is None or type(g) is Tensor else as_plain(g) for g in cotangents]
                 return (None, *call(ctx, *given))
 
-        apply = make_apply(getattr(forward, "__name__", "Function").strip("_"), run_forward, run_backward)
+        apply = make_apply(name_of(forward), run_forward, run_backward)
 
         def run(static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
             if MAYBE_INSIDE:
@@ -291,6 +291,11 @@ def telling_engine(run: Callable) -> Callable:
                 handle.remove()
 
     return telling
+
+
+def name_of(forward: Callable) -> str:
+    """What the graph and the profiler call a function."""
+    return getattr(forward, "__name__", "Function").strip("_")
 
 
 def make_apply(name: str, forward: Callable, backward: Callable) -> Callable:

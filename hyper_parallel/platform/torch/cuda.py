@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -20,6 +22,17 @@ class TorchCudaPlatform(TorchPlatform):
 
     moved_dtypes = INTEGERS | FLOATS
     all_reduce_dtypes = reduce_scatter_dtypes = REDUCED
+
+    def profiler_range(self, name: str) -> Callable[[], None] | None:
+        """See `Platform.profiler_range`: of NVTX too, for Nsight."""
+        end, handle = super().profiler_range(name), torch.cuda.nvtx.range_start(name)
+
+        def end_both() -> None:
+            torch.cuda.nvtx.range_end(handle)
+            if end is not None:
+                end()
+
+        return end_both
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

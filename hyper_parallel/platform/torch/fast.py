@@ -25,6 +25,7 @@ from hyper_parallel.platform.torch.autograd import (
     as_plain,
     hook_of,
     make_apply,
+    name_of,
     shape_of,
     stride_of,
 )
@@ -74,13 +75,14 @@ class TorchFast(Fast):
     # ------------------------------------------------------------------------------------------------ autograd
     def autograd_step(self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction) -> TensorFunction:
         """See `Fast.autograd_step`."""
-        apply = make_apply("Step", forward, _without_context(backward))
+        name = name_of(forward)
+        apply = make_apply(name, forward, _without_context(backward))
 
         def run_attributed(ctx: Any, x: Tensor) -> Tensor:
             ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             return forward(ctx, x)
 
-        apply_attributed = make_apply("Step", run_attributed, _without_context(backward))
+        apply_attributed = make_apply(name, run_attributed, _without_context(backward))
 
         def run(x: Tensor) -> Tensor:
             if MAYBE_INSIDE:
@@ -104,7 +106,7 @@ class TorchFast(Fast):
                 ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             return forward(ctx, x)
 
-        return make_apply("Pair", run_forward, _without_context(backward))
+        return make_apply(name_of(forward), run_forward, _without_context(backward))
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""

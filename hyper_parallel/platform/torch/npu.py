@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
@@ -81,6 +81,18 @@ class TorchNpuPlatform(TorchPlatform):
     def is_communication_failure(self, error: Exception) -> bool:
         """See `Platform.is_communication_failure`. Errors in the background reach only a watchdog."""
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
+
+    def profiler_range(self, name: str) -> Callable[[], None] | None:
+        """See `Platform.profiler_range`: of MSTX too, for msprof."""
+        end, mstx = super().profiler_range(name), self.device_module().mstx
+        handle = mstx.range_start(name)
+
+        def end_both() -> None:
+            mstx.range_end(handle)
+            if end is not None:
+                end()
+
+        return end_both
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
     def supports(self, collective: str, op: str, local: Tensor) -> bool:

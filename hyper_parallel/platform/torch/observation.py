@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import record_function
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.observation import Observer
@@ -73,6 +75,12 @@ class ObservationVerbs(Platform):
             active.clear()
             for hook in hooks:
                 hook.remove()
+
+    def profiler_range(self, name: str) -> Callable[[], None] | None:
+        """See `Platform.profiler_range`: one of ``torch.profiler``, and of the device where it has its own."""
+        scope = record_function(name)
+        scope.__enter__()
+        return partial(scope.__exit__, None, None, None)
 
     def collective_kind(self, native: Any) -> str | None:
         """See `Platform.collective_kind`."""

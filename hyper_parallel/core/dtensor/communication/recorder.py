@@ -57,6 +57,12 @@ class CollectiveEvent:
     direction: str
 
 
+def dim_name(mesh: Any, mesh_dim: int) -> str:
+    """What a mesh dimension is called, or its number where it has no name."""
+    names = mesh.mesh_dim_names
+    return names[mesh_dim] if names else str(mesh_dim)
+
+
 #: What a listener returns is called when the collective is done, where that is known.
 Listener = Callable[[CollectiveEvent], Callable[[], None] | None]
 #: Called with each event, in this order. What one raises, the collective raises instead of being issued.

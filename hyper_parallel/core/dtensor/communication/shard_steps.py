@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.dtensor.communication.recorder import dim_name
 from hyper_parallel.core.dtensor.communication.transitions import Move, Step, linear_key
 from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
-from hyper_parallel.platform.contract.autograd import TensorFunction
+from hyper_parallel.platform.contract.autograd import TensorFunction, named
 
 
 class Gather(Move):
@@ -95,7 +96,9 @@ class Gather(Move):
             scattered = scatter(partial) if requires_grad(partial) else reduce_scatter(partial)
             return scattered if full is None else scattered + slice_(full)
 
-        both = (self.platform.fast or NOTHING_FASTER).autograd_pair(forward, backward)
+        both = (self.platform.fast or NOTHING_FASTER).autograd_pair(
+            named(f"AllGather_{dim_name(self.mesh, self.mesh_dim)}", forward), backward
+        )
         if both is None:
             return alone
 
@@ -169,7 +172,8 @@ class ReduceScatter(Move):
             return back(g) if requires_grad(g) else gather(g)
 
         fast = self.platform.fast or NOTHING_FASTER
-        return fast.autograd_step(lambda ctx, y: scatter(y), backward) or self
+        forward = named(f"ReduceScatter_{dim_name(self.mesh, self.mesh_dim)}", lambda ctx, y: scatter(y))
+        return fast.autograd_step(forward, backward) or self
 
 
 def take_packed(x: Any, placement: PackedShard, rank: int, size: int, platform: Platform) -> Any:

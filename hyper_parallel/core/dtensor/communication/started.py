@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import asynchronous
+from hyper_parallel.core.dtensor.communication.recorder import dim_name
 from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
 from hyper_parallel.core.dtensor.communication.shard_steps import Gather, ReduceScatter
 from hyper_parallel.core.dtensor.communication.transitions import AllReduce, Move, ReduceExtreme, ReduceProduct, Step
@@ -78,7 +79,7 @@ class _Started(Step):
     finish: Callable[[], None] | None = None
 
     def __init__(self, step: Move) -> None:
-        super().__init__(step.platform)
+        super().__init__(step.platform, f"{type(step).__name__}_{dim_name(step.mesh, step.mesh_dim)}")
         self._step = step
 
     def backward(self, ctx: Any, g: Any) -> Any:

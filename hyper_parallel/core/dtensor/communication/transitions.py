@@ -36,10 +36,11 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.coalesce import BLOCKS
+from hyper_parallel.core.dtensor.communication.recorder import dim_name
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
-from hyper_parallel.platform.contract.autograd import TensorFunction
+from hyper_parallel.platform.contract.autograd import TensorFunction, named
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -48,12 +49,14 @@ if TYPE_CHECKING:
 class Step(ABC):
     """A differentiable function of a local tensor; not to be changed.
 
-    Attributes:
+    Args:
         platform: whose autograd records it.
+        where: which mesh dimension, for the name of the node in the graph: ``AllReduce_tp``.
     """
 
-    def __init__(self, platform: Platform) -> None:
-        self.platform, self._take = platform, _FUNCTIONS[platform, type(self)]
+    def __init__(self, platform: Platform, where: str = "") -> None:
+        name = "_".join(filter(None, (type(self).__name__.strip("_"), where)))
+        self.platform, self._take = platform, _FUNCTIONS[platform, name]
 
     def __call__(self, x: Any) -> Any:
         """Take the step. Differentiable."""
@@ -94,7 +97,7 @@ class IdentityReduceGrad(_View):
     `identity_reduce_grad`."""
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
-        super().__init__(mesh.platform)
+        super().__init__(mesh.platform, "_".join(dim_name(mesh, d) for d in mesh_dims))
         self.mesh, self.mesh_dims = mesh, mesh_dims
 
     def backward(self, ctx: Any, g: Any) -> Any:
@@ -143,7 +146,7 @@ class Move(Step):
         target_sizes: tuple[int, ...] = (),
         layout: Layout | None = None,
     ) -> None:
-        super().__init__(mesh.platform)
+        super().__init__(mesh.platform, dim_name(mesh, mesh_dim))
         self.mesh, self.mesh_dim, self.source, self.target, self.layout = mesh, mesh_dim, source, target, layout
         self.source_sizes, self.target_sizes, self.size = source_sizes, target_sizes, mesh.shape[mesh_dim]
 
@@ -274,17 +277,16 @@ class SummandGradient(_View, Move):
         return self.back(g)
 
 
-def _make_function(key: tuple[Platform, type[Step]]) -> Callable[..., Any]:
-    """``take(x, step, *more)``: a step of one class, recorded. ``more`` is for its `Step.forward`."""
-    platform, kind = key
+def _make_function(key: tuple[Platform, str]) -> Callable[..., Any]:
+    """``take(x, step, *more)``: a step, recorded under a name. ``more`` is for its `Step.forward`."""
+    platform, name = key
     detach = platform.detach
 
     def forward(ctx: Any, x: Any, step: Step, *more: Any) -> Any:
         ctx.step = step
         return step.forward(ctx, detach(x), *more)
 
-    forward.__name__ = forward.__qualname__ = kind.__name__  # what frameworks call the node in the graph
-    return platform.autograd_function(forward, lambda ctx, g: ctx.step.backward(ctx, g))
+    return platform.autograd_function(named(name, forward), lambda ctx, g: ctx.step.backward(ctx, g))
 
 
 _FUNCTIONS: Table = Table(_make_function)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.operations.classes import Classes, ClassFunctions
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract.autograd import named
 
 
 class ClassSoftmax(ClassFunctions):
@@ -20,14 +21,17 @@ class ClassSoftmax(ClassFunctions):
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
         self._softmax = self._of_logits(
+            "Softmax",
             platform.shifted_exp,
             lambda p, g, classes: p * (g - self._full_sum(p * g, classes)),
         )
         self._log_softmax = self._of_logits(
+            "LogSoftmax",
             lambda x, largest, exponentials: (x - largest) - platform.log(exponentials),
             lambda p, g, classes: g - p * self._full_sum(g, classes),
         )
         self._log_sum_exp = self._of_logits(
+            "LogSumExp",
             lambda x, largest, exponentials: largest + platform.log(exponentials),
             lambda p, g, classes: p * self._for_parts(g, classes),
         )
@@ -56,11 +60,12 @@ class ClassSoftmax(ClassFunctions):
         return y if classes.size else self._noting(self._resize(y, classes.dim, 0, 0.0), x)
 
     def _of_logits(
-        self, value: Callable[[Any, Any, Any], Any], cotangent: Callable[[Any, Any, Classes], Any]
+        self, name: str, value: Callable[[Any, Any, Any], Any], cotangent: Callable[[Any, Any, Classes], Any]
     ) -> Callable[..., Any]:
         """A differentiable function of logits, given `_sums_of_exponentials` of them and the classes.
 
         Args:
+            name: what the graph calls it.
             value: ``value(x, largest, exponentials)``.
             cotangent: ``cotangent(p, g, classes)`` is that of logits whose softmax is ``p``, for the result's ``g``.
         """
@@ -76,4 +81,4 @@ class ClassSoftmax(ClassFunctions):
             p = self._softmax(x, largest, exponentials, ctx.classes)
             return platform.to_dtype(cotangent(p, g, ctx.classes), x.dtype)
 
-        return platform.autograd_function(forward, backward)
+        return platform.autograd_function(named(name, forward), backward)

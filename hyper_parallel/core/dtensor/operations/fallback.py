@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +21,8 @@ from hyper_parallel.core.dtensor.operations.random import run_alike
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.operations.views import after_write, before_write, follow, forget_value, share
 from hyper_parallel.platform.contract import NativeOp, Platform
+from hyper_parallel.platform.logs import LOG
 
-_LOG = logging.getLogger("hyper_parallel")
 _WARNED: set[Any] = set()
 
 
@@ -178,7 +177,12 @@ def _report(func: Any, layout: Layout, writes: bool) -> None:
         )
     if func not in _WARNED:
         _WARNED.add(func)
-        _LOG.warning("%s has no sharding rule: its operands are gathered on every rank (said once)", name)
+        LOG.warning(
+            "%s has no sharding rule for a tensor placed %s: its operands are gathered on every rank. To keep them "
+            "sharded, add a rule with register_sharding; inside strict() this is an error (said once)",
+            name,
+            list(layout.placements),
+        )
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.operations.class_softmax import ClassSoftmax
 from hyper_parallel.core.dtensor.operations.classes import Classes
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract.autograd import named
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class VocabParallel(ClassSoftmax):
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
         make = platform.autograd_function
-        self._of_classes = make(self._of_classes_forward, self._of_classes_cotangent)
-        self._of_probabilities = make(self._of_probabilities_forward, self._of_probabilities_cotangent)
+        self._of_classes = make(named("CrossEntropyOfClasses", self._of_classes_forward), self._of_classes_cotangent)
+        self._of_probabilities = make(
+            named("CrossEntropyOfProbabilities", self._of_probabilities_forward), self._of_probabilities_cotangent
+        )
 
     def cross_entropy(
         self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int, smoothing: float

@@ -1,0 +1,53 @@
+"""`ProfilerRanges`: modules and collectives by name in the framework's profiler."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, attributed_backwards
+from hyper_parallel.core.dtensor.communication.watching import as_range
+from hyper_parallel.debug.module_scopes import ModuleScopes
+from hyper_parallel.platform import get_platform
+
+__all__ = ["ProfilerRanges"]
+
+
+class ProfilerRanges:
+    """Context manager inside which the framework's profiler, and that of the device, show each collective of this
+    library as a range: ``"all_reduce over tp, layers.0.attention.wo, forward"``.
+
+    On torch these are ranges of ``torch.profiler``, on GPUs of NVTX too (Nsight), on NPUs of MSTX (msprof); on
+    MindSpore of MSTX, so on Ascend alone. One of a collective that overlaps with computing lasts until somebody waits
+    for it. A program that cannot be changed gets those of collectives by ``HYPER_PARALLEL_LOG=ranges``. Without
+    either, nothing is done and nothing is paid.
+
+    Args:
+        model: the model that runs. Its modules are ranges too then, of their forwards, and collectives have the path of
+            the innermost module. Without it, only modules with a style are known.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel.debug import ProfilerRanges
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> with torch.profiler.profile() as profile, ProfilerRanges(model):
+        ...     _ = model(torch.ones(1, 2))
+        >>> [event.key for event in profile.key_averages() if not event.key.startswith("aten::")]
+        ['Sequential', '0']
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self._model = model
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ProfilerRanges:
+        platform = get_platform()
+        if self._model is not None:
+            self._stack.enter_context(ModuleScopes(self._model, platform, around=platform.profiler_range))
+        self._stack.enter_context(attributed_backwards())
+        LISTENERS.append(as_range)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        LISTENERS.remove(as_range)
+        self._stack.close()
