@@ -21,6 +21,7 @@ NAMES = (
     "replicate",
     "loading",
     "checkpoint",
+    "planning",
     "mindspore",
     "cuda",
 )

@@ -226,6 +226,7 @@ def project_with_simulator(root: Path, check: int | str) -> Path:
     """The backend is called torch-npu; its simulator answers ``check`` when it is asked whether it can run."""
     project(root, 10, PASSES)
     (root / "platform" / "demo").rename(root / "platform" / "torch-npu")
+    (root / "tests" / "__init__.py").touch()  # no other folder on the path stands in for it
     (root / "tests" / "simulated_npu.py").write_text(SIMULATOR.format(check=check))
     (root / "tests" / "npu").mkdir()
     (root / "tests" / "npu" / "test_simulated.py").write_text(ON_SIMULATOR)
