@@ -175,6 +175,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert out.tolist() == [1, 2, 2, 4, 3, 6]
     assert platform.other_names(x) == () and platform.meta_tensor((2,), x.dtype) is None
     assert platform.collective_kind(x) is None and platform.describe_native_placement(x) is None
+    assert platform.profiler_range("all_reduce") is None
     with platform.observe(None):
         pass
     with pytest.raises(TypeError, match="takes no groups that others have made"):
@@ -201,3 +202,17 @@ def test_what_is_there_for_dry_runs_answers_for_itself() -> None:
             refused()
     with pytest.raises(TypeError, match="Plain makes no tensors of bytes"):
         platform.from_bytes(b"", (0,), x.dtype)
+
+
+def test_what_a_backend_does_not_bring_says_so() -> None:
+    platform, x = plain(), np.zeros(2)
+    for refused, message in (
+        (lambda: platform.set_host_rng_state(b""), "Plain has no generator of the host"),
+        (lambda: platform.native_mesh(x, None, []), "Plain has no meshes of its own"),
+        (lambda: platform.describe_native_mesh(x), "Plain has no meshes of its own"),
+        (lambda: platform.give_memory(x), "Plain gives tensors without values no memory"),
+        (lambda: platform.optimizer_state(x), "Plain knows no optimizers"),
+        (lambda: platform.set_optimizer_state(x, None), "Plain knows no optimizers"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            refused()

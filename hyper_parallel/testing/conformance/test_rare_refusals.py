@@ -1,0 +1,90 @@
+"""Refusals that other tests do not come to: of one class and one text on all ranks, before anything is sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hyper_parallel import (
+    PackedShard,
+    Partial,
+    Replicate,
+    Shard,
+    compute_local_shape_and_global_offset,
+    distribute_tensor,
+    fully_shard,
+    init_device_mesh,
+)
+from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from hyper_parallel.core.dtensor.communication.redistribute import redistribute
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.debug import CommDebugMode
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import floats
+from hyper_parallel.testing.spmd import on_mesh
+
+
+def _packed_by_its_name() -> None:
+    PackedShard("rows", 2)  # type: ignore[arg-type]
+
+
+def _changed() -> None:
+    Shard(0).dim = 1  # type: ignore[misc]
+
+
+def wrong_uses(mesh: Any) -> dict[str, Any]:
+    """What to call -> the beginning of the message, by what it is about."""
+    adapter, tp = get_adapter(), mesh["tp"]
+    model = adapter.linear_module(4, 4)
+    mixed, x = (Partial(), Partial("max")), distribute_tensor(adapter.tensor(floats(4, 4)), tp, [Shard(0)])
+    nothing: Any = SimpleNamespace(shard_names=(), replicate_names=("dp",))  # as of another library
+    return {
+        "TypeError: PackedShard(dim, sizes) takes the tensor dimension as an int, got 'rows'": _packed_by_its_name,
+        "AttributeError: Shard(dim=0) cannot be changed: make a new placement": _changed,
+        "ValueError: mesh_shape must hold positive ints, got (0,)": lambda: init_device_mesh(None, (0,)),
+        "TypeError: device_type must be a string such as 'cpu', got 3": lambda: init_device_mesh(3, (1,)),  # type: ignore[arg-type]
+        "ValueError: DeviceMesh(": lambda: mesh.get_local_rank(5),
+        "ValueError: fully_shard(dp_mesh_dims=": lambda: fully_shard(model, mesh=mesh, dp_mesh_dims=nothing),
+        "ValueError: a tensor of shape (4, 4) is placed [Partial(sum), Partial(max)]": (
+            lambda: compute_local_shape_and_global_offset((4, 4), mesh, mixed)
+        ),
+        "ValueError: a tensor placed [PackedShard(dim=0, sizes=(2, 2))] begins at several places": (
+            lambda: compute_local_shape_and_global_offset((4, 4), tp, [PackedShard(0, 2)])
+        ),
+        "ValueError: cannot redistribute ": lambda: redistribute(x, get_layout(tp, (Replicate(),), (4, 5))),
+    } | (_of_optimizers() if hasattr(get_adapter(), "optimizer") else {})
+
+
+def _of_optimizers() -> dict[str, Any]:
+    adapter = get_adapter()
+    model, other = adapter.linear_module(4, 4), adapter.Mlp(4, 4)
+    optimizer, _ = adapter.optimizer(model, "adamw", 0.1)
+    state = get_optimizer_state_dict(model, optimizer)
+    return {
+        "ValueError: the state dict of the optimizer has nothing of": (
+            lambda: set_optimizer_state_dict(other, adapter.optimizer(other, "adamw", 0.1)[0], state)
+        ),
+        "ValueError: the optimizer's parameters [0, 1], counted over its groups, are none of the model": (
+            lambda: get_optimizer_state_dict(other, optimizer)
+        ),
+    }
+
+
+@on_mesh(1, 2, names=("dp", "tp"))
+def said(mesh: Any) -> dict[str, str]:
+    found = {}
+    for wanted, call in wrong_uses(mesh).items():
+        with CommDebugMode() as comm:
+            try:
+                call()
+                found[wanted] = "nothing"
+            except Exception as error:
+                found[wanted] = f"{type(error).__name__}: {error}"
+        assert comm.get_total_counts() == 0, wanted
+    return found
+
+
+def test_each_is_an_error_on_all_ranks(pool: Any) -> None:
+    first, second = pool.run(2, said)
+    assert first == second
+    assert {wanted: text for wanted, text in first.items() if not text.startswith(wanted)} == {}

@@ -1,0 +1,78 @@
+"""Refusals that other tests do not come to, without a framework: damaged files, names that are taken, a namesake."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.checkpoint import CheckpointError, disk, values
+from hyper_parallel.checkpoint.directories import Draft
+from hyper_parallel.checkpoint.saving import AsyncSave
+from hyper_parallel.checkpoint.tensor_files import TensorFile
+from hyper_parallel.namesake import refuse_namesake
+
+
+def weights(path: Path, header: dict, data: bytes) -> TensorFile:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return TensorFile(path, path.stat().st_size)
+
+
+def too_short(folder: Path) -> None:
+    (folder / "a").write_bytes(b"1234")
+    TensorFile(folder / "a", 4)
+
+
+def too_long(folder: Path) -> None:
+    weights(folder / "a", {"x": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"12345")
+
+
+def taken(folder: Path) -> None:
+    (folder / "a").touch()
+    (folder / "b").touch()
+    disk.rename(folder / "a", folder / "b")
+
+
+def not_shared(folder: Path) -> None:
+    Draft(folder / "step-1", "token").check()
+
+
+def unknown_kind(folder: Path) -> None:
+    values.decode({values.KIND: "date", "value": "today"})
+
+
+def namesake(folder: Path) -> None:
+    (folder / "hyper_parallel" / "collectives").mkdir(parents=True)
+    refuse_namesake([str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (too_short, CheckpointError, "is damaged, or no file of safetensors: it has 4 bytes"),
+        (too_long, CheckpointError, "is damaged, or no file of safetensors: its data ends at byte"),
+        (taken, FileExistsError, "b is there already"),
+        (not_shared, CheckpointError, "save to a file system that all ranks share"),
+        (unknown_kind, CheckpointError, "'date' is unknown"),
+        (namesake, ImportError, "Take an environment for each.*pip uninstall hyper-parallel"),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_wrong(wrong: Callable[[Path], None], error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        wrong(tmp_path)
+
+
+def test_a_save_that_takes_longer(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    saving = AsyncSave(partial(goes_on.wait, 60), tmp_path / "step-1")
+    with pytest.raises(TimeoutError, match=r"step-1 is still being written after 0\.01 seconds"):
+        saving.result(0.01)
+    goes_on.set()
+    saving.result()
