@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.platform import patching
 from hyper_parallel.platform.patching import Patch, PatchSet, installed, takes, uninstall
 from hyper_parallel.platform.without_patches import NeedsPatches
 from tests.support.patch_table import table, with_table
@@ -21,8 +22,10 @@ class Base:
 
 
 @pytest.fixture
-def framework() -> Iterator[Any]:
-    """A module with what frameworks have: a class, functions, a list, a dict; and one that holds a function of it."""
+def framework(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module with what frameworks have: a class, functions, a list, a dict; and one that holds a function of it. The
+    patches of real frameworks, which other tests have installed, are none of its business."""
+    monkeypatch.setattr(patching, "_INSTALLED", [])
     module: Any = types.ModuleType("fw")
     exec("def clip(x, limit): return min(x, limit)\ndef other(x): return x", module.__dict__)
 
