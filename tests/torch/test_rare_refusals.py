@@ -1,0 +1,103 @@
+"""Refusals of what is torch's that other tests do not come to: of one class and one text on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from hyper_parallel import Shard, distribute_tensor, fully_shard, register_sharding
+from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from hyper_parallel.core.dtensor.operations import custom_ops
+from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.debug import CommDebugMode
+from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import device
+
+
+def sharded(mesh: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    return distribute_tensor(torch.ones(*shape, dtype=dtype, device=device()), mesh, [Shard(0)])
+
+
+def mesh_of_another_device(mesh: Any) -> None:
+    other = "cpu" if mesh.device_type != "cpu" else "cuda"
+    mesh.platform.describe_native_mesh(TorchMesh(other, torch.arange(mesh.size()), _init_backend=False))
+
+
+def larger_result(mesh: Any) -> None:
+    sharded(mesh, 4).addr_(sharded(mesh, 4), sharded(mesh, 4))
+
+
+def other_dtype(mesh: Any) -> None:
+    sharded(mesh, 4, 4, dtype=torch.int64).addr_(sharded(mesh, 4), sharded(mesh, 4))
+
+
+def changed_while_whole(mesh: Any) -> None:
+    unit: Any = fully_shard(nn.Linear(4, 4).to(device()), mesh=mesh)
+    unit.set_reshard_after_backward(False)
+    # Not for each tensor at once: torch_npu does not count such writes.
+    optimizer = torch.optim.SGD(unit.parameters(), 0.1, foreach=False)
+    x = torch.ones(2, 4, device=device())
+    for _ in range(2):
+        unit(x).sum().backward()
+        optimizer.step()
+
+
+def state_of_another_shape(mesh: Any) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    state["state"]["weight"]["exp_avg"] = torch.zeros(2, 2)
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def keywords_without_a_bind(mesh: Any) -> None:
+    def rule(shapes: tuple, static_args: tuple) -> OpSharding:
+        raise AssertionError("it is not asked")
+
+    operation = torch.ops.aten.special_entr.default
+    register_sharding(operation, rule)
+    try:
+        operation(self=sharded(mesh, 4))
+    finally:
+        custom_ops._CUSTOM.clear()
+
+
+WRONG: list[tuple[Callable[[Any], None], str]] = [
+    (mesh_of_another_device, "ValueError: DeviceMesh("),
+    (larger_result, "RuntimeError: addr_: the result has shape (4, 4), and cannot replace (4,)"),
+    (other_dtype, "RuntimeError: addr_: result type torch.float32 can't be cast"),
+    (changed_while_whole, "RuntimeError: Linear under fully_shard: a parameter was changed while it was whole: call"),
+    (state_of_another_shape, "ValueError: weight.exp_avg has shape (4, 4), given is (2, 2)"),
+    (
+        keywords_without_a_bind,
+        "TypeError: special_entr.default was called with keywords: give register_sharding a bind",
+    ),
+]
+
+
+@on_mesh()
+def said(mesh: Any) -> list[str]:
+    found = []
+    for wrong, _ in WRONG:
+        try:
+            with CommDebugMode():
+                wrong(mesh)
+            found.append("nothing")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_each_is_an_error_on_all_ranks(pool: Any) -> None:
+    first, second = pool.run(2, said)
+    assert first == second
+    expected = [text for _, text in WRONG]
+    assert [
+        text if text.startswith(e) else f"{text!r}, not {e!r}" for text, e in zip(first, expected, strict=True)
+    ] == first
