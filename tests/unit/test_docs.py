@@ -109,3 +109,25 @@ def test_texts_of_errors() -> None:
     table = error_table.table()
     assert docs_hooks.ERRORS in (DOCS / "errors.md").read_text(encoding="utf-8")
     assert all(f"### {area}" in table for area in error_table.AREAS.values() if area != "The package")
+
+
+def test_errors_that_no_test_reached(tmp_path: Path) -> None:
+    """`ci.raises` lists what is raised and did not run, but nothing that is raised again, nor what is for tests."""
+    pytest.importorskip("coverage")
+    from ci import raises
+
+    package = tmp_path / "package"
+    (package / "testing").mkdir(parents=True)
+    lines = (
+        "def f(x):",
+        "    if x:",
+        "        raise ValueError('a')",
+        "    try:",
+        "        g()",
+        "    except KeyError:",
+    )
+    text = "\n".join((*lines, "        raise", "    raise TypeError('b')", ""))
+    (package / "a.py").write_text(text, encoding="utf-8")
+    (package / "testing" / "b.py").write_text("raise ValueError\n", encoding="utf-8")
+    assert raises.unreached(package, {"package/a.py": {1, 2, 3}}) == (2, ["package/a.py:8: raise TypeError('b')"])
+    assert raises.unreached(package, {"package/a.py": {3, 8}}) == (2, [])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hyper_parallel.checkpoint import CheckpointError, disk, values
 from hyper_parallel.checkpoint.directories import Draft
 from hyper_parallel.checkpoint.saving import AsyncSave
 from hyper_parallel.checkpoint.tensor_files import TensorFile
+from hyper_parallel.cli import launch
+from hyper_parallel.cli.main import main
 from hyper_parallel.namesake import refuse_namesake
 
 
@@ -76,3 +81,21 @@ def test_a_save_that_takes_longer(tmp_path: Path) -> None:
         saving.result(0.01)
     goes_on.set()
     saving.result()
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = weights(tmp_path / "a", {"x": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"12")
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(CheckpointError, match="has become shorter while it was read"):
+        file.read("x", (slice(0, 2),), np.zeros(2, np.uint8))
+
+
+def test_launching_without_the_framework(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of a backend in a package of its own, for which torchrun would be asked."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(launch, "get_platform", lambda name: SimpleNamespace(name="mine"))
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    assert main(["launch", "-n", "2", str(tmp_path / "train.py")]) == 2
+    assert "hyper-parallel launch: torch is not installed" in capsys.readouterr().err
