@@ -289,7 +289,9 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
     try:
         directories.remove_old(path.parent, run, keep)
     except OSError as error:  # the new one is there, which is what was asked for
-        warnings.warn(f"{path} is saved, and an older checkpoint could not be removed: {error}", stacklevel=2)
+        warnings.warn(
+            f"{path} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand", stacklevel=2
+        )
 
 
 def _time(directory: Path, run: str) -> int:

@@ -189,4 +189,7 @@ def _at_exit() -> None:
     try:
         wait_for_saves()
     except Exception as error:
-        warnings.warn(f"an asynchronous save has failed: {error}", stacklevel=1)
+        warnings.warn(
+            f"an asynchronous save has failed: {error}. Ask for its result() before the program ends: that raises",
+            stacklevel=1,
+        )

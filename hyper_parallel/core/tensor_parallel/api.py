@@ -73,7 +73,11 @@ def parallelize_module(
             f"{type(module).__name__}"
         )
     if parallelize_plan is None:
-        warnings.warn("parallelize_module was called without a parallelize_plan and does nothing", stacklevel=2)
+        warnings.warn(
+            "parallelize_module was called without a parallelize_plan and does nothing: give it a style, or a dict "
+            "from paths of modules to styles",
+            stacklevel=2,
+        )
         return module
     if mesh.ndim != 1:
         raise ValueError(
