@@ -142,14 +142,15 @@ def _call_inplace(func: Any, operands: tuple, static_args: Any) -> Any:
     return target
 
 
-def elementwise(name: str, count: int | None = None, flat: bool = False) -> NativeOp:
+def elementwise(name: str, count: int | None = None, flat: bool | int = False) -> NativeOp:
     """A row for an element-wise primitive.
 
     Args:
         name: the canonical operation. The static arguments of a division begin with the rounding mode.
         count: how many arguments, counted by position, are operands, be they tensors or scalars. None: the tensors
             are, wherever they stand.
-        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros.
+        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros; a number: as many of
+            the first ones only.
     """
     divides = name in ("div", "div_")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
@@ -16,6 +15,9 @@ from hyper_parallel.platform.mindspore.private import type_id_to_type
 __all__ = ["OPS", "VARIANTS"]
 
 _POINTWISE = """
+    ACos Angle ApproximateEqual BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1
+    BesselK1e BesselY0 BesselY1 Digamma EqScalar Fmax Fmin Gcd Hypot Igamma Igammac Lcm LeftShift Lgamma Mvlgamma
+    NextAfter Polygamma PopulationCount RightShift
     Abs Acos AcosExt Acosh AcoshExt Addcdiv AddcdivExt Addcmul AddcmulExt Asin AsinExt Asinh AsinhExt Atan Atan2
     Atan2Ext AtanExt Atanh BitwiseAnd BitwiseAndScalar BitwiseAndTensor BitwiseNot BitwiseOr
     BitwiseOrScalar BitwiseOrTensor BitwiseXor BitwiseXorScalar BitwiseXorTensor ClampScalar ClampTensor Cos Cosh
@@ -65,8 +67,9 @@ OPS: dict[str, NativeOp] = by_name(
     {
         _POINTWISE: elementwise("pointwise"),
         _FLAT: elementwise("pointwise", flat=True),
+        "Zeta": elementwise("pointwise", flat=1),
         _POINTWISE_INPLACE: elementwise("pointwise_"),
-        "Neg Identity Load Real Conj Positive": _LINEAR_UNARY,
+        "Neg Identity Load Real Imag RealView ImagView Conj Positive": _LINEAR_UNARY,
         "Contiguous": elementwise("contiguous", 1),
         "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, static_args: copied(operands[0])),
         # Not checked for empty operands: the result is not connected to them on any rank.
@@ -94,9 +97,4 @@ def _cast(args: tuple, kwargs: dict) -> NativeOp:
     return _LINEAR_UNARY if dtype is None or dtype in DIFFERENTIABLE else _POINTWISE_UNARY
 
 
-def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
-    """BiasAdd adds along dim 1: an ordinary broadcast for matrices, which is how nn.Dense uses it."""
-    return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
-
-
-VARIANTS: dict[str, Choose] = by_name({"Cast ToDtype ToOther": _cast, "BiasAdd": _bias_add})
+VARIANTS: dict[str, Choose] = by_name({"Cast ToDtype ToOther": _cast})

@@ -1,0 +1,45 @@
+"""Functions of MindSpore that make plain tensors inside, from sizes and numbers: a tensor of zeros to compare with,
+the indices of a slice. They are the same on all ranks, so the bodies run as they are, with such tensors taken for
+replicated. What the caller gives must be distributed as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
+
+__all__ = ["MAKING_PLAIN", "bincount", "with_plain_inside"]
+
+_BY_MODULE = {
+    "math_func": "count_nonzero isneginf isposinf diff trapz bucketize diag_embed vander",
+    "array_func": "select_scatter slice_scatter diagonal_scatter sequence_mask",
+    "nn_func": "threshold",
+}
+#: Functions of `mindspore.ops.function`, with their modules.
+MAKING_PLAIN = tuple(f"{module}.{name}" for module, names in _BY_MODULE.items() for name in names.split())
+
+
+def with_plain_inside(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a function of `MAKING_PLAIN`."""
+    found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
+    if found is None or any(map(_is_plain, (*args, *kwargs.values()))):
+        return original(*args, **kwargs)
+    with found._core.implicit_replication():
+        return original(*args, **kwargs)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, InterceptedTensor) and x.ndim > 0
+
+
+def bincount(original: Callable, input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Stands for `ops.bincount`: how many numbers there are is known when the largest is, and they are added up."""
+    if not isinstance(input, InterceptedTensor) or not is_dispatching() or input.ndim != 1 or not input.size:
+        return original(input, weights, minlength)
+    count = max(int(ops.amax(input.astype(ms.float32))) + 1, minlength)
+    added = ops.full_like(input, 1, dtype=ms.float32) if weights is None else weights.astype(ms.float32)
+    return ops.unsorted_segment_sum(added, input.astype(ms.int32), count)
