@@ -56,22 +56,22 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
     return _Zeros.apply(shape, dtype, *parts)
 
 
-def safe_when_empty(op: NativeOp, flat: bool | int = False) -> NativeOp:
+def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
     """The row, made safe for empty operands.
 
     Args:
         op: the row.
-        flat: of an element-wise operation, whether MindSpore records no gradient of it; a number: none by as many of its
-            first operands.
+        flat: of an element-wise operation, whether MindSpore records no gradient of it; or the places of the operands
+            that get none.
+        inside: a number for which an element-wise operation is defined.
     """
     call, when_empty = op.call, _WHEN_EMPTY.get(op.name, _connected)
-    if flat is True:
-        when_empty = _flat
-    elif flat:
-        count = flat
+    if op.name == "pointwise":
 
         def when_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-            return _zeros(op, func, operands, static_args, operands[count:])
+            places = range(len(operands)) if flat is True else flat or ()
+            inputs = tuple(x for i, x in enumerate(operands) if i not in places)
+            return _zeros(op, func, operands, static_args, inputs, inside)
 
     def safe_call(func: Any, operands: tuple, static_args: Any) -> Any:
         for x in operands:
@@ -98,19 +98,20 @@ def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> An
     return tuple(map(connect, result)) if isinstance(result, (tuple, list)) else connect(result)
 
 
-def _in_domain(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Numbers for which functions such as ``mvlgamma`` are defined; the kernels of some refuse others."""
-    return ops.full(shape, 9, dtype=dtype) if dtype in FLOATS else ops.zeros(shape, dtype)
-
-
-def _zeros(op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None) -> Any:
+def _zeros(
+    op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None, inside: float = 0
+) -> Any:
     """Zeros, which are sums of nothing. What is no sum (a maximum) comes here for results without elements only.
 
     The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
-    dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands.
+    dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands. ``inside``: what stands for zero
+    where numbers are floats, for kernels that refuse zero.
     """
-    fill = _in_domain if op.name == "pointwise" else ops.zeros
-    stand_ins = [fill(tuple(n or 1 for n in x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands]
+
+    def stand_in(x: Any) -> Tensor:
+        return ops.full(tuple(n or 1 for n in x.shape), inside if x.dtype in FLOATS else 0, dtype=x.dtype)
+
+    stand_ins = [stand_in(x) if isinstance(x, Tensor) else x for x in operands]
     result = op.call(func, tuple(stand_ins), static_args)
     several = isinstance(result, (tuple, list))
     found = tuple(
@@ -187,7 +188,7 @@ def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
 
 #: Operations whose results are zero, or have no elements, where an operand has none.
 _ZERO = """
-    pointwise add mul linear_unary alias contiguous matmul sum amax amin reduce_whole reduce_pair vector_norm logsumexp
+    add mul linear_unary alias contiguous matmul sum amax amin reduce_whole reduce_pair vector_norm logsumexp
     along_dims along_linear softmax log_softmax topk glu by_table searchsorted count layer_norm rms_norm gather
     index_select embedding one_hot repeat stack unbind
     cross_entropy nll_loss

@@ -212,6 +212,13 @@ PATCHES = PatchSet(
         *map(_loss, loss.LOSSES),
         *map(_making_plain, plain_inside.MAKING_PLAIN),
         _patch(
+            "mindspore.nn.layer.rnns._RNNBase.construct",
+            "the first states, plain zeros that ``nn.LSTM`` and ``nn.GRU`` make inside, meet DTensors: an error",
+            calling(plain_inside.with_plain_inside),
+            check=takes("self x hx seq_length"),
+            required=False,
+        ),
+        _patch(
             "mindspore.ops.function.math_func.bincount",
             "``ops.bincount`` is right and gathers everything",
             calling(plain_inside.bincount),

@@ -24,7 +24,11 @@ from hyper_parallel.platform.mindspore.private import no_grad
 __all__ = ["COMPOSED", "VARIANTS"]
 
 Composition = Callable[[Any, tuple, dict], Any]
-_POINTWISE = elementwise("pointwise")
+#: Of each element. Weights get no gradient.
+_ENTROPY = elementwise("pointwise", flat=(2,), inside=0.5)
+_ENTROPY_OF_LOGITS = elementwise("pointwise", flat=(2, 3))
+_DIVERGENCE = elementwise("pointwise", flat=(1,), inside=0.5)
+_SMOOTH = elementwise("pointwise")
 
 
 def _dispatch(row: NativeOp, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -40,9 +44,9 @@ def _total(loss: Any, reduction: str) -> Any:
 _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 
-def _choose_element_wise(place: int) -> Choose:
+def _choose_element_wise(row: NativeOp, place: int) -> Choose:
     """The row of a loss for each element; a sum or mean of it is a composition."""
-    return lambda args, kwargs: _POINTWISE if _REDUCTIONS.get(args[place]) == "none" else None
+    return lambda args, kwargs: row if _REDUCTIONS.get(args[place]) == "none" else None
 
 
 def _reduced_loss(function: Callable, place: int) -> Composition:
@@ -194,13 +198,13 @@ COMPOSED: dict[str, Composition] = {
     "BinaryCrossEntropy": _reduced_loss(ops.binary_cross_entropy, 3),
     "BCEWithLogitsLoss": _reduced_loss(ops.binary_cross_entropy_with_logits, 4),
     "SmoothL1Loss": _reduced_loss(ops.smooth_l1_loss, 3),
-    "KLDivLoss": _reduced_by_attribute(_divergence, _POINTWISE),
+    "KLDivLoss": _reduced_by_attribute(_divergence, _DIVERGENCE),
     "MultiMarginLoss": _reduced_by_attribute(_margins, _EACH_MARGIN),
 }
 
 VARIANTS: dict[str, Choose] = {
-    "BinaryCrossEntropy": _choose_element_wise(3),
-    "BCEWithLogitsLoss": _choose_element_wise(4),
-    "SmoothL1Loss": _choose_element_wise(3),
+    "BinaryCrossEntropy": _choose_element_wise(_ENTROPY, 3),
+    "BCEWithLogitsLoss": _choose_element_wise(_ENTROPY_OF_LOGITS, 4),
+    "SmoothL1Loss": _choose_element_wise(_SMOOTH, 3),
     "BatchNorm": _choose_batch_norm,
 }

@@ -67,7 +67,7 @@ OPS: dict[str, NativeOp] = by_name(
     {
         _POINTWISE: elementwise("pointwise"),
         _FLAT: elementwise("pointwise", flat=True),
-        "Zeta": elementwise("pointwise", flat=1),
+        "Zeta": elementwise("pointwise", flat=(0,)),
         _POINTWISE_INPLACE: elementwise("pointwise_"),
         "Neg Identity Load Real Imag RealView ImagView Conj Positive": _LINEAR_UNARY,
         "Contiguous": elementwise("contiguous", 1),

@@ -22,6 +22,8 @@ __all__ = ["OPS", "labelled"]
 Sign = Callable[[Given], "str | None"]
 _BATCH = "abdefklm"
 _GROUPED = "g"
+#: Labels of dimensions that a small tensor has in full.
+_KEPT = (".", _GROUPED)
 
 
 # -------------------------------------------------------------------- making rows
@@ -88,7 +90,7 @@ def _shapes(given: Given, signature: str, native: Native, groups: int) -> Any:
     for labels, shape in zip(operands, given.shapes, strict=True):
         if shape is not None:
             sizes.update({label: n for label, n in zip(labels, shape, strict=True) if label != "."})
-            shape = tuple(_small(label, n, groups) for label, n in zip(labels, shape, strict=True))
+            shape = tuple(n if label in _KEPT else 1 for label, n in zip(labels, shape, strict=True))
         small.append(shape)
     found = shapes_of(given, tuple(small), native, (signature, (), groups))
     if found is None:
@@ -98,10 +100,6 @@ def _shapes(given: Given, signature: str, native: Native, groups: int) -> Any:
         tuple(n if label == "." else sizes[label] for label, n in zip(labels, shape, strict=True))
         for labels, shape in zip(results, found, strict=True)
     )
-
-
-def _small(label: str, size: int, groups: int) -> int:
-    return size if label == "." else groups if label == _GROUPED else 1
 
 
 def _ndim(given: Given) -> int:
@@ -124,12 +122,15 @@ def _conv3d(
 
 
 @functools.lru_cache(1 << 10)
-def _conv_transpose(
-    out_channel: int, kernel: tuple, pad_mode: str, pad: tuple, stride: tuple, dilation: tuple, group: int
+def _conv_transpose(out_channel: int, kernel: tuple, pad_mode: str, pad: tuple, stride: tuple, dilation: tuple) -> Any:
+    return ops.operations.nn_ops.Conv2DBackpropInput(out_channel, kernel, pad_mode, pad, None, 1, stride, dilation)
+
+
+@functools.lru_cache(1 << 10)
+def _conv_transpose3d(
+    in_channel: int, out_channel: int, kernel: tuple, mode: str, pad: tuple, stride: tuple, dilation: tuple, more: tuple
 ) -> Any:
-    return ops.operations.nn_ops.Conv2DBackpropInput(
-        out_channel, kernel, pad_mode, pad, None, 1, stride, dilation, group
-    )
+    return ops.Conv3DTranspose(in_channel, out_channel, kernel, 1, mode, pad, stride, dilation, 1, more)
 
 
 def _convolve(make: Callable) -> Native:
@@ -162,15 +163,28 @@ def _conv_rows(make: Callable, dims: int) -> NativeOp:
     )
 
 
-def _transposed(given: Given) -> str | None:
-    return "ni..,io..->no..|01" if given.func.prim.group == 1 and given.func.prim.pad_list == (0,) * 4 else None
+def _transposed(dims: int) -> Sign:
+    spatial = "." * dims
+
+    def sign(given: Given) -> str | None:
+        prim = given.func.prim
+        return f"ni{spatial},io{spatial}->no{spatial}|01" if prim.group == 1 else None
+
+    return sign
 
 
 def _call_transposed(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
+    """The call has the sizes of its result besides, of which this rank has some."""
     p, (x, weight, sizes) = func.prim, args
     out = weight.shape[1]
-    prim = _conv_transpose(out, p.kernel_size, p.pad_mode, p.padding, p.stride, p.dilation, 1)
+    prim = _conv_transpose(out, p.kernel_size, p.pad_mode.lower(), p.padding, p.stride, p.dilation)
     return prim(x, weight, (x.shape[0], out, *sizes[2:]))
+
+
+def _call_transposed3d(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
+    p, (x, weight) = func.prim, args
+    sizes = (tuple(getattr(p, name)[-3:]) for name in ("stride", "dilation", "output_padding"))
+    return _conv_transpose3d(*weight.shape[:2], p.kernel_size, p.pad_mode, p.pad_list, *sizes)(x, weight)
 
 
 # -------------------------------------------------------------------- pools
@@ -254,6 +268,12 @@ def _group_norm(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
     return func(args[0], static_args[2], *args[2:], **kwargs)
 
 
+def _states(given: Given) -> tuple:
+    """Of a layer of an LSTM: what it gives for each step, and the last states. What else it gives is for itself."""
+    x, h, c, _ = given.shapes
+    return (*x[:2], h[0] * h[2]), h, c
+
+
 def _prelu(given: Given) -> str | None:
     ndim, channels = _ndim(given), "." if given.shapes[1] == (1,) else "c"
     return f"n{channels}{_BATCH[: ndim - 2]},{channels}->n{channels}{_BATCH[: ndim - 2]}" if ndim > 1 else None
@@ -265,7 +285,8 @@ OPS: dict[str, NativeOp] = by_name(
     {
         "Conv2D": _conv_rows(_conv2d, 2),
         "Conv3D": _conv_rows(_conv3d, 3),
-        "Conv2DBackpropInput Conv2DTranspose": labelled("x weight sizes -> x weight", _transposed, _call_transposed),
+        "Conv2DBackpropInput Conv2DTranspose": labelled("x weight sizes -> x weight", _transposed(2), _call_transposed),
+        "Conv3DTranspose": labelled("x weight -> x weight", _transposed(3), _call_transposed3d),
         "AvgPool MaxPool MaxPoolWithArgmaxV2 AdaptiveAvgPool2D AdaptiveMaxPool2D Im2Col": labelled("x -> x", _WINDOWS2),
         "AvgPool3D MaxPool3D MaxPool3DWithArgmax AdaptiveAvgPool3D": labelled("x -> x", _WINDOWS3),
         "AdaptiveMaxPool3D": labelled("x sizes -> x", _WINDOWS3),
@@ -302,6 +323,7 @@ OPS: dict[str, NativeOp] = by_name(
         "BoundingBoxEncode BoundingBoxDecode": labelled("x other -> x other", "n.,n.->n."),
         "CheckValid": labelled("x sizes -> x sizes", "n.,.->n"),
         "InTopK": labelled("x targets k -> x targets", "n.,n->n"),
+        "LSTM": labelled("x h c weights -> x h c weights", ".n.,.n.,.n.,...->.n.,.n.,.n.", shapes=_states),
         "Ger Outer": labelled("x other -> x other", "i,j->ij|01"),
         "CTCLossV2": labelled(
             "x targets lengths lengths_of_targets -> x targets lengths lengths_of_targets", ".n.,n.,n,n->n,n.."

@@ -123,6 +123,8 @@ def _padded(given: Given) -> tuple:
 _PARTS: dict[str, NativeOp] = {
     "Tile Repeat RepeatView": row("repeat", "x *sizes", instead(ops.tile)),
     "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView": row("split", "x split_size dim=0", instead(_split)),
+    "Pad": as_called("pad", "x -> x", lambda given: (given.func.prim.paddings,)),
+    "MirrorPad": as_called("pad", "x paddings -> x", lambda given: (given.values["paddings"], "mirror")),
     "PadV3": as_called("pad", "x paddings value -> x", _padded),
     "Split": row("split", _bind_split_old, instead(_split)),
     # not mint.unbind, whose gradient has no kernel on CPU
