@@ -1,5 +1,5 @@
-"""Small nets of `nn` train on shards without gathering: conv nets, recurrent nets, a transformer. Losses, gradients and
-running statistics are those of one device; so is every layer alone. One all-reduce for each mean over a sharded batch."""
+"""Small nets of `nn` train on shards without gathering: conv nets, recurrent nets, a transformer, layers side by side.
+Losses, gradients and running statistics are those of one device."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Layers(nn.Cell):
 
     def __init__(self, *layers: nn.Cell) -> None:
         super().__init__()
-        self.layers = nn.CellList(layers)
+        self.layers = nn.CellList(list(layers))
 
     def construct(self, x: Any) -> Any:
         total = x.sum()
@@ -205,19 +205,19 @@ def convolutions_cost_nothing(mesh: Any) -> dict[str, dict]:
     batch norm are, both ways; by the channels that go in, the result is a partial sum."""
     counts = {}
     x, w = _given(4, 4, 6, 6), Tensor(np.ones((8, 4, 3, 3), np.float32))
-    norm = [Tensor(np.full(4, v, np.float32)) for v in (1, 0, 0, 1)]
 
     def put(x: Tensor, placement: Any) -> Any:
         return distribute_tensor(x, mesh, [placement])
 
+    norm = [put(Tensor(np.full(4, v, np.float32)), Replicate()) for v in (1, 0, 0, 1)]
     cases: dict[str, tuple[Callable, tuple]] = {
         "conv by batch": (ops.conv2d, (put(x, Shard(0)), put(w, Replicate()))),
         "conv by channels out": (ops.conv2d, (put(x, Replicate()), put(w, Shard(0)))),
         "conv by channels in": (ops.conv2d, (put(x, Shard(1)), put(w, Shard(1)))),
         "pool by channels": (lambda x: ops.max_pool2d(x, 2, 2), (put(x, Shard(1)),)),
         "batch norm by batch": (
-            lambda x, weight, bias: ops.batch_norm(x, *(put(v, Replicate()) for v in norm[2:]), weight, bias, True),
-            (put(x, Shard(0)), *(put(v, Replicate()) for v in norm[:2])),
+            lambda x, weight, bias: ops.batch_norm(x, *norm[2:], weight, bias, True),
+            (put(x, Shard(0)), *norm[:2]),
         ),
     }
     for name, (function, operands) in cases.items():

@@ -212,6 +212,14 @@ PATCHES = PatchSet(
         *map(_loss, loss.LOSSES),
         *map(_making_plain, plain_inside.MAKING_PLAIN),
         _patch(
+            "mindspore.ops.function.math_func.nanmean",
+            "``ops.nanmean`` is right and gathers everything",
+            calling(plain_inside.nanmean),
+            check=takes("input axis keepdims dtype"),
+            everywhere=True,
+            required=False,
+        ),
+        _patch(
             "mindspore.nn.layer.rnns._RNNBase.construct",
             "the first states, plain zeros that ``nn.LSTM`` and ``nn.GRU`` make inside, meet DTensors: an error",
             calling(plain_inside.with_plain_inside),

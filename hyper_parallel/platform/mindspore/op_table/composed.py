@@ -15,6 +15,7 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Choose, elementwise
 from hyper_parallel.platform.mindspore.op_table.layers import OPS as LAYERS
@@ -115,10 +116,6 @@ def _pixel_shuffle(func: Any, args: tuple, kwargs: dict) -> Any:
     return ops.pixel_shuffle(*args)
 
 
-def _pixel_unshuffle(func: Any, args: tuple, kwargs: dict) -> Any:
-    return ops.pixel_unshuffle(*args)
-
-
 def _shape(func: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
     return x._core.replicated(Tensor(x.shape, ms.int64), x._layout.mesh)
@@ -141,6 +138,15 @@ def _histogram(func: Any, args: tuple, kwargs: dict) -> Any:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         return NotImplemented
     return ops.histc(x, prim.bins, low, high)
+
+
+def _on_cpu(function: Callable) -> Composition:
+    """Methods that MindSpore's functions of the same name serve on CPU, while kernels of Ascend give other dtypes."""
+
+    def run(func: Any, args: tuple, kwargs: dict) -> Any:
+        return function(*args, **kwargs) if device_target() == "CPU" else NotImplemented
+
+    return run
 
 
 # -------------------------------------------------------------------- statistics over the batch
@@ -190,10 +196,13 @@ COMPOSED: dict[str, Composition] = {
     "Trace": _trace,
     "Meshgrid": _meshgrid,
     "PixelShuffle": _pixel_shuffle,
-    "PixelUnshuffle": _pixel_unshuffle,
     "TensorShape": _shape,
     "Size": _size,
     "Histogram": _histogram,
+    # Looked up when called: `handlers.plain_inside` replaces one of them.
+    "BincountExt": _on_cpu(lambda *args, **kwargs: ops.bincount(*args, **kwargs)),
+    "HistcExt": _on_cpu(ops.histc),
+    "Addmv": _on_cpu(ops.addmv),
     "BatchNorm": _batch_norm,
     "BinaryCrossEntropy": _reduced_loss(ops.binary_cross_entropy, 3),
     "BCEWithLogitsLoss": _reduced_loss(ops.binary_cross_entropy_with_logits, 4),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
+from mindspore import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.collectives import copied
@@ -97,4 +98,10 @@ def _cast(args: tuple, kwargs: dict) -> NativeOp:
     return _LINEAR_UNARY if dtype is None or dtype in DIFFERENTIABLE else _POINTWISE_UNARY
 
 
-VARIANTS: dict[str, Choose] = by_name({"Cast ToDtype ToOther": _cast})
+def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
+    """BiasAdd adds along dim 1: an ordinary broadcast for matrices, which is how nn.Dense uses it; otherwise it is a
+    composition."""
+    return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
+
+
+VARIANTS: dict[str, Choose] = by_name({"Cast ToDtype ToOther": _cast, "BiasAdd": _bias_add})

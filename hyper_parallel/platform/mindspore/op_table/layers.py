@@ -174,11 +174,11 @@ def _transposed(dims: int) -> Sign:
 
 
 def _call_transposed(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """The call has the sizes of its result besides, of which this rank has some."""
+    """The call has the sizes of its result besides, of which this rank has some. The primitive has the channels of x:
+    those that come out of the convolution whose gradient it is."""
     p, (x, weight, sizes) = func.prim, args
-    out = weight.shape[1]
-    prim = _conv_transpose(out, p.kernel_size, p.pad_mode.lower(), p.padding, p.stride, p.dilation)
-    return prim(x, weight, (x.shape[0], out, *sizes[2:]))
+    prim = _conv_transpose(weight.shape[0], p.kernel_size, p.pad_mode.lower(), p.padding, p.stride, p.dilation)
+    return prim(x, weight, (x.shape[0], weight.shape[1], *sizes[2:]))
 
 
 def _call_transposed3d(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:

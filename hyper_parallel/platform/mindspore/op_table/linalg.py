@@ -71,6 +71,11 @@ def _transformed(count: int | None) -> Facts:
     return facts
 
 
+def _shifted(given: Given) -> tuple:
+    """The dimensions that are shifted, all without a word."""
+    return dims_of(given.values.get("dims")), None
+
+
 def _diagonal(given: Given) -> str | None:
     """The two dimensions of the matrix are whole; the diagonal is the last one of a copy."""
     ndim = len(given.shapes[0])
@@ -96,6 +101,7 @@ def _table() -> dict[str, NativeOp]:
         "Diagonal": labelled("x offset dim1 dim2 -> x", _diagonal),
         "MatrixDiagV3": as_called("batched", "x -> x", _behind(1)),
         "MatrixDiagPartV3": as_called("batched", "x -> x", _behind(2)),
+        "FFTShift IFFTShift": as_called("along_linear", "x dims -> x", _shifted),
         "MatrixBandPart": repeated("along_linear", "x -> x | (-2,-1) None"),
     }
 

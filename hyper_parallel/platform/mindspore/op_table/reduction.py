@@ -8,6 +8,7 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import (
     Bound,
@@ -69,6 +70,15 @@ _KEEPDIM_LATER = "x dims=None other=None keepdim=False -> x | dims keepdim"
 _ALONG, _SORTED = "x dims=-1 -> x | dims 1", "x dims=-1 -> x | dims 2"
 _LINEAR_ALONG = "x dims=-1 -> x | dims None"
 
+#: As CPU has it: along the last dimension, where none is given.
+_MEDIAN = repeated("reduce_pair", "x dims=-1 keepdim=False")
+
+
+def _choose_median(args: tuple, kwargs: dict) -> NativeOp | None:
+    """On Ascend it is one of all elements."""
+    return _MEDIAN if device_target() == "CPU" else None
+
+
 _REDUCTIONS: dict[str, NativeOp] = {
     "SumExt": row("sum", _WITH_DTYPE, _total(mint.sum)),
     # ``x.sum(axis, dtype, keepdims)``, the signature of NumPy
@@ -82,11 +92,12 @@ _REDUCTIONS: dict[str, NativeOp] = {
     "LpNormV2": row("vector_norm", "x p=2.0 dims=None keepdim=False -> x | p dims keepdim None", _vector_norm),
     "LpNorm": row("vector_norm", _bind_lp_norm, _vector_norm, by_function=True),
     "LogSumExp": repeated("logsumexp", _REDUCED),
-    "Nansum CountNonZero MedianExt ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt DeprecatedArgmax"
+    "Nansum CountNonZero ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt DeprecatedArgmax"
     " DeprecatedArgmin": repeated("reduce_whole", _REDUCED),
     "Argmax Argmin Var Std DeprecatedVar DeprecatedStd": repeated("reduce_whole", _KEEPDIM_LATER),
     "MaxDim MinDim MedianDim ArgMaxWithValue ArgMinWithValue": repeated("reduce_pair", _REDUCED),
     "ReduceStd StdMean VarMean": repeated("reduce_pair", _KEEPDIM_LATER),
+    "DeprecatedMedian": _MEDIAN,
     "Median": repeated("reduce_pair", _bind_median, by_function=True),
 }
 
@@ -98,7 +109,11 @@ def _choose_extreme(of_all: str) -> Choose:
 
 
 VARIANTS: dict[str, Choose] = by_name(
-    {"Max DeprecatedMax": _choose_extreme("ReduceMax"), "Min DeprecatedMin": _choose_extreme("ReduceMin")}
+    {
+        "Max DeprecatedMax": _choose_extreme("ReduceMax"),
+        "Min DeprecatedMin": _choose_extreme("ReduceMin"),
+        "MedianExt": _choose_median,
+    }
 )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspore import Parameter
+
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.op_table.as_called import Facts, Given, as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Choose, by_name
 from hyper_parallel.platform.mindspore.op_table.layers import labelled
@@ -94,14 +97,27 @@ def _choose_search(args: tuple, kwargs: dict) -> NativeOp | None:
     return _SEARCHED if len(args) < 3 or args[2] is None else None
 
 
-VARIANTS: dict[str, Choose] = {"SearchSorted": _choose_search}
+def _of_copy(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
+    """The kernel on CPU writes its first operand."""
+    return func(copied(args[0]), *args[1:], **kwargs)
+
+
+_ADDED = as_called("index_write", "x index source -> x index source", _by_attribute, _of_copy)
+
+
+def _choose_index_add(args: tuple, kwargs: dict) -> NativeOp | None:
+    """`ops.index_add` is meant to write a parameter, which only the call as it is does."""
+    return None if isinstance(args[0], Parameter) else _ADDED
+
+
+VARIANTS: dict[str, Choose] = {"SearchSorted": _choose_search, "IndexAdd": _choose_index_add}
 
 OPS: dict[str, NativeOp] = by_name(
     {
         "Scatter": as_called("scatter", "x dim index source reduce -> x index source", _at()),
         "ScatterAddExt": as_called("scatter", "x dim index source -> x index source", _at("add")),
         "TensorScatterElements": as_called("scatter", "x index source dim reduce -> x index source", _at()),
-        "IndexAdd": as_called("index_write", "x index source -> x index source", _by_attribute),
+        "IndexAddExt": as_called("index_write", "x dim index source/src -> x index source", _at("add"), _of_copy),
         "IndexFill": as_called("index_write", "x dim index value -> x index value", _at("replace")),
         "Take": as_called("take", "x index -> x index", _nothing),
         "TensorScatterAdd": _at_points("0+2"),
