@@ -87,7 +87,7 @@ def test_calls(pool: Any, world: int, dim: int | None) -> None:
 
 
 def test_repeated_calls(pool: Any) -> None:
-    assert pool.run(2, problems_when_repeated, 0, CALLS, timeout=300) == [[]] * 2
+    assert pool.run(2, problems_when_repeated, 0, CALLS + MORE_CALLS, timeout=300) == [[]] * 2
 
 
 @on_mesh()

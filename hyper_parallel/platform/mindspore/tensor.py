@@ -96,6 +96,18 @@ class Unknown(Function):
         return hash(self.name)
 
 
+class _Named(Function):
+    """A function of which MindSpore makes a new object for each call, for rows that look at it. Compares by name."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Named) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
 class LegacyFunction:
     """A primitive of the old calling convention as a plain function of its operands. Compares by the primitive, so that
     calls of one are remembered."""
@@ -191,6 +203,8 @@ class InterceptedTensor(Tensor):
             composition = COMPOSED.get(name)
             result = NotImplemented if composition is None else composition(func, args, kwargs)
             return self._without_row(Unknown(func), args, kwargs) if result is NotImplemented else result
+        if native.binds_by_function and type(func) is not LegacyFunction:
+            func = _Named(name, func)
         result = type(self)._dispatch(native, func, args, kwargs)
         return RESULTS[name](result) if name in RESULTS else result
 

@@ -33,6 +33,7 @@ def labelled(
     native: Native | None = None,
     groups: Callable[[Given], int] | None = None,
     shapes: Callable[[Given], tuple] | None = None,
+    fresh: bool = False,
 ) -> NativeOp:
     """A row of the operation ``labelled``.
 
@@ -43,6 +44,7 @@ def labelled(
             groups on this rank.
         groups: gives the number of groups of channels, which is 1 where that is not given.
         shapes: gives the shapes of the results where they do not follow from a call on small tensors.
+        fresh: whether MindSpore makes a new primitive for each call, so that it is no use to remember calls of it.
     """
     call = native or call_native
 
@@ -54,7 +56,8 @@ def labelled(
         found = shapes(given) if shapes is not None else _shapes(given, signature, call, count)
         if found is None:
             return _NO_RULE
-        return _repeated(signature, len(found)), found, count if _GROUPED in signature else 0
+        more = (_FORGOTTEN,) if fresh else ()
+        return _repeated(signature, len(found)), found, count if _GROUPED in signature else 0, *more
 
     def no_rule(given: Given) -> tuple:
         found = facts(given)
@@ -64,6 +67,8 @@ def labelled(
 
 
 _NO_RULE: Any = ()
+#: A static argument that is no value: core remembers no call that has one.
+_FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
@@ -291,7 +296,7 @@ OPS: dict[str, NativeOp] = by_name(
         "AvgPool3D MaxPool3D MaxPool3DWithArgmax AdaptiveAvgPool3D": labelled("x -> x", _WINDOWS3),
         "AdaptiveMaxPool3D": labelled("x sizes -> x", _WINDOWS3),
         "FractionalMaxPoolWithFixedKsize": labelled("x samples -> x samples", "nc..,nc.->nc.."),
-        "MaxUnpool2D": labelled("x indices -> x indices", "nc..,nc..->nc..", _call_unpool),
+        "MaxUnpool2D": labelled("x indices -> x indices", "nc..,nc..->nc..", _call_unpool, fresh=True),
         "UpsampleNearest1D UpsampleLinear1D ResizeLinear1D": labelled("x size -> x", "nc.->nc."),
         "UpsampleNearest2D UpsampleBilinear2D UpsampleBicubic2D ResizeNearestNeighborV2 ResizeBilinearV2 ResizeBicubic"
         " ResizeNearestNeighbor Col2Im": labelled("x size -> x", _WINDOWS2),
@@ -306,7 +311,7 @@ OPS: dict[str, NativeOp] = by_name(
         "CropAndResize": labelled("x boxes places size -> x boxes places", "...c,b.,b->b..c"),
         "SpaceToBatchND BatchToSpaceND": labelled("x -> x", ".c..->.c..|0"),
         "ChannelShuffle": labelled("x -> x", lambda given: _kept_but(lambda _: (1,), "|0")(given)),
-        "LRN": labelled("x -> x", _kept_but(lambda _: (1,))),
+        "LRN": labelled("x -> x", _kept_but(lambda _: (1,)), fresh=True),
         "GroupNorm": labelled(
             "x groups weight bias eps -> x weight bias",
             lambda given: "ng{0},g,g->ng{0},ng,ng".format("." * (_ndim(given) - 2)),
