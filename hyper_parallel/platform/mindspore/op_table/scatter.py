@@ -34,15 +34,15 @@ def _nothing(given: Given) -> tuple:
 
 
 # -------------------------------------------------------------------- indices of several dimensions
-def _at_points(terms: str) -> Any:
-    """``x[index[t, 0], index[t, 1], ...] = updates[t]``, or combined in another way."""
+def _at_points(terms: str, adds: bool = False) -> NativeOp:
+    """``x[index[t, 0], index[t, 1], ...] = updates[t]``, or combined in another way. What is added may be split."""
 
     def sign(given: Given) -> str | None:
         x, index, updates = given.shapes
         depth, batch = index[-1], len(index) - 1
         if len(updates) != batch + len(x) - depth:
             return None
-        labels, times = _BATCH[: len(x) - depth], ("tuvwxyz"[:batch] if terms == "0+2" else "." * batch)
+        labels, times = _BATCH[: len(x) - depth], ("tuvwxyz"[:batch] if adds else "." * batch)
         return f"{'.' * depth}{labels},{times}.,{times}{labels}->{'.' * depth}{labels}{terms and '|'}{terms}"
 
     return labelled("x index updates -> x index updates", sign, shapes=lambda given: (given.shapes[0],))
@@ -120,7 +120,7 @@ OPS: dict[str, NativeOp] = by_name(
         "IndexAddExt": as_called("index_write", "x dim index source/src -> x index source", _at("add"), _of_copy),
         "IndexFill": as_called("index_write", "x dim index value -> x index value", _at("replace")),
         "Take": as_called("take", "x index -> x index", _nothing),
-        "TensorScatterAdd": _at_points("0+2"),
+        "TensorScatterAdd": _at_points("0+2", adds=True),
         "TensorScatterUpdate": _at_points("0+2"),
         "TensorScatterSub TensorScatterMul TensorScatterDiv TensorScatterMax TensorScatterMin": _at_points(""),
         "GatherNd": labelled("x index -> x index", _gather_points, shapes=_shape_of_points),
