@@ -98,6 +98,38 @@ _LAYERS = """
     ops.NLLLoss()(x, i, v)[0]; ops.NLLLoss('sum')(x, i, v)[0]; ops.NLLLoss('none')(x, i, v)[0]
 """
 
+#: Whole pictures, matrices, indices: what the table of operators does not call in this way.
+_MORE = """
+    ops.kl_div(x, y, 'none'); ops.kl_div(x, y, 'batchmean'); ops.binary_cross_entropy(x, y, reduction='none')
+    F.binary_cross_entropy_with_logits(x, y, reduction='sum'); ops.smooth_l1_loss(x, y, reduction='mean')
+    ops.multi_margin_loss(x, i.long(), reduction='none'); ops.multi_margin_loss(x, i.long(), weight=v)
+    ops.histc(x, 4, 0.2, 0.8); ops.histc(x, 3); ops.bincount(i); ops.bincount(i, minlength=7)
+    ops.bincount(v.int(), v); ops.meshgrid(v, y[0], indexing='ij'); mint.meshgrid(v, b); ops.trace(x)
+    ops.nanmean(x, 1); ops.nanmean(x); ops.fft(x, 4).real(); ops.fftn(x, (4,)).real()
+    ops.irfft(ops.rfft(x, dim=0), dim=0); ops.fftshift(x); ops.searchsorted(x, y)
+    mint.cross(x3[:, :3], z3[:, :3, :1].broadcast_to((2, 3, 6)), 1); ops.cross(x[:, :3], y[:, :3]); ops.cdist(x3, x3)
+    ops.tensor_scatter_add(x, ids, w[0, :2]); ops.tensor_scatter_update(x, ids, w[0, :2]); ops.diag_embed(x)
+    ops.tensor_scatter_max(x, ids, w[0, :2]); ops.scatter_nd(ids, w[0, :2], (4, 6)); ops.count_nonzero(x, 1)
+    ops.unsorted_segment_max(x, i, 4); ops.unsorted_segment_sum(x3, ids[:, :1].broadcast_to((2, 4)), 4); x.diff()
+    x.addmv(y, v) if x.ndim == 1 else x[:, 0].addmv(y, v); v.int().bincount(); x.histc(3)
+    ops.index_fill(x, 1, i, 2.0); ops.scatter(x, 1, index, y); x.isneginf(); ops.diagonal(x3, 1, 0, 2)
+    ops.threshold(x, 0.4, 2.0); ops.isposinf(x); x.isposinf(); ops.select_scatter(x, v, 0, 1)
+    ops.slice_scatter(x, y[:2], 0, 1, 3); ops.sequence_mask(i, 5); ops.vander(v); ops.diff(x, axis=0); ops.trapz(x)
+    ops.median(x, axis=1); x.median(); ops.avg_pool1d(x3, 2, 2); ops.max_pool2d(x3.unsqueeze(0), 2)
+    ops.interpolate(x3, size=(8,), mode='nearest'); ops.unfold(x3.unsqueeze(0), (2, 2)); ops.lrn(x3.unsqueeze(0))
+    ops.prelu(x3, i.float()); ops.bias_add(x3, x[:, 0])
+    ops.max_unpool2d(*ops.max_pool2d(x3.unsqueeze(0), 2, return_indices=True), 2)
+    ops.max_unpool2d(*ops.max_pool2d(x3.unsqueeze(0), 2, return_indices=True), 2, output_size=(1, 2, 4, 6))
+    ops.conv1d(x3, w[:, :4].unsqueeze(-1)); ops.conv2d(x3.unsqueeze(0), x3.unsqueeze(1)[:, :, :1, :1], groups=2)
+    ops.reverse_sequence(x, i, 1, 0); ops.renorm(x, 2, 0, 1.0); ops.pad(x3, (1, 2, 3, 0), value=2.0)
+    ops.pad(x3, (1, 1), mode='reflect'); ops.group_norm(x3, 2, x[:, 0], x[:, 1]); ops.cumsum(x, 1); x.cummax(0)
+    ops.cholesky(ops.matmul(x, x.T) + ops.diag(i.float() + 4)); ops.svd(x3, compute_uv=False); ops.det(z3[:, :4])
+    ops.lu_solve(y[:, :2], ops.diag(x[:, 0]), ops.cumsum(i * 0 + 1, 0).int())
+    x.index_add(1, index[0], y[:, index[0] * 0]); ops.outer(v, b)
+    ops.batch_norm(x3, x[:, 0], x[:, 1], y[:, 0], y[:, 1])
+    ops.batch_norm(x3.half(), *(t[:, 0] for t in (x, y, x, y)), True)
+"""
+
 _INPLACE = """
     x.add_(y); x.mul_(2); x.sub_(y); x.div_(2); x.copy_(y); x.exp_(); x.floor_divide_(2); x.__iadd__(y)
     x.__imul__(2); x.__isub__(y); x.__itruediv__(2.0); ops.assign(x, y); ops.assign_add(x, y)
@@ -110,6 +142,7 @@ def _calls(*blocks: str) -> list[str]:
 
 
 CALLS = _calls(_ELEMENTWISE, _PRODUCTS_AND_REDUCTIONS, _SHAPES, _LAYERS)
+MORE_CALLS = _calls(_MORE)
 INPLACE_CALLS = _calls(_INPLACE)
 
 

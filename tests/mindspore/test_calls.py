@@ -12,7 +12,7 @@ from mindspore import Tensor
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor
 from hyper_parallel.core.dtensor.operations import dispatch
 from hyper_parallel.testing.spmd import on_mesh
-from tests.mindspore.calls import CALLS, INPLACE_CALLS, evaluate, operands
+from tests.mindspore.calls import CALLS, INPLACE_CALLS, MORE_CALLS, evaluate, operands
 
 
 def placed(mesh: Any, dim: int | None) -> Any:
@@ -87,7 +87,7 @@ def test_calls(pool: Any, world: int, dim: int | None) -> None:
 
 
 def test_repeated_calls(pool: Any) -> None:
-    assert pool.run(2, problems_when_repeated, 0, CALLS, timeout=300) == [[]] * 2
+    assert pool.run(2, problems_when_repeated, 0, CALLS + MORE_CALLS, timeout=300) == [[]] * 2
 
 
 @on_mesh()
@@ -102,6 +102,12 @@ def numbers(mesh: Any) -> list[bool]:
 
 def test_numbers_in_repeated_calls(pool: Any) -> None:
     assert pool.run(2, numbers) == [[True] * 9] * 2
+
+
+@pytest.mark.parametrize(("world", "dim"), [(2, 1), (3, 0)])
+def test_more_calls(pool: Any, world: int, dim: int) -> None:
+    """Of functions that are called less often."""
+    assert pool.run(world, problems, dim, MORE_CALLS, timeout=300) == [[]] * world
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])

@@ -7,6 +7,7 @@ A process that ends by a signal shows as much.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import mindspore as ms
@@ -19,8 +20,23 @@ CALLS = 60
 
 
 def look_at(name: str) -> None:
-    """Look for two calls that differ."""
-    call = operators.calls(name, 1)[0]
+    """Look for two calls that differ: of one kind, and of operands of two shapes that are given in turn."""
+    seen: dict[str, int] = {"result": 0, "gradient": 0}
+    for calls in (operators.calls(name, 1), operators.calls(name, 2)[::-1]):
+        found: list[dict[str, set[Any]]] = [{"result": set(), "gradient": set()} for _ in calls]
+        looks = [_look(call, **sets) for call, sets in zip(calls, found, strict=True)]
+        for _ in range(CALLS):
+            for look in looks:
+                next(look)
+        for what, count in seen.items():
+            seen[what] = max(count, *(len(sets[what]) for sets in found))
+    for what, count in seen.items():
+        if count > 1:
+            print(f"{name}: {what} differs, {count} were seen")
+
+
+def _look(call: Any, result: set[Any], gradient: set[Any]) -> Iterator[None]:
+    """Make the call again and again, and note what is seen."""
     (function,) = call.forms.values()
     weights: dict[Any, Any] = {}
 
@@ -30,28 +46,24 @@ def look_at(name: str) -> None:
             weights[y.shape] = operators.tensor(1.0 + np.arange(y.size).reshape(y.shape) % 7, y)
         return (y * weights[y.shape]).sum()
 
-    seen: dict[str, set[Any]] = {"result": set(), "gradient": set()}
     kept = []
-    for _ in range(CALLS):
+    while True:
         x, *rest = (operators.copied(a) if operators.is_tensor(a) else a for a in call.args)
         kept.append(function(x, *rest))
-        seen["result"].add(operators.array(kept[-1]).tobytes())
-        if not operators.requires_grad(x) or kept[-1].is_complex():
-            continue
-        # With the other operands given by the function itself, and as its arguments.
-        for given in ((), tuple(rest)):
+        result.add(operators.array(kept[-1]).tobytes())
+        if operators.requires_grad(x) and not kept[-1].is_complex():
+            # With the other operands given by the function itself, and as its arguments.
+            for given in ((), tuple(rest)):
 
-            def loss(x: Any, *more: Any, others: tuple = tuple(rest)) -> Any:
-                return weighted_sum(x, *(more or others))
+                def loss(x: Any, *more: Any, others: tuple = tuple(rest)) -> Any:
+                    return weighted_sum(x, *(more or others))
 
-            try:
-                seen["gradient"].add(operators.array(ms.grad(loss, 0)(x, *given)).tobytes())
-            except RuntimeError as error:
-                ms.common.api._pynative_executor.clear_res()
-                seen["gradient"].add(str(error))
-    for what, values in seen.items():
-        if len(values) > 1:
-            print(f"{name}: {what} differs, {len(values)} were seen")
+                try:
+                    gradient.add(operators.array(ms.grad(loss, 0)(x, *given)).tobytes())
+                except RuntimeError as error:
+                    ms.common.api._pynative_executor.clear_res()
+                    gradient.add(str(error))
+        yield
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor
 from hyper_parallel.platform.contract import Core
 from hyper_parallel.platform.mindspore.empty_shards import use_rules
 from hyper_parallel.platform.mindspore.handlers.likes import NEW_METHODS
+from hyper_parallel.platform.mindspore.handlers.plain_inside import METHODS
 from hyper_parallel.platform.mindspore.parameter import Classes, DistributedParameter
 from hyper_parallel.platform.mindspore.patches import PATCHES
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor
@@ -17,7 +18,7 @@ __all__ = ["make_dtensor_class"]
 def make_dtensor_class(mixin: type, core: Core) -> type:
     """The DTensor class: core's ``mixin`` over `InterceptedTensor`; and the parameter class that goes with it."""
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
-    members = {**names, **NEW_METHODS}
+    members = {**names, **NEW_METHODS, **METHODS}
     InterceptedTensor._core, InterceptedTensor._dispatch = core, staticmethod(core.dispatch)  # type: ignore[assignment]
     use_rules(core.dispatch)
     dtensor = type(Tensor)("DTensor", (mixin, InterceptedTensor), members)

@@ -17,7 +17,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import Dispatch, NativeOp
-from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
+from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE, FLOATS
 from hyper_parallel.platform.mindspore.private import AutogradFunction, NoFallbackGuard, no_grad
 
 __all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules"]
@@ -56,9 +56,22 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
     return _Zeros.apply(shape, dtype, *parts)
 
 
-def safe_when_empty(op: NativeOp, flat: bool = False) -> NativeOp:
-    """The row, made safe for empty operands. ``flat``: it is element-wise, and MindSpore records no gradient of it."""
-    call, when_empty = op.call, _flat if flat else _WHEN_EMPTY.get(op.name, _connected)
+def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
+    """The row, made safe for empty operands.
+
+    Args:
+        op: the row.
+        flat: of an element-wise operation, whether MindSpore records no gradient of it; or the places of the operands
+            that get none.
+        inside: a number for which an element-wise operation is defined.
+    """
+    call, when_empty = op.call, _WHEN_EMPTY.get(op.name, _connected)
+    if op.name == "pointwise":
+
+        def when_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+            places = range(len(operands)) if flat is True else flat or ()
+            inputs = tuple(x for i, x in enumerate(operands) if i not in places)
+            return _zeros(op, func, operands, static_args, inputs, inside)
 
     def safe_call(func: Any, operands: tuple, static_args: Any) -> Any:
         for x in operands:
@@ -85,13 +98,20 @@ def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> An
     return tuple(map(connect, result)) if isinstance(result, (tuple, list)) else connect(result)
 
 
-def _zeros(op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None) -> Any:
+def _zeros(
+    op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None, inside: float = 0
+) -> Any:
     """Zeros, which are sums of nothing. What is no sum (a maximum) comes here for results without elements only.
 
     The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
-    dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands.
+    dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands. ``inside``: what stands for zero
+    where numbers are floats, for kernels that refuse zero.
     """
-    stand_ins = [ops.zeros(tuple(n or 1 for n in x.shape), x.dtype) if isinstance(x, Tensor) else x for x in operands]
+
+    def stand_in(x: Any) -> Tensor:
+        return ops.full(tuple(n or 1 for n in x.shape), inside if x.dtype in FLOATS else 0, dtype=x.dtype)
+
+    stand_ins = [stand_in(x) if isinstance(x, Tensor) else x for x in operands]
     result = op.call(func, tuple(stand_ins), static_args)
     several = isinstance(result, (tuple, list))
     found = tuple(
@@ -146,6 +166,21 @@ def _dropout(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     return nothing_taken(op, func, operands, static_args)
 
 
+def _written(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """A copy of the first operand, where nothing is written."""
+    x = operands[0]
+    if 0 in x.shape:
+        return nothing_taken(op, func, operands, static_args)
+    return connected_zeros(tuple(x.shape), x.dtype, operands[1:]) + x
+
+
+def _unless_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """Of nothing there may be something: what a tensor is padded with."""
+    if 0 in _result_shapes(op, operands, static_args)[0]:
+        return nothing_taken(op, func, operands, static_args)
+    return op.call(func, operands, static_args)
+
+
 def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
     return operands[0] if nowhere and 0 not in operands[0].shape else _in_place(op, func, operands, static_args)
@@ -153,8 +188,9 @@ def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
 
 #: Operations whose results are zero, or have no elements, where an operand has none.
 _ZERO = """
-    pointwise add mul linear_unary alias contiguous matmul sum amax amin reduce_whole reduce_pair vector_norm logsumexp
-    along_dims softmax log_softmax topk layer_norm rms_norm gather index_select embedding one_hot repeat stack unbind
+    add mul linear_unary alias contiguous matmul sum amax amin reduce_whole reduce_pair vector_norm logsumexp
+    along_dims along_linear softmax log_softmax topk glu by_table searchsorted count layer_norm rms_norm gather
+    index_select embedding one_hot repeat stack unbind
     cross_entropy nll_loss
 """
 #: Canonical operation -> what is done for empty operands; `_connected` for others.
@@ -167,7 +203,9 @@ _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     # Ones or zeros have no gradient by what they are like, on no rank.
     "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
-    **dict.fromkeys(("expand", "getitem", "attention"), nothing_taken),
+    **dict.fromkeys(("expand", "getitem", "attention", "take"), nothing_taken),
+    **dict.fromkeys(("scatter", "index_write"), _written),
+    "pad": _unless_empty,
     "linear": _linear,
     "addmm": _addmm,
     "setitem_": _setitem,

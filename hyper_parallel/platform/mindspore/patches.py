@@ -12,7 +12,14 @@ from typing import Any
 import mindspore
 
 from hyper_parallel.platform.mindspore import autograd, graphs, observation
-from hyper_parallel.platform.mindspore.handlers import clipping, entry_points, likes, optimizers, plain_tensors
+from hyper_parallel.platform.mindspore.handlers import (
+    clipping,
+    entry_points,
+    likes,
+    optimizers,
+    plain_inside,
+    plain_tensors,
+)
 from hyper_parallel.platform.mindspore.op_table import loss
 from hyper_parallel.platform.mindspore.parameter import Classes
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
@@ -59,6 +66,12 @@ def _loss(name: str) -> Patch:
         everywhere=True,
         required=False,
     )
+
+
+def _making_plain(target: str) -> Patch:
+    reason = "a plain tensor that the function makes inside meets a DTensor, which is an error"
+    make = calling(plain_inside.with_plain_inside)
+    return _patch(f"mindspore.ops.function.{target}", reason, make, everywhere=True, required=False)
 
 
 def _draw_like(name: str) -> Patch:
@@ -197,6 +210,30 @@ PATCHES = PatchSet(
             everywhere=True,
         ),
         *map(_loss, loss.LOSSES),
+        *map(_making_plain, plain_inside.MAKING_PLAIN),
+        _patch(
+            "mindspore.ops.function.math_func.nanmean",
+            "``ops.nanmean`` is right and gathers everything",
+            calling(plain_inside.nanmean),
+            check=takes("input axis keepdims dtype"),
+            everywhere=True,
+            required=False,
+        ),
+        _patch(
+            "mindspore.nn.layer.rnns._RNNBase.construct",
+            "the first states, plain zeros that ``nn.LSTM`` and ``nn.GRU`` make inside, meet DTensors: an error",
+            calling(plain_inside.with_plain_inside),
+            check=takes("self x hx seq_length"),
+            required=False,
+        ),
+        _patch(
+            "mindspore.ops.function.math_func.bincount",
+            "``ops.bincount`` is right and gathers everything",
+            calling(plain_inside.bincount),
+            check=takes("input weights minlength"),
+            everywhere=True,
+            required=False,
+        ),
         _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, calling(graphs.checked_jit)),
         _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, calling(graphs.checked_compile)),
         _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, calling(graphs.checked_parser)),

@@ -22,7 +22,7 @@ from mindspore.ops import Primitive
 
 from hyper_parallel.platform.contract import Core, Dispatch
 from hyper_parallel.platform.mindspore.handlers.communication import is_collective, run_collective
-from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, RESULTS, VARIANTS
+from hyper_parallel.platform.mindspore.op_table import COMPOSED, OPS, PASS_THROUGH, RESULTS, VARIANTS
 from hyper_parallel.platform.mindspore.op_table.binding import Function
 from hyper_parallel.platform.mindspore.op_table.random import DRAWS, drawn_by_first_rank, refuse_draw
 from hyper_parallel.platform.mindspore.private import NoFallbackGuard
@@ -96,8 +96,21 @@ class Unknown(Function):
         return hash(self.name)
 
 
+class _Named(Function):
+    """A function of which MindSpore makes a new object for each call, for rows that look at it. Compares by name."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Named) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
 class LegacyFunction:
-    """A primitive of the old calling convention as a plain function of its operands."""
+    """A primitive of the old calling convention as a plain function of its operands. Compares by the primitive, so that
+    calls of one are remembered."""
 
     __slots__ = ("_call", "name", "prim")
 
@@ -108,6 +121,12 @@ class LegacyFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.prim, self.name, args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LegacyFunction) and other.prim is self.prim
+
+    def __hash__(self) -> int:
+        return id(self.prim)
 
     def __repr__(self) -> str:
         return f"<primitive {self.name}>"
@@ -181,7 +200,11 @@ class InterceptedTensor(Tensor):
         variant = VARIANTS.get(name)
         native = OPS.get(name) if variant is None else variant(args, kwargs)
         if native is None:
-            return self._without_row(Unknown(func), args, kwargs)
+            composition = COMPOSED.get(name)
+            result = NotImplemented if composition is None else composition(func, args, kwargs)
+            return self._without_row(Unknown(func), args, kwargs) if result is NotImplemented else result
+        if native.binds_by_function and type(func) is not LegacyFunction:
+            func = _Named(name, func)
         result = type(self)._dispatch(native, func, args, kwargs)
         return RESULTS[name](result) if name in RESULTS else result
 

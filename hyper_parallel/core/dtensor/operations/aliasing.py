@@ -218,7 +218,7 @@ def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing |
         or (op.memory == "ordered" and not given[0][1].mesh.platform.keeps_memory_order)
     ):
         return None
-    first, several = given[0][0], len(strategy.results) > 1
+    first, count = given[0][0], len(strategy.results)
     shape = tuple(strategy.results[0].shape)
     decides = op.memory == "ordered" and tuple(layouts[first].shape) == shape  # where it is not stretched
     telling = [(i, bind_noted_strides(x)) for i, x in given if x.tells_strides and tuple(x.shape) == shape]
@@ -234,8 +234,8 @@ def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing |
                 tracked, own = True, strides if i == first else own
         if not tracked:
             return
-        if several:
-            for y in result:
+        if count > 1:
+            for y in result[:count]:  # the last ones may be unknown to the rule
                 y._strides = UNKNOWN
             return
         strides = _ORDERS[shape, own] if decides and own is not UNKNOWN else UNKNOWN

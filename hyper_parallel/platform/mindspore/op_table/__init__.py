@@ -8,14 +8,29 @@ the row by the arguments.
 from __future__ import annotations
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.op_table import elementwise, nn, random, reduction, shape
+from hyper_parallel.platform.mindspore.op_table import (
+    composed,
+    elementwise,
+    layers,
+    linalg,
+    nn,
+    random,
+    reduction,
+    scatter,
+    shape,
+)
 from hyper_parallel.platform.mindspore.op_table.binding import Choose
+from hyper_parallel.platform.mindspore.op_table.composed import COMPOSED
 
-__all__ = ["OPS", "PASS_THROUGH", "RESULTS", "VARIANTS"]
+__all__ = ["COMPOSED", "OPS", "PASS_THROUGH", "RESULTS", "VARIANTS"]
 
-OPS: dict[str, NativeOp] = {**elementwise.OPS, **shape.OPS, **reduction.OPS, **nn.OPS, **random.OPS}
+OPS: dict[str, NativeOp] = {}
+for _module in (elementwise, shape, reduction, nn, random, layers, linalg, scatter):
+    OPS |= _module.OPS
 
-VARIANTS: dict[str, Choose] = {**elementwise.VARIANTS, **shape.VARIANTS, **reduction.VARIANTS, **nn.VARIANTS}
+VARIANTS: dict[str, Choose] = {}
+for _module in (elementwise, shape, reduction, nn, scatter, composed):
+    VARIANTS |= _module.VARIANTS
 
 RESULTS = {**nn.RESULTS, **random.RESULTS}
 

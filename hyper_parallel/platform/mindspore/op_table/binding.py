@@ -142,14 +142,18 @@ def _call_inplace(func: Any, operands: tuple, static_args: Any) -> Any:
     return target
 
 
-def elementwise(name: str, count: int | None = None, flat: bool = False) -> NativeOp:
+def elementwise(
+    name: str, count: int | None = None, flat: bool | tuple[int, ...] = False, inside: float = 9
+) -> NativeOp:
     """A row for an element-wise primitive.
 
     Args:
         name: the canonical operation. The static arguments of a division begin with the rounding mode.
         count: how many arguments, counted by position, are operands, be they tensors or scalars. None: the tensors
             are, wherever they stand.
-        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros.
+        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros; or the places of
+            those to which it gives none.
+        inside: a number for which the function is defined.
     """
     divides = name in ("div", "div_")
 
@@ -171,7 +175,7 @@ def elementwise(name: str, count: int | None = None, flat: bool = False) -> Nati
         return operands, (*head, (others, named, places))
 
     call = _call_inplace if name.endswith("_") else _call_elementwise
-    return safe_when_empty(NativeOp(name, bind, call, False), flat)
+    return safe_when_empty(NativeOp(name, bind, call, False), flat, inside)
 
 
 _OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")

@@ -16,6 +16,9 @@ from hyper_parallel.platform.mindspore.private import type_id_to_type
 __all__ = ["OPS", "VARIANTS"]
 
 _POINTWISE = """
+    ACos Angle ApproximateEqual BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1
+    BesselK1e BesselY0 BesselY1 Digamma EqScalar Fmax Fmin Gcd Hypot Igamma Igammac Lcm LeftShift Lgamma Mvlgamma
+    NextAfter Polygamma PopulationCount RightShift
     Abs Acos AcosExt Acosh AcoshExt Addcdiv AddcdivExt Addcmul AddcmulExt Asin AsinExt Asinh AsinhExt Atan Atan2
     Atan2Ext AtanExt Atanh BitwiseAnd BitwiseAndScalar BitwiseAndTensor BitwiseNot BitwiseOr
     BitwiseOrScalar BitwiseOrTensor BitwiseXor BitwiseXorScalar BitwiseXorTensor ClampScalar ClampTensor Cos Cosh
@@ -65,8 +68,9 @@ OPS: dict[str, NativeOp] = by_name(
     {
         _POINTWISE: elementwise("pointwise"),
         _FLAT: elementwise("pointwise", flat=True),
+        "Zeta": elementwise("pointwise", flat=(0,)),
         _POINTWISE_INPLACE: elementwise("pointwise_"),
-        "Neg Identity Load Real Conj Positive": _LINEAR_UNARY,
+        "Neg Identity Load Real Imag RealView ImagView Conj Positive": _LINEAR_UNARY,
         "Contiguous": elementwise("contiguous", 1),
         "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, static_args: copied(operands[0])),
         # Not checked for empty operands: the result is not connected to them on any rank.
@@ -95,7 +99,8 @@ def _cast(args: tuple, kwargs: dict) -> NativeOp:
 
 
 def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
-    """BiasAdd adds along dim 1: an ordinary broadcast for matrices, which is how nn.Dense uses it."""
+    """BiasAdd adds along dim 1: an ordinary broadcast for matrices, which is how nn.Dense uses it; otherwise it is a
+    composition."""
     return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
 
 

@@ -167,6 +167,7 @@ OPS: dict[str, NativeOp] = by_name(
 
 VARIANTS: dict[str, Choose] = {
     "Gather": _choose_gather,
+    "DeprecatedGather": _choose_gather,
     "Embedding": _choose_embedding,
     "EmbeddingLookup": _choose_embedding_lookup,
     "FlashAttentionScore": _choose_flash_attention,

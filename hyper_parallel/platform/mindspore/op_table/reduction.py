@@ -8,6 +8,8 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.launch import device_target
+from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import (
     Bound,
     Call,
@@ -55,11 +57,27 @@ def _bind_lp_norm(func: Any, args: tuple, kwargs: dict) -> Bound:
     return args[:1], (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
 
 
+def _bind_median(func: Any, args: tuple, kwargs: dict) -> Bound:
+    """``Median`` keeps everything in the primitive. Of all elements it gives no place that counts."""
+    prim = func.prim
+    return args[:1], (None if prim.global_median else dims_of(prim.axis), bool(prim.keep_dims))
+
+
 #: the declarations that several rows share
 _REDUCED = "x dims=None keepdim=False"
 _WITH_DTYPE = "x dims=None keepdim=False dtype=None"
 _KEEPDIM_LATER = "x dims=None other=None keepdim=False -> x | dims keepdim"
 _ALONG, _SORTED = "x dims=-1 -> x | dims 1", "x dims=-1 -> x | dims 2"
+_LINEAR_ALONG = "x dims=-1 -> x | dims None"
+
+#: As CPU has it: along the last dimension, where none is given.
+_MEDIAN = repeated("reduce_pair", "x dims=-1 keepdim=False")
+
+
+def _choose_median(args: tuple, kwargs: dict) -> NativeOp | None:
+    """On Ascend it is one of all elements."""
+    return _MEDIAN if device_target() == "CPU" else None
+
 
 _REDUCTIONS: dict[str, NativeOp] = {
     "SumExt": row("sum", _WITH_DTYPE, _total(mint.sum)),
@@ -74,12 +92,13 @@ _REDUCTIONS: dict[str, NativeOp] = {
     "LpNormV2": row("vector_norm", "x p=2.0 dims=None keepdim=False -> x | p dims keepdim None", _vector_norm),
     "LpNorm": row("vector_norm", _bind_lp_norm, _vector_norm, by_function=True),
     "LogSumExp": repeated("logsumexp", _REDUCED),
-    "ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt DeprecatedArgmax DeprecatedArgmin": repeated(
-        "reduce_whole", _REDUCED
-    ),
+    "Nansum CountNonZero ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt DeprecatedArgmax"
+    " DeprecatedArgmin": repeated("reduce_whole", _REDUCED),
     "Argmax Argmin Var Std DeprecatedVar DeprecatedStd": repeated("reduce_whole", _KEEPDIM_LATER),
-    "MaxDim MinDim ArgMaxWithValue ArgMinWithValue": repeated("reduce_pair", _REDUCED),
-    "ReduceStd": repeated("reduce_pair", _KEEPDIM_LATER),
+    "MaxDim MinDim MedianDim ArgMaxWithValue ArgMinWithValue": repeated("reduce_pair", _REDUCED),
+    "ReduceStd StdMean VarMean": repeated("reduce_pair", _KEEPDIM_LATER),
+    "DeprecatedMedian": _MEDIAN,
+    "Median": repeated("reduce_pair", _bind_median, by_function=True),
 }
 
 
@@ -90,7 +109,11 @@ def _choose_extreme(of_all: str) -> Choose:
 
 
 VARIANTS: dict[str, Choose] = by_name(
-    {"Max DeprecatedMax": _choose_extreme("ReduceMax"), "Min DeprecatedMin": _choose_extreme("ReduceMin")}
+    {
+        "Max DeprecatedMax": _choose_extreme("ReduceMax"),
+        "Min DeprecatedMin": _choose_extreme("ReduceMin"),
+        "MedianExt": _choose_median,
+    }
 )
 
 
@@ -109,12 +132,16 @@ def _bind_sort(func: Any, args: tuple, kwargs: dict) -> Bound:
 _ALONG_A_DIM: dict[str, NativeOp] = {
     "Softmax": repeated("softmax", _bind_softmax),
     "LogSoftmax LogSoftmaxExt": repeated("log_softmax", _bind_softmax),
-    "CumSum CumProd CumsumExt": repeated("along_dims", _ALONG),
-    "ReverseV2 Flip": repeated("along_dims", "x dims=None -> x | dims 1"),
-    "Roll": repeated("along_dims", "x shifts dims=None -> x | dims 1"),
-    "SortExt": repeated("along_dims", _SORTED),
+    "CumProd LogCumsumExp": repeated("along_dims", _ALONG),
+    "CumulativeLogsumexp": as_called("along_dims", "x dim -> x", lambda given: ((given.values["dim"],), 1)),
+    "CumSum CumsumExt": repeated("along_linear", _LINEAR_ALONG),
+    "ReverseV2 Flip": repeated("along_linear", "x dims=None -> x | dims None"),
+    "Roll": repeated("along_linear", "x shifts dims=None -> x | dims None"),
+    "SortExt Cummax Cummin CumminExt": repeated("along_dims", _SORTED),
+    "ArgSort": repeated("along_dims", _ALONG),
     "Sort": repeated("along_dims", _bind_sort, by_function=True),
-    "Tril TrilExt Triu": repeated("along_dims", "x -> x | (-2,-1) 1"),
+    "Tril TrilExt Triu": repeated("along_linear", "x -> x | (-2,-1) None"),
+    "GLU": row("glu", "x dim=-1"),
     "TopK TopkExt": repeated("topk", "x k dim=-1"),
 }
 

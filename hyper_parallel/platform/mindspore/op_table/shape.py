@@ -12,6 +12,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
 from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty_shards import nothing_taken
+from hyper_parallel.platform.mindspore.op_table.as_called import Given, as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
 from hyper_parallel.platform.mindspore.private import is_recording
 
@@ -109,9 +110,22 @@ def _bind_sequence(tensors: Any, dim: int) -> Bound:
     return tuple(tensors), (dim,)
 
 
+def _padded(given: Given) -> tuple:
+    """MindSpore lists (before, after) from the last dimension backwards; here each dimension has its pair."""
+    numbers, prim = given.values["paddings"], given.func.prim
+    ndim, count = len(given.shapes[0]), len(numbers) // 2
+    if len(numbers) % 2 or count > ndim or not prim.paddings_contiguous:
+        return (), prim.mode
+    pairs = [(int(numbers[2 * i]), int(numbers[2 * i + 1])) for i in range(count)]
+    return (*((0, 0),) * (ndim - count), *reversed(pairs)), prim.mode
+
+
 _PARTS: dict[str, NativeOp] = {
     "Tile Repeat RepeatView": row("repeat", "x *sizes", instead(ops.tile)),
     "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView": row("split", "x split_size dim=0", instead(_split)),
+    "Pad": as_called("pad", "x -> x", lambda given: (given.func.prim.paddings,)),
+    "MirrorPad": as_called("pad", "x paddings -> x", lambda given: (given.values["paddings"], "mirror")),
+    "PadV3": as_called("pad", "x paddings value -> x", _padded),
     "Split": row("split", _bind_split_old, instead(_split)),
     # not mint.unbind, whose gradient has no kernel on CPU
     "UnstackExt UnstackExtView": row("unbind", "x dim=0", instead(ops.unbind)),

@@ -1,0 +1,109 @@
+"""Linear algebra on batches of matrices, diagonals, and Fourier transforms."""
+
+from __future__ import annotations
+
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.op_table.as_called import Facts, Given, as_called, shapes_of
+from hyper_parallel.platform.mindspore.op_table.binding import by_name, repeated
+from hyper_parallel.platform.mindspore.op_table.layers import labelled
+from hyper_parallel.platform.row_text import dims_of
+
+__all__ = ["OPS"]
+
+#: Functions of one matrix.
+_OF_ONE = """
+Cholesky CholeskyInverse MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixInverseExt MatrixPower Svd Qr
+LinalgQr Eig Geqrf Pdist
+"""
+#: Functions of several tensors: their names -> number of dimensions that each has behind its batch.
+_OF_SEVERAL = {
+    "CholeskySolve MatrixSolve TriangularSolve": (2, 2),
+    "Lstsq": (2, 2),
+    "Orgqr": (2, 1),
+    "MatrixSetDiagV3": (2, 1),
+}
+#: Fourier transforms, with the dimensions that they take when none are given: how many, None for all.
+_TRANSFORMS = {
+    "FFT IFFT RFFT IRFFT": 1,
+    "FFT2 IFFT2 RFFT2 IRFFT2": 2,
+    "FFTN IFFTN RFFTN IRFFTN": None,
+}
+
+
+def _behind(*counts: int) -> Facts:
+    """The static arguments of ``batched``, for operands of which each has that many dimensions behind its batch."""
+
+    def facts(given: Given) -> tuple:
+        shapes = given.shapes
+        found = None
+        if all(len(shape) >= count for shape, count in zip(shapes, counts, strict=True)):
+            behind = tuple(shape[len(shape) - count :] for shape, count in zip(shapes, counts, strict=True))
+            found = shapes_of(given, behind)
+        return ((), ()) if found is None else (counts, found)
+
+    return facts
+
+
+def _behind_lu(given: Given) -> tuple:
+    """The result has the shape of the right sides."""
+    x, factors, pivots = given.shapes
+    if len(x) != len(factors) or len(pivots) != len(x) - 1:
+        return (), ()
+    return (2, 2, 1), (x[-2:],)
+
+
+def _transformed(count: int | None) -> Facts:
+    """The static arguments of ``along_linear`` for a transform of ``count`` dimensions."""
+
+    def facts(given: Given) -> tuple:
+        (shape,) = given.shapes
+        sizes, dims = given.values.get("sizes"), dims_of(given.values.get("dims"))
+        if dims is None and count is None and sizes is not None:
+            dims = tuple(range(-len(sizes), 0))
+        if dims is None:
+            dims = tuple(range(len(shape))) if count is None else tuple(range(-count, 0))
+        whole = {d % len(shape) for d in dims}
+        found = shapes_of(given, (tuple(n if d in whole else 1 for d, n in enumerate(shape)),))
+        if found is None:
+            return (), (-1,)
+        return dims, tuple(found[0][d] if d in whole else n for d, n in enumerate(shape))
+
+    return facts
+
+
+def _shifted(given: Given) -> tuple:
+    """The dimensions that are shifted, all without a word."""
+    return dims_of(given.values.get("dims")), None
+
+
+def _diagonal(given: Given) -> str | None:
+    """The two dimensions of the matrix are whole; the diagonal is the last one of a copy."""
+    ndim = len(given.shapes[0])
+    pair = {given.values.get(name, default) % ndim for name, default in (("dim1", 0), ("dim2", 1))}
+    labels = [None if d in pair else letter for d, letter in zip(range(ndim), "abcdefhk", strict=False)]
+    if len(pair) != 2:
+        return None
+    return f"{''.join(label or '.' for label in labels)}->{''.join(filter(None, labels))}.|0"
+
+
+def _table() -> dict[str, NativeOp]:
+    table = {_OF_ONE: as_called("batched", "x -> x", _behind(2))}
+    for names, counts in _OF_SEVERAL.items():
+        operands = " ".join(f"x{i}" for i in range(len(counts)))
+        table[names] = as_called("batched", f"{operands} -> {operands}", _behind(*counts))
+    for names, count in _TRANSFORMS.items():
+        table[names] = as_called("along_linear", "x sizes dims -> x", _transformed(count))
+    return {
+        **table,
+        "LuSolve": as_called("batched", "x factors pivots -> x factors pivots", _behind_lu),
+        "Cdist": as_called("pairs", "x y -> x y", lambda given: ()),
+        "Diag": labelled("x -> x", lambda given: f"{'.' * len(given.shapes[0])}->{'..' * len(given.shapes[0])}|0"),
+        "Diagonal": labelled("x offset dim1 dim2 -> x", _diagonal),
+        "MatrixDiagV3": as_called("batched", "x -> x", _behind(1)),
+        "MatrixDiagPartV3": as_called("batched", "x -> x", _behind(2)),
+        "FFTShift IFFTShift": as_called("along_linear", "x dims -> x", _shifted),
+        "MatrixBandPart": repeated("along_linear", "x -> x | (-2,-1) None"),
+    }
+
+
+OPS: dict[str, NativeOp] = by_name(_table())
