@@ -13,7 +13,7 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.integrations.huggingface.attention import fit_heads
 from hyper_parallel.integrations.huggingface.between import fit_between
 from hyper_parallel.integrations.huggingface.head import fit_head
-from hyper_parallel.integrations.huggingface.lora import adapted_model, parallelize_adapters, without_adapters
+from hyper_parallel.integrations.huggingface.lora import adapted_model, place_adapters, without_adapters
 from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
 
 __all__ = ["parallelize_model"]
@@ -56,9 +56,10 @@ def parallelize_model(
         ``model``.
 
     Raises:
-        TypeError: for what is no transformers model, and one that is quantised. ValueError: for a model without a plan, a style that is not
-            known here, heads that the ranks cannot share, a key of ``plan`` that names nothing, and all that
-            `parallelize_module` refuses. Nothing has been changed then.
+        TypeError: for what is no transformers model, and one that is quantised. ValueError: for a model without a
+            plan, a style that is not known here, heads or experts that the ranks cannot share, adapters that are not
+            known to be right, a key of ``plan`` that names nothing, and all that `parallelize_module` refuses. Nothing
+            has been changed then.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -91,7 +92,7 @@ def parallelize_model(
     local_sizes = fit_heads(styles, plain, mesh, gather_heads=gather_heads)
     fit_between(model, styles, plain, mesh)
     fit_head(model, styles, plain, mesh, gather_logits=gather_logits)
-    parallelize_adapters(styles, modules, mesh)
+    place_adapters(styles, modules, mesh)
     parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)

@@ -11,21 +11,81 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.attention import head_norms
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
+from hyper_parallel.core.tensor_parallel.base import APPLIED, ModuleStyle, ParallelStyle, is_styled
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.replicated import NoParallel
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 
-__all__ = ["adapted_model", "parallelize_adapters", "without_adapters"]
+__all__ = ["adapted_model", "parallelize_adapters", "place_adapters", "without_adapters"]
 
 
 class _DropoutParallel(ModuleStyle):
     """Dropout of features that are sharded: drops what a single device drops."""
 
     input_layouts = output_layouts = (Shard(-1),)
+
+
+def parallelize_adapters(model: Any, device_mesh: DeviceMesh | None = None, *, src_data_rank: int | None = 0) -> Any:
+    """Shard LoRA adapters that were added to a model after `parallelize_model`, as the layers that they adapt.
+
+    Not needed for adapters that were there before: `parallelize_model` shards them.
+
+    Args:
+        model: what peft gives for a parallelised model, or the model with adapters in it.
+        device_mesh: the mesh of `parallelize_model`.
+        src_data_rank: rank of the mesh whose adapters count; peft draws them on each rank. None takes each rank's own.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: for a model none of whose sharded layers has adapters that are still whole, and adapters that
+            `parallelize_model` refuses. Nothing has been changed then.
+
+    Example:
+        >>> from torch import nn
+        >>> from hyper_parallel import ColwiseParallel, init_device_mesh, parallelize_module
+        >>> from hyper_parallel.integrations.huggingface import parallelize_adapters
+        >>> class Adapted(nn.Module):  # as a layer of peft is
+        ...     def __init__(self, layer):
+        ...         super().__init__()
+        ...         self.base_layer = layer
+        ...         self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+        ...         self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
+        ...         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> model = nn.Sequential(Adapted(parallelize_module(nn.Linear(8, 4), mesh, ColwiseParallel())))
+        >>> parallelize_adapters(model, mesh)[0].lora_B["default"].weight.placements
+        (Shard(dim=0),)
+
+    Source: peft's LoRA on torch's tensor parallelism.
+    """
+    mesh = resolve_mesh(device_mesh, "parallelize_adapters")
+    platform = bind_platform(mesh.platform)
+    styles: dict[str, ParallelStyle] = {}
+    for path, module in platform.named_modules(model):
+        if not _is_wrapper(module):
+            continue
+        style = _style_of(module.base_layer)
+        if style is not None:
+            _check(path, module, style)
+            styles |= {
+                below: given
+                for below, given in _styles_of_adapters(path, module, style).items()
+                if not is_styled(model.get_submodule(below))
+            }
+    if not styles:
+        raise ValueError(
+            "parallelize_adapters found no LoRA adapters that are whole on layers that are sharded: call "
+            "parallelize_model, add adapters, and then this"
+        )
+    parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
+    return model
 
 
 def adapted_model(model: Any) -> Any:
@@ -43,7 +103,7 @@ def without_adapters(modules: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def parallelize_adapters(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+def place_adapters(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Move the styles of layers with adapters to their base layers, and give the adapters theirs.
 
     Args:
@@ -67,13 +127,25 @@ def parallelize_adapters(styles: dict[str, ParallelStyle], modules: dict[str, An
         style = styles.pop(path)
         _check(path, module, style)
         styles[f"{path}.base_layer"] = style
-        for name in module.lora_A:
-            if isinstance(style, ColwiseParallel):
-                styles[f"{path}.lora_B.{name}"] = style
-            elif isinstance(style, RowwiseParallel):
-                styles[f"{path}.lora_A.{name}"] = style
-                if style.input_layouts == (Shard(-1),) and getattr(module.lora_dropout[name], "p", 0):
-                    styles[f"{path}.lora_dropout.{name}"] = _DropoutParallel()
+        styles |= _styles_of_adapters(path, module, style)
+
+
+def _styles_of_adapters(path: str, module: Any, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """By path, from the style of the base layer of the ``module`` at ``path``."""
+    found: dict[str, ParallelStyle] = {}
+    for name in module.lora_A:
+        if isinstance(style, ColwiseParallel):
+            found[f"{path}.lora_B.{name}"] = style
+        elif isinstance(style, RowwiseParallel):
+            found[f"{path}.lora_A.{name}"] = style
+            if style.input_layouts == (Shard(-1),) and getattr(module.lora_dropout[name], "p", 0) > 0:
+                found[f"{path}.lora_dropout.{name}"] = _DropoutParallel()
+    return found
+
+
+def _style_of(module: Any) -> ParallelStyle | None:
+    """The style that a module got for its parameters."""
+    return next((style for style, _ in getattr(module, APPLIED, ()) if isinstance(style, ModuleStyle)), None)
 
 
 def _is_wrapper(module: Any) -> bool:
@@ -92,11 +164,17 @@ def _refuse_copies(styles: dict[str, ParallelStyle], modules: dict[str, Any]) ->
             )
 
 
+def _gives_whole(style: ParallelStyle) -> bool:
+    weight = isinstance(style, (ColwiseParallel, RowwiseParallel))
+    return weight and style.input_layouts == style.output_layouts == (Replicate(),)  # type: ignore[attr-defined]
+
+
 def _check(path: str, module: Any, style: ParallelStyle) -> None:
     kind = type(module).__name__
     take_out = f"leave {path!r} out of target_modules, or take it out of the plan with plan={{{path!r}: None}}"
-    adapters = list(getattr(module, "lora_A", ()))
-    if not adapters or not hasattr(module, "lora_B"):
+    if len(getattr(module, "lora_embedding_A", ())) and _gives_whole(style):
+        return  # each rank computes the adapter in whole, and adds it to what is whole
+    if not len(getattr(module, "lora_A", ())) or not hasattr(module, "lora_B"):
         raise ValueError(
             f"the plan shards {path!r}, whose adapter ({kind}) is none of LoRA on a linear layer: what of it "
             f"would have to be sharded is not known; {take_out}"
@@ -109,9 +187,12 @@ def _check(path: str, module: Any, style: ParallelStyle) -> None:
             )
     if getattr(module, "merged_adapters", ()):
         raise ValueError(f"the adapters of {path!r} are merged: call unmerge_adapter() before parallelize_model")
-    whole = {ColwiseParallel: "input_layouts", RowwiseParallel: "output_layouts"}
-    layouts = next((name for cls, name in whole.items() if isinstance(style, cls)), None)
-    if not isinstance(style, NoParallel) and (layouts is None or getattr(style, layouts) != (Replicate(),)):
+    known = (
+        isinstance(style, NoParallel)
+        or (isinstance(style, ColwiseParallel) and style.input_layouts == (Replicate(),))
+        or (isinstance(style, RowwiseParallel) and style.output_layouts == (Replicate(),))
+    )
+    if not known:
         raise ValueError(
             f"the plan gives {path!r}, which has LoRA adapters, the style {style!r}: their gradients are known to be "
             f"right for layers by columns that read whole inputs and by rows that give whole outputs; {take_out}"
