@@ -19,8 +19,9 @@ class Adapted(nn.Module):
         out_features, in_features = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
         self.base_layer = base
         self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout)})
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(in_features, RANK, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, out_features, bias=False)})
+        down, up = nn.Linear(in_features, RANK, bias=False), nn.Linear(RANK, out_features, bias=False)
+        self.lora_A = nn.ModuleDict({"default": down.to(base.weight.device)})
+        self.lora_B = nn.ModuleDict({"default": up.to(base.weight.device)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the layer gives, and twice what the adapter does."""
