@@ -78,6 +78,26 @@ def load_pretrained(
 
     Mirrors ``PreTrainedModel.from_pretrained``, for a model that is there.
     """
+    load_arranged(model, path, None, rename=rename, strict=strict, convert_dtypes=convert_dtypes, mesh=mesh)
+
+
+def load_arranged(
+    model: Any,
+    path: str | os.PathLike[str],
+    arrange: Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]] | None,
+    *,
+    rename: Callable[[str], str | None] | None,
+    strict: bool,
+    convert_dtypes: bool,
+    mesh: DeviceMesh | None,
+) -> None:
+    """`load_pretrained` of tensors of which several in the files can be one in the model.
+
+    Args:
+        model, path, rename, strict, convert_dtypes, mesh: as there.
+        arrange: from the tensors in the files, by name, to those of the model, made of their parts. A part may have
+            dimensions of size 1 in front of those that it has in the file.
+    """
     platform = get_platform()
     ranks = all_ranks(platform, mesh)
     path = Path(os.path.abspath(path))
@@ -85,10 +105,14 @@ def load_pretrained(
 
     def plan() -> None:
         directory, index = _read_names(path, rename)
+        if arrange is not None:
+            arranged = arrange(index.tensors)
+            index.tensors.clear()
+            index.tensors.update(arranged)
         filling = Filling(index, platform, strict, convert_dtypes, ranks.members.index(ranks.rank), len(ranks.members))
         filling.takes_meta = True
         filling.plan(model)
-        plans.append((filling, Files(directory, index)))
+        plans.append((filling, _WholeFiles(directory, index)))
 
     together(ranks, f"loading {path}", plan)
     filling, files = plans[0]
@@ -104,6 +128,15 @@ def load_pretrained(
                 progress.advance(there.nbytes)
 
     together(ranks, f"loading {path}", fill)
+
+
+class _WholeFiles(Files):
+    """Files of whole tensors, of which a part may have further dimensions in front."""
+
+    def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
+        """Fill an array with a box of a part."""
+        further = len(box) - len(self._file(part).kind(part.entry)[1])
+        super().read(part, box[further:], target[(0,) * further])
 
 
 def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple[Path, Index]:

@@ -130,7 +130,14 @@ batches = [[(x, target), (x, target)], [(x, target)]]
 BETWEEN = {
     "docs/huggingface.md": {
         1: "model = fresh()",
-        2: "model, ids, mesh = fresh(), ids % 32, init_device_mesh(mesh_shape=(4,))",
+        2: """
+from tests.torch.huggingface_adapters import adapted
+mesh = init_device_mesh(mesh_shape=(4,))
+def LoraConfig(target_modules):
+    return target_modules
+get_peft_model = adapted  # peft need not be installed
+""",
+        3: "model, ids = fresh(), ids % 32",
     },
     "docs/loss.md": {
         1: """

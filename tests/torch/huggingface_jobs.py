@@ -283,9 +283,15 @@ def errors() -> None:
     with pytest.raises(TypeError, match="takes a model of transformers, got Linear"):
         parallelize_model(torch.nn.Linear(2, 2), mesh)
     tiny = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    bert = transformers.BertModel(transformers.BertConfig(**tiny))
-    with pytest.raises(ValueError, match=r"BertModel brings no tensor-parallel plan.*'bert'.*plan="):
-        parallelize_model(bert, mesh)
+    bloom = transformers.BloomModel(transformers.BloomConfig(**tiny))
+    with pytest.raises(ValueError, match=r"BloomModel brings no tensor-parallel plan.*'bloom'.*plan="):
+        parallelize_model(bloom, mesh)
+    quantised = build("llama")
+    quantised.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
+        torch.zeros(40, 32, dtype=torch.int8, device=device()), requires_grad=False
+    )
+    with pytest.raises(TypeError, match=r"quantised.*up_proj.weight'.*dequantize\(\)"):
+        parallelize_model(quantised, mesh)
     refused(ValueError, r"needs a 1-D mesh", mesh=two_dimensions)
 
 

@@ -95,18 +95,69 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_FALCON = {"ffn_hidden_size": 40, "multi_query": False, "new_decoder_architecture": False}
+
+#: What `test_huggingface_zoo` runs besides some of those.
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "gpt neox": ("GPTNeoX", {}),
+    "phi 3": ("Phi3", {"num_key_value_heads": 2}),
+    "falcon": ("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, as many key-value heads": ("Falcon", {**_FALCON, "bias": True, "attn_implementation": "eager"}),
+    "falcon, one key-value head": ("Falcon", {**_FALCON, "multi_query": True}),
+    "falcon, alibi": ("Falcon", {**_FALCON, "alibi": True}),
+    "deepseek 2": (
+        "DeepseekV2",
+        {
+            **_MOE,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 12,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "granite, sinks": ("GraniteSWA", {"num_key_value_heads": 2, "sliding_window": 4}),
+    "opt": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "opt, untied": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": 16, "dropout": 0.0, "tie_word_embeddings": False}),
+    "bert": ("Bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "t5": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}),
+    "t5, gated": (
+        "T5",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 40,
+            "num_layers": 1,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+#: Classes that are not called after their architecture and ``ForCausalLM``.
+_CLASSES = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration"}
+_T5_SIZES = {"vocab_size": 48, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+
 
 def build(case: str, **changes: Any) -> Any:
     """The model of a case, the same on every rank."""
     import transformers  # takes seconds: by the workers that need it, not by pytest
 
-    architecture, differs = CASES[case]
-    sizes = {**(_GPT2 if architecture == "GPT2" else _SIZES), **differs, **changes}
+    architecture, differs = (CASES | FURTHER)[case]
+    sizes = {**{"GPT2": _GPT2, "T5": _T5_SIZES}.get(architecture, _SIZES), **differs, **changes}
     if architecture.startswith("Gemma3"):
         config, cls = transformers.Gemma3TextConfig(**sizes), transformers.Gemma3ForCausalLM
     else:
         config = getattr(transformers, f"{architecture}Config")(**sizes)
-        cls = getattr(transformers, "GPT2LMHeadModel" if architecture == "GPT2" else f"{architecture}ForCausalLM")
+        cls = getattr(transformers, _CLASSES.get(architecture, f"{architecture}ForCausalLM"))
     torch.manual_seed(0)
     model = cls(config)
     with torch.no_grad():  # norms and biases are ones and zeros, which hide mistakes

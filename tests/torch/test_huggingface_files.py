@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from hyper_parallel import DTensor, fully_shard
+from hyper_parallel.checkpoint.index import Part, StoredTensor
 from hyper_parallel.integrations.huggingface import load_pretrained, parallelize_model, save_pretrained
+from hyper_parallel.integrations.huggingface.renamed import _one as one_of
+from hyper_parallel.integrations.huggingface.renamed import arrangement
 from hyper_parallel.testing.spmd import device_mesh
 from tests.torch.huggingface_models import batch, build
 from tests.torch.support import close, device
 
-CASES = ["llama", "llama, odd sizes", "gpt2", "qwen3"]
+#: Files of the last ones have other names than the model: one tensor for each expert, a head of another name.
+CASES = ["llama", "llama, odd sizes", "gpt2", "qwen3", "mixtral", "deepseek 2", "gpt neox"]
 
 
 def write(case: str, directory: str, dtype: torch.dtype) -> None:
@@ -61,3 +65,36 @@ def test_round_trip(pool: Any, tmp_path: Path, number: int, dtype: torch.dtype) 
     shape = [(2,), (4,), (2, 2)][(number + (dtype is torch.bfloat16)) % 3]
     pool.run(1, write, CASES[number], str(tmp_path), dtype)
     pool.run(4, round_trip, shape, CASES[number], str(tmp_path), dtype)
+
+
+def stored(name: str, *shape: int) -> StoredTensor:
+    return StoredTensor("float32", shape, "plain", (Part((0,) * len(shape), shape, "file", name),))
+
+
+def test_several_tensors_of_files_are_one_of_the_model() -> None:
+    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
+
+    def converter(*operations: Any) -> WeightConverter:
+        return WeightConverter(["a.*.x", "a.*.y"], "a", list(operations))
+
+    joined = one_of("a", [[stored("x", 2, 3)], [stored("y", 4, 3)]], converter(Concatenate(dim=0)))
+    assert joined.shape == (6, 3) and [part.offsets for part in joined.parts] == [(0, 0), (2, 0)]
+    experts = [[stored(f"{n}{i}", 2, 3) for i in range(2)] for n in "xy"]
+    both = one_of("a", experts, converter(MergeModulelist(dim=0), Concatenate(dim=1)))
+    assert both.shape == (2, 4, 3)
+    assert [part.offsets for part in both.parts] == [(0, 0, 0), (1, 0, 0), (0, 2, 0), (1, 2, 0)]
+    assert {part.sizes for part in both.parts} == {(1, 2, 3)}
+    with pytest.raises(ValueError, match=r"by Chunk, which is not known here: load with from_pretrained"):
+        one_of("a", experts, converter(Chunk(dim=0)))
+    with pytest.raises(ValueError, match=r"do not have all of 'a'"):
+        one_of("a", [experts[0], experts[1][:1]], converter(MergeModulelist(dim=0), Concatenate(dim=1)))
+    with pytest.raises(ValueError, match=r"2 tensors for each part of 'a'"):
+        one_of("a", experts, converter(Concatenate(dim=0)))
+
+
+def test_two_tensors_of_one_name() -> None:
+    arrange = arrangement(build("gpt neox"))
+    assert arrange is not None
+    assert list(arrange({"embed_out.weight": stored("x", 2)})) == ["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"would be called 'lm_head.weight'"):
+        arrange({"lm_head.weight": stored("x", 2), "embed_out.weight": stored("y", 2)})

@@ -33,6 +33,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_rep": _rowwise_whole_input,
     "rowwise_split_input": _rowwise_whole_input,
     "embedding_rowwise": _rowwise_whole_input,
+    "embedding_colwise": _colwise_gathered,
     # Weights as plain local tensors, there; here parameters are distributed tensors always.
     "local_colwise": ColwiseParallel,
     "local_rowwise": RowwiseParallel,

@@ -4,6 +4,7 @@ transformers itself is not imported here: the caller has, or there would be no m
 """
 
 from hyper_parallel.integrations.huggingface.api import parallelize_model
+from hyper_parallel.integrations.huggingface.lora import parallelize_adapters
 from hyper_parallel.integrations.huggingface.saving import full_state_dict, load_pretrained, save_pretrained
 
-__all__ = ["full_state_dict", "load_pretrained", "parallelize_model", "save_pretrained"]
+__all__ = ["full_state_dict", "load_pretrained", "parallelize_adapters", "parallelize_model", "save_pretrained"]

@@ -13,6 +13,7 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.integrations.huggingface.attention import fit_heads
 from hyper_parallel.integrations.huggingface.between import fit_between
 from hyper_parallel.integrations.huggingface.head import fit_head
+from hyper_parallel.integrations.huggingface.lora import adapted_model, place_adapters, without_adapters
 from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
 
 __all__ = ["parallelize_model"]
@@ -25,6 +26,7 @@ def parallelize_model(
     plan: dict[str, str | ParallelStyle | None] | None = None,
     gather_logits: bool = True,
     gather_heads: bool = False,
+    expert_parallel: bool = False,
     src_data_rank: int | None = 0,
 ) -> Any:
     """Tensor-parallelise a transformers model in place, by the plan that it brings along.
@@ -36,7 +38,8 @@ def parallelize_model(
 
     Args:
         model: a ``transformers.PreTrainedModel`` on a torch backend, of an architecture with a tensor-parallel plan
-            (``model.tp_plan``), or GPT-2.
+            (``model.tp_plan``) or one that is known here: GPT-2, OPT, Falcon, BERT, T5. LoRA adapters of peft are
+            sharded with the layers that they adapt; a ``PeftModel`` is taken too.
         device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
         plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, to a style
             or its name; None takes out what is named so.
@@ -44,6 +47,8 @@ def parallelize_model(
             the vocabulary, for a loss inside of `hyper_parallel.loss_parallel`.
         gather_heads: what happens where the ranks cannot share the attention heads evenly: True computes such
             attention in whole on every rank, with projections that are sharded still; False is an error.
+        expert_parallel: whether each rank has some of the experts in whole, by the model's own plan for that
+            (``model.ep_plan``); else a part of every expert.
         src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
             own and communicates nothing: they, and the generators' states, must be equal then.
 
@@ -51,9 +56,10 @@ def parallelize_model(
         ``model``.
 
     Raises:
-        TypeError: for what is no transformers model. ValueError: for a model without a plan, a style that is not
-            known here, heads that the ranks cannot share, a key of ``plan`` that names nothing, and all that
-            `parallelize_module` refuses. Nothing has been changed then.
+        TypeError: for what is no transformers model, and one that is quantised. ValueError: for a model without a
+            plan, a style that is not known here, heads or experts that the ranks cannot share, adapters that are not
+            known to be right, a key of ``plan`` that names nothing, and all that `parallelize_module` refuses. Nothing
+            has been changed then.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,6 +75,7 @@ def parallelize_model(
     """
     mesh = resolve_mesh(device_mesh, "parallelize_model")
     platform = bind_platform(mesh.platform)
+    given, model = model, adapted_model(model)
     if not isinstance(model, platform.Module) or not hasattr(model, "config") or not hasattr(model, "base_model"):
         raise TypeError(f"parallelize_model takes a model of transformers, got {type(model).__name__}")
     if mesh.ndim != 1:
@@ -78,17 +85,37 @@ def parallelize_model(
         )
     check_src_data_rank(src_data_rank, mesh)
     modules = dict(platform.named_modules(model))
-    styles = resolve_styles(named_plan(model, plan or {}, platform), modules, plan or {}, mesh)
-    local_sizes = fit_heads(styles, modules, mesh, gather_heads=gather_heads)
-    fit_between(styles, modules, mesh)
-    fit_head(model, styles, modules, mesh, gather_logits=gather_logits)
+    _refuse_quantised(modules, mesh)
+    plain, changes = without_adapters(modules), plan or {}
+    named = named_plan(model, changes, platform, expert_parallel=expert_parallel)
+    styles = resolve_styles(named, plain, changes, mesh)
+    local_sizes = fit_heads(styles, plain, mesh, gather_heads=gather_heads)
+    fit_between(model, styles, plain, mesh)
+    fit_head(model, styles, plain, mesh, gather_logits=gather_logits)
+    place_adapters(styles, modules, mesh)
     parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
     _settle_rest(modules, mesh)
     if src_data_rank is not None:
         synchronize(mesh)  # dropout between sharded modules must drop the same on every rank
-    return model
+    return given
+
+
+def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Raise TypeError for weights that are integers with scales beside them: a part of them is not a part of the
+    matrix, and kernels of their own compute with them."""
+    platform = mesh.platform
+    for path, module in modules.items():
+        for name, parameter in platform.named_parameters(module):
+            kind = type(parameter).__module__.partition(".")[0]
+            if kind in ("torchao", "bitsandbytes") or not platform.is_floating_point(parameter):
+                where = f"{path}.{name}" if path else name
+                raise TypeError(
+                    f"the model is quantised: {where!r} is a {type(parameter).__name__} of {parameter.dtype}. "
+                    "Parallelise it in bfloat16: load it without quantization_config, or call model.dequantize() "
+                    "before parallelize_model"
+                )
 
 
 def _settle_rest(modules: dict[str, Any], mesh: DeviceMesh) -> None:

@@ -11,6 +11,8 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+from hyper_parallel.integrations.huggingface.latent import LatentKeyParallel
+from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
 
 __all__ = ["fit_heads"]
 
@@ -46,6 +48,7 @@ def fit_heads(
             continue
         heads, key_value, ranks = attention.heads[1], attention.key_value_heads[1], mesh.size()
         if heads % ranks == 0 and key_value % ranks == 0:
+            local_sizes += _own_sizes(module, attention, ranks)
             if hasattr(module, _SPLIT):
                 local_sizes.append((module, _SPLIT, getattr(module, _SPLIT) // ranks))
         elif heads % ranks == 0 and ranks % key_value == 0:
@@ -58,6 +61,7 @@ def fit_heads(
             for below, features in projections.items():
                 if attention.of_projection(below.rpartition(".")[2], features) == attention.key_value_heads:
                     styles[below] = ColwiseParallel(heads=key_value, replicate_heads=True)
+            local_sizes += _own_sizes(module, attention, ranks)
             local_sizes.append((module, _GROUPS, heads // ranks))
         elif gather_heads:
             _gather(path, styles)
@@ -85,14 +89,28 @@ def _projections(
     return found
 
 
+def _own_sizes(module: Any, attention: Attention, ranks: int) -> list[tuple[Any, str, int]]:
+    """The numbers of heads that the module itself holds: code such as OPT's views features as that many heads and lets
+    the length of the sequence follow, so that a number for all ranks would give wrong results without an error."""
+    numbers = dict((attention.key_value_heads, attention.heads))
+    return [(module, name, max(number // ranks, 1)) for name, number in numbers.items() if name in vars(module)]
+
+
 def _gather(path: str, styles: dict[str, ParallelStyle]) -> None:
-    """Gather what the projections below ``path`` give, so that attention between them is that of a single device."""
+    """Gather what the projections below ``path`` give, so that attention between them is that of a single device.
+
+    The projection by rows stands beside them or, as in BERT, in a module beside theirs.
+    """
+    rows = [below for below, style in styles.items() if below and isinstance(style, RowwiseParallel)]
+    beside = [below for below in rows if below.rpartition(".")[0] == path]
+    for below in beside or [below for below in rows if below.startswith(f"{path.rpartition('.')[0]}.")]:
+        styles[below] = RowwiseParallel(input_layouts=Replicate())
     for below, style in list(styles.items()):
         if below.rpartition(".")[0] != path:
             continue
         if isinstance(style, ColwiseParallel):
             styles[below] = ColwiseParallel(output_layouts=Replicate())
-        elif isinstance(style, RowwiseParallel):
-            styles[below] = RowwiseParallel(input_layouts=Replicate())
-        elif isinstance(style, HeadNormParallel):
+        elif isinstance(style, (HeadNormParallel, LatentKeyParallel)):
             del styles[below]
+    if isinstance(styles.get(path), LocalParametersParallel):
+        del styles[path]  # parameters of heads, which are whole

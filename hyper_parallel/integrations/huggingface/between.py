@@ -12,11 +12,12 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+from hyper_parallel.integrations.huggingface.known import reads_whole_features
 
 __all__ = ["fit_between"]
 
 
-def fit_between(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """See to the gradients of what is computed between a projection by columns and one by rows.
 
     A module there whose parameters are single numbers gets a style that reduces their gradients, of which each rank
@@ -24,6 +25,7 @@ def fit_between(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh:
     read the hidden states, which are whole.
 
     Args:
+        model: whose modules they are.
         styles: by path; changed in place.
         modules: all modules of the model, by path.
         mesh: 1-D mesh.
@@ -39,6 +41,8 @@ def fit_between(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh:
             if path != above and not path.startswith(f"{above}."):
                 continue
             if platform.is_linear_module(module) or any(_is_below(path, planned) for planned in styles):
+                continue
+            if reads_whole_features(model, path):
                 continue
             sizes = {name: math.prod(tuple(parameter.shape)) for name, parameter in platform.named_parameters(module)}
             if not sizes:

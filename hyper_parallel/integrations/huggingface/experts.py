@@ -1,15 +1,17 @@
-"""`ExpertsParallel`: stacked experts that compute with plain local tensors."""
+"""Stacked experts that compute with plain local tensors: a part of every expert on each rank, or whole experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.integrations.huggingface.local import read_local_parameters
+from hyper_parallel.platform import get_platform
 
-__all__ = ["ExpertsParallel"]
+__all__ = ["ExpertsParallel", "IdentityExpertsParallel", "WholeExpertsParallel"]
 
 
 class ExpertsParallel(ModuleStyle):
@@ -26,8 +28,10 @@ class ExpertsParallel(ModuleStyle):
     Raises:
         ValueError: when applied, for a module with further parameters: what every rank adds would count several times.
 
-    Source: ``MoeExpertsParallel`` of Hugging Face transformers.
+    Source: ``MoeExpertsParallel`` and ``AllReduceParallel`` of Hugging Face transformers.
     """
+
+    _mixins: tuple[type, ...] = ()
 
     def __init__(self, placements: dict[str, Placement]) -> None:
         self.placements = dict(placements)
@@ -45,10 +49,8 @@ class ExpertsParallel(ModuleStyle):
                     )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        cls = type(module)
-        # A class of its own, not a new forward on the object: a copy of the object must run on its own parameters.
         # Before the style takes the forward of the class as the one that it runs between its conversions.
-        module.__class__ = type(cls.__name__, (_LocalParameters, cls), {"__module__": cls.__module__})
+        read_local_parameters(module, *self._mixins)
         return super()._apply(module, device_mesh)
 
     def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
@@ -56,6 +58,97 @@ class ExpertsParallel(ModuleStyle):
 
     def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         return DTensor.from_local(output, mesh, (Partial(),)).redistribute(placements=(Replicate(),)).to_local()
+
+
+class _Connected:
+    """Mixed into a module's class: without a token for its experts, a rank takes part in backward as the others do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the class below, whose output depends on inputs and parameters always."""
+        y = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not y.requires_grad and get_platform().backward_is_recorded():
+            parameters = [getattr(self, name) for name, _ in self.named_parameters(recurse=False)]  # type: ignore[attr-defined]
+            for x in (*args, *kwargs.values(), *parameters):
+                if getattr(x, "requires_grad", False):
+                    y = y + x[:0].sum()
+        return y
+
+
+class WholeExpertsParallel(ExpertsParallel):
+    """Give each rank some of the experts in whole: it computes their part of the output for all tokens.
+
+    The tokens are the same on every rank, so none is sent: the routes to experts of other ranks are masked, and one
+    all-reduce adds what the ranks' experts give. In backward, one for each input that needs a gradient.
+
+    Args:
+        placements: placement of each parameter of the module, by name: all ``Shard(0)``.
+
+    Raises:
+        ValueError: when applied, for a module that does not count its experts in ``num_experts``, experts that the
+            ranks do not divide, and a parameter that is not sharded by expert; when called, for other inputs than
+            hidden states, the experts' indices and their weights.
+
+    Source: ``AllReduceEP`` of Hugging Face transformers.
+    """
+
+    _mixins = (_Connected,)
+
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        super().check(module, device_mesh, where)
+        count, ranks = getattr(module, "num_experts", None), device_mesh.size()
+        shapes = {name: tuple(p.shape) for name, p in device_mesh.platform.named_parameters(module)}
+        for name, placement in self.placements.items():
+            if placement is not Shard(0) or shapes[name][0] != count:
+                raise ValueError(
+                    f"the plan shards {where!r} by expert, and the parameter {name!r} of shape {shapes[name]} as "
+                    f"{placement!r} of num_experts={count}: each must be (experts, ...) and 'grouped_gemm', or shard "
+                    "inside each expert: 'moe_tp_experts', with 'packed_colwise' and 'rowwise' for its parameters"
+                )
+        if not isinstance(count, int) or count % ranks:
+            raise ValueError(
+                f"{where!r} has {count} experts, which the {ranks} ranks of {device_mesh} cannot share: use a mesh "
+                "whose size divides them, or shard inside each expert (expert_parallel=False)"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        super()._apply(module, device_mesh)
+        module.num_experts //= device_mesh.size()
+        module._is_expert_parallel = True  # the model's kernels leave out routes to an expert of number num_experts
+        return module
+
+    def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        args, kwargs = super().prepare_inputs(module, args, kwargs, mesh)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        indices = [key for key, x in given.items() if _is_index(x, mesh)]
+        shape = tuple(given[indices[0]].shape) if len(indices) == 1 else None
+        weights = [key for key, x in given.items() if key not in indices and tuple(getattr(x, "shape", ())) == shape]
+        if len(weights) != 1:
+            raise ValueError(
+                f"experts that are sharded by expert take hidden states, indices of experts and weights of the same "
+                f"shape; {type(module).__name__} got others: shard inside each expert (expert_parallel=False)"
+            )
+        index, weight = given[indices[0]], given[weights[0]]
+        own = index // module.num_experts == mesh.get_local_rank()
+        # One beyond the last for those of other ranks, whose output counts nothing.
+        given[indices[0]] = (index % module.num_experts) * own + module.num_experts * ~own
+        given[weights[0]] = weight * own
+        return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
+
+
+def _is_index(x: Any, mesh: DeviceMesh) -> bool:
+    return mesh.platform.is_tensor(x) and not mesh.platform.is_floating_point(x)
+
+
+class IdentityExpertsParallel(ModuleStyle):
+    """For experts that give what they are given, inside of others whose outputs the ranks add: each gives its share.
+
+    Source: ``MoeIdentityParallel`` of Hugging Face transformers.
+    """
+
+    input_layouts = output_layouts = (None,)
+
+    def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        return (args[0] / mesh.size(), *args[1:]), kwargs
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:
@@ -66,19 +159,3 @@ def _read(x: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (Replicate(),))
     return x.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
-
-
-class _LocalParameters:
-    """Mixed into a module's class: forward sees this rank's part of each parameter as a plain tensor."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the class below."""
-        # An attribute in the object's own dictionary comes before the parameters, which modules keep elsewhere.
-        own = vars(self)
-        local = {name: p.to_local() for name, p in self.named_parameters(recurse=False)}  # type: ignore[attr-defined]
-        own.update(local)
-        try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            for name in local:
-                own.pop(name, None)

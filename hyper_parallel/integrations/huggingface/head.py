@@ -22,6 +22,7 @@ def fit_head(
         ValueError: when the logits are to stay sharded and the model has no head over the vocabulary that is.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(head, "base_layer", head)  # with adapters
     path = next((path for path, module in modules.items() if module is head), None)
     _complete_ties(path, styles, modules, mesh)
     if gather_logits:
@@ -40,7 +41,7 @@ def fit_head(
 def _complete_ties(
     head: str | None, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh
 ) -> None:
-    """Where the plan shards one of an embedding and a head that share their weight, shard the other."""
+    """Where the plan shards one of the embeddings and the head that share a weight, shard the others."""
     platform = mesh.platform
     holders: dict[int, list[str]] = {}
     for path, module in modules.items():
@@ -53,7 +54,10 @@ def _complete_ties(
         for path in paths:
             if path in styles:
                 continue
-            if platform.is_embedding_module(modules[path]) and isinstance(styles[planned[0]], ColwiseParallel):
-                styles[path] = RowwiseParallel(input_layouts=Replicate())
+            if platform.is_embedding_module(modules[path]):
+                if platform.is_embedding_module(modules[planned[0]]):
+                    styles[path] = styles[planned[0]]
+                elif isinstance(styles[planned[0]], ColwiseParallel):
+                    styles[path] = RowwiseParallel(input_layouts=Replicate())
             elif path == head and isinstance(styles[planned[0]], RowwiseParallel):
                 styles[path] = ColwiseParallel(output_layouts=Replicate())

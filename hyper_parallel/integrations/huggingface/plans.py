@@ -11,31 +11,18 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
 from hyper_parallel.core.tensor_parallel.plan import did_you_mean, path_matches
-from hyper_parallel.core.tensor_parallel.style_names import style_by_name
-from hyper_parallel.integrations.huggingface.experts import ExpertsParallel
+from hyper_parallel.core.tensor_parallel.style_names import style_by_name, style_names
+from hyper_parallel.integrations.huggingface.experts import (
+    ExpertsParallel,
+    IdentityExpertsParallel,
+    WholeExpertsParallel,
+)
+from hyper_parallel.integrations.huggingface.known import NamedPlan, known_architectures, known_plan
+from hyper_parallel.integrations.huggingface.latent import LatentKeyParallel
+from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
 from hyper_parallel.platform import Platform
 
-__all__ = ["named_plan", "resolve_styles"]
-
-NamedPlan = dict[str, str | ParallelStyle]
-
-
-def _gpt2(config: Any) -> NamedPlan:
-    heads = config.num_attention_heads
-    return {
-        "wte": "embedding_rowwise",
-        "h.*.attn.c_attn": ColwiseParallel(heads=(heads, heads, heads)),
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.crossattention.q_attn": ColwiseParallel(heads=heads),
-        "h.*.crossattention.c_attn": ColwiseParallel(heads=(heads, heads)),
-        "h.*.crossattention.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    }
-
-
-#: Plans for architectures that bring none, by ``config.model_type``: of the base model, from its config.
-_PLANS: dict[str, Callable[[Any], NamedPlan]] = {"gpt2": _gpt2}
+__all__ = ["named_plan", "resolve_styles", "supported_names"]
 
 #: How the style of a plan's entry for a parameter (not a module) places it, from the number of its dimensions: the
 #: last two are (out, in), in front of them are experts; one dimension is that of a bias.
@@ -45,26 +32,60 @@ _PARAMETERS: dict[str, Callable[[int], Placement]] = {
     "rowwise": lambda ndim: Shard(ndim - 1) if ndim > 1 else Replicate(),
     "packed_rowwise": lambda ndim: PackedShard(ndim - 1, 2) if ndim > 1 else Replicate(),
     "replicate": lambda ndim: Replicate(),
+    "grouped_gemm": lambda ndim: Shard(0),
 }
-_EXPERTS = "moe_tp_experts"
+#: Styles of modules whose parameters have entries of their own, from the placements of these.
+_HOLDERS: dict[str, Callable[[dict[str, Placement]], ParallelStyle]] = {
+    "moe_tp_experts": ExpertsParallel,
+    "all_reduce": ExpertsParallel,
+    "ep_dispatch_experts": WholeExpertsParallel,
+    "local_params": LocalParametersParallel,
+}
+#: What no other model has.
+_FURTHER = ("mla_kv_a_proj", "moe_identity_expert")
 
 
-def named_plan(model: Any, changes: dict[str, str | ParallelStyle | None], platform: Platform) -> NamedPlan:
+def supported_names() -> tuple[str, ...]:
+    """All names of styles that the plan of a model of transformers may have."""
+    return (*dict.fromkeys((*style_names(), *_PARAMETERS, *_HOLDERS, *_FURTHER)),)
+
+
+def named_plan(
+    model: Any,
+    changes: dict[str, str | ParallelStyle | None],
+    platform: Platform,
+    *,
+    expert_parallel: bool = False,
+) -> NamedPlan:
     """The model's plan, with the changes of the user; what these take out of a larger entry is in it still.
 
+    Args:
+        model: of transformers.
+        changes: of the user.
+        platform: of the model.
+        expert_parallel: whether experts are sharded by its plan for expert parallelism.
+
     Raises:
-        ValueError: for a model that has none and is not known here, unless the user gives one.
+        ValueError: for a model that has none and is not known here, unless the user gives one; and for one without
+            such a plan for experts.
     """
     plan: NamedPlan = dict(getattr(model, "tp_plan", None) or {})
-    if not plan and (make := _PLANS.get(model.config.model_type)):
-        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-        plan = {prefix + key: style for key, style in make(model.config).items()}
+    if not plan and (plan := known_plan(model)) and model.config.model_type == "gpt2":
         _register_conv1d(platform)
+    if expert_parallel:
+        by_expert = dict(getattr(model, "ep_plan", None) or {})
+        if not by_expert:
+            raise ValueError(
+                f"{type(model).__name__} brings no plan for expert parallelism: leave out expert_parallel=True, or "
+                "name experts with plan={...}, as 'ep_dispatch_experts' and their parameters as 'grouped_gemm'"
+            )
+        plan = {key: style for key, style in plan.items() if not any(_is_at(key, experts) for experts in by_expert)}
+        plan |= by_expert
     if not plan and not changes:
         raise ValueError(
             f"{type(model).__name__} brings no tensor-parallel plan, and none is known here for the architecture "
-            f"{model.config.model_type!r} (only for {', '.join(map(repr, _PLANS))}): give parallelize_model one with "
-            "plan={...}"
+            f"{model.config.model_type!r} (only for {', '.join(map(repr, known_architectures()))}): give "
+            "parallelize_model one with plan={...}"
         )
     taken_out = [key for key, style in changes.items() if style is None]
     plan = {key: style for key, style in plan.items() if key not in taken_out}
@@ -94,7 +115,7 @@ def resolve_styles(
             )
     styles: dict[str, ParallelStyle] = {}
     parameters: dict[str, dict[str, str]] = {}
-    experts: set[str] = set()
+    holding: dict[str, str] = {}
     platform = mesh.platform
     own = {path: [name for name, _ in platform.named_parameters(module)] for path, module in modules.items()}
     for key, given in plan.items():
@@ -106,10 +127,12 @@ def resolve_styles(
             if path_matches(f"{path}.{name}".lstrip("."), key)
         ]
         for path in holders:
-            if given == _EXPERTS:
-                experts.add(path)
+            if isinstance(given, str) and given in _HOLDERS:
+                holding[path] = given
+            elif isinstance(given, str):
+                styles[path] = _style(given, key, path, modules, platform, by_author=key not in changes)
             else:
-                styles[path] = _style(given, key, by_author=key not in changes) if isinstance(given, str) else given
+                styles[path] = given
         for path, name in of_parameter:
             if not isinstance(given, str) or given not in _PARAMETERS:
                 raise ValueError(
@@ -120,20 +143,47 @@ def resolve_styles(
     for key in (key for key, style in changes.items() if style is None):
         for path in [path for path in styles if path_matches(path, key)]:
             del styles[path]
-    for path in {**parameters, **dict.fromkeys(experts)}:
+    for path in {**parameters, **holding}:
         placements = {
             name: _PARAMETERS[style](len(getattr(modules[path], name).shape))
             for name, style in parameters.get(path, {}).items()
         }
-        styles[path] = ExpertsParallel(placements) if path in experts else ParameterParallel(placements)
+        styles[path] = _HOLDERS[holding[path]](placements) if path in holding else ParameterParallel(placements)
     return styles
 
 
-def _style(name: str, key: str, *, by_author: bool) -> ParallelStyle:
-    """The style of a name. Where the author of a model calls a projection ``"colwise"``, consecutive features belong
-    together, also where it is several in one: GPT-NeoX has query, key and value alternate head by head."""
+def _style(
+    name: str, key: str, path: str, modules: dict[str, Any], platform: Platform, *, by_author: bool
+) -> ParallelStyle:
+    """The style of a name, for the module at ``path``. Where the author of a model calls a projection ``"colwise"``,
+    consecutive features belong together, also where it is several in one: GPT-NeoX has query, key and value alternate
+    head by head."""
+    if name == "mla_kv_a_proj":
+        return _latent_key(modules[path.rpartition(".")[0]], path)
+    if name == "moe_identity_expert":
+        return IdentityExpertsParallel()
+    if name == "grouped_gemm":
+        raise ValueError(f"the plan gives the module {key!r} the style {name!r}, which is for parameters of experts")
     style = style_by_name(name, key)
-    return ColwiseParallel(packed=1) if by_author and name == "colwise" else style
+    one_matrix = by_author and name == "colwise" and platform.is_linear_module(modules[path])
+    return ColwiseParallel(packed=1) if one_matrix else style
+
+
+def _latent_key(attention: Any, path: str) -> ParallelStyle:
+    """Of the projection at ``path`` in an attention module of DeepSeek's kind."""
+    features = getattr(attention, "qk_rope_head_dim", None)
+    if features is None:
+        raise ValueError(
+            f"the plan gives {path!r} the style 'mla_kv_a_proj', and {type(attention).__name__} has no "
+            "qk_rope_head_dim, the number of the last features that all heads share: set it, or take the attention's "
+            "projections out of the plan"
+        )
+    return LatentKeyParallel(features)
+
+
+def _is_at(key: str, experts: str) -> bool:
+    """Whether an entry is that of ``experts``, or of something below it."""
+    return key == experts or key.startswith(f"{experts}.")
 
 
 def _register_conv1d(platform: Platform) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel import checkpoint
+from hyper_parallel.checkpoint.pretrained import load_arranged
 from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.integrations.huggingface.renamed import arrangement
 from hyper_parallel.platform import get_platform
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
@@ -49,11 +51,16 @@ def load_pretrained(
     """`hyper_parallel.checkpoint.load_pretrained` for models of transformers, which have buffers besides that no file
     has, such as frequencies of rotary embeddings: where they are on meta, the model computes them.
 
+    Names in the files are translated as ``from_pretrained`` does, by transformers' own table, and matrices of experts
+    that are tensors of their own there are read into the parameter that they are in the model: of each, what this rank
+    holds.
+
     Args:
         model: a ``transformers.PreTrainedModel``, parallelised or not, whose parameters may be on meta.
         path: of a file in the format of safetensors, or of a directory with ``model.safetensors`` or
             ``model.safetensors.index.json``.
-        rename: from names in the files to names in the model; None leaves a tensor out.
+        rename: from names in the files to names in the model, in place of transformers' table; None for a name leaves
+            a tensor out.
         strict: whether the files must have every parameter and persistent buffer of the model, and nothing else.
         convert_dtypes: whether tensors of another dtype than the model's are converted.
         mesh: whose ranks load; None is all of the world.
@@ -77,7 +84,8 @@ def load_pretrained(
         >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, pad_token_id=0).shape
         torch.Size([1, 4])
     """
-    checkpoint.load_pretrained(model, path, rename=rename, strict=strict, convert_dtypes=convert_dtypes, mesh=mesh)
+    arrange = arrangement(model) if rename is None else None
+    load_arranged(model, path, arrange, rename=rename, strict=strict, convert_dtypes=convert_dtypes, mesh=mesh)
     platform = get_platform()
     for _, x in platform.saved_tensors(model):
         x._is_hf_initialized = True  # what the model initialises now leaves these as they are

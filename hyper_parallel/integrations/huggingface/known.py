@@ -1,0 +1,113 @@
+"""Plans for architectures of transformers that bring none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
+from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
+
+__all__ = ["known_architectures", "known_plan", "reads_whole_features"]
+
+NamedPlan = dict[str, str | ParallelStyle]
+
+
+def _gpt2(config: Any) -> NamedPlan:
+    heads = config.num_attention_heads
+    return {
+        "wte": "embedding_rowwise",
+        "h.*.attn.c_attn": ColwiseParallel(heads=(heads, heads, heads)),
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.crossattention.q_attn": ColwiseParallel(heads=heads),
+        "h.*.crossattention.c_attn": ColwiseParallel(heads=(heads, heads)),
+        "h.*.crossattention.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }
+
+
+def _opt(config: Any) -> NamedPlan:
+    return {
+        "decoder.embed_tokens": "embedding_rowwise",
+        "decoder.layers.*.self_attn.[qkv]_proj": "colwise",
+        "decoder.layers.*.self_attn.out_proj": "rowwise",
+        "decoder.layers.*.fc1": "colwise",
+        "decoder.layers.*.fc2": "rowwise",
+    }
+
+
+def _falcon(config: Any) -> NamedPlan:
+    # One key and value head beside all query heads, or slopes that the model makes for all heads: no rank can compute
+    # with a part of them in the model's own code.
+    shared = (config.multi_query and not config.new_decoder_architecture) or config.alibi
+    return {
+        "word_embeddings": "embedding_rowwise",
+        "h.*.self_attention.query_key_value": "colwise_gather_output" if shared else ColwiseParallel(packed=1),
+        "h.*.self_attention.dense": "rowwise_split_input" if shared else "rowwise",
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+    }
+
+
+def _bert(config: Any) -> NamedPlan:
+    return {
+        "embeddings.word_embeddings": "embedding_rowwise",
+        "encoder.layer.*.*attention.self.query": "colwise",
+        "encoder.layer.*.*attention.self.key": "colwise",
+        "encoder.layer.*.*attention.self.value": "colwise",
+        "encoder.layer.*.*attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    }
+
+
+def _t5(config: Any) -> NamedPlan:
+    attention = "*.block.*.layer.*.*Attention"
+    return {
+        "shared": "embedding_rowwise",
+        f"{attention}.[qkv]": "colwise",
+        f"{attention}.o": "rowwise",
+        f"{attention}.relative_attention_bias": "colwise",  # (buckets, heads)
+        "*.block.*.layer.*.DenseReluDense.wi*": "colwise",
+        "*.block.*.layer.*.DenseReluDense.wo": "rowwise",
+    }
+
+
+#: By ``config.model_type``: the plan of the base model, from its config; and the path of the head over the vocabulary.
+_PLANS: dict[str, tuple[Callable[[Any], NamedPlan], str]] = {
+    "gpt2": (_gpt2, "lm_head"),
+    "opt": (_opt, "lm_head"),
+    "falcon": (_falcon, "lm_head"),
+    "bert": (_bert, "cls.predictions.decoder"),
+    "t5": (_t5, "lm_head"),
+}
+
+#: Modules that stand beside projections of features that are sharded, and read and give whole features.
+_WHOLE = {"opt": re.compile(r"(.*\.)?layers\.\d+\.(self_attn|final)_layer_norm")}
+
+
+def known_architectures() -> tuple[str, ...]:
+    """Those that `known_plan` has a plan for."""
+    return tuple(_PLANS)
+
+
+def known_plan(model: Any) -> NamedPlan:
+    """The plan for a model's architecture, empty for one that is not known here."""
+    make, head = _PLANS.get(model.config.model_type, (None, ""))
+    if make is None:
+        return {}
+    plan: NamedPlan = {head: "colwise_gather_output"}
+    if model.config.model_type == "bert":  # which holds the bias of the head a second time
+        plan["cls.predictions"] = LocalParametersParallel({"bias": Shard(0)})
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    return {**{prefix + key: style for key, style in make(model.config).items()}, **plan}
+
+
+def reads_whole_features(model: Any, path: str) -> bool:
+    """Whether it is known that a module computes with features that are the same on every rank."""
+    known = _WHOLE.get(model.config.model_type)
+    return known is not None and known.fullmatch(path) is not None

@@ -1,0 +1,40 @@
+"""`LatentKeyParallel`: the projection to the latent keys and values of DeepSeek's attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.tensor_parallel.base import ParallelStyle, hook_of_style, mark_applied
+
+__all__ = ["LatentKeyParallel"]
+
+
+class LatentKeyParallel(ParallelStyle):
+    """Reduce the gradient of the rotary part of a latent key, which all heads read.
+
+    The projection stays whole on every rank. Of its output, the latent goes into a projection by columns, whose input's
+    gradient is reduced there; the last features go to this rank's heads as they are, so that each rank computes a part
+    of their gradient: one all-reduce in backward.
+
+    Args:
+        features: number of the last features.
+
+    Source: ``MlaKvAProjParallel`` of Hugging Face transformers.
+    """
+
+    def __init__(self, features: int) -> None:
+        self.features = features
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        device_mesh.platform.register_forward_hook(module, hook_of_style(partial(self._after, device_mesh)))
+        mark_applied(module, self, device_mesh)
+        return module
+
+    def _after(self, mesh: DeviceMesh, module: Any, args: tuple, output: Any) -> Any:
+        latent, rotary = output[..., : -self.features], output[..., -self.features :]
+        rotary = DTensor.from_local(rotary, mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
+        return mesh.platform.cat((latent, rotary), -1)

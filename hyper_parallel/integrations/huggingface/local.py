@@ -1,0 +1,77 @@
+"""Modules whose own code computes with this rank's part of their parameters, as plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.api import distribute_parameter
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle, mark_applied
+
+__all__ = ["LocalParametersParallel", "read_local_parameters"]
+
+
+class LocalParametersParallel(ModuleStyle):
+    """Shard parameters that a module itself holds; its forward, inputs and outputs stay as they are.
+
+    For what stands where features are sharded: one number for each attention head. Modules below have styles of their
+    own, or none.
+
+    Args:
+        placements: placement of each parameter that the module holds, by name.
+
+    Raises:
+        ValueError: when applied, for a parameter that is not named: it would be read beside parts of others, and its
+            gradient would be a part on every rank.
+
+    Source: ``LocalParamsParallel`` of Hugging Face transformers.
+    """
+
+    def __init__(self, placements: dict[str, Placement]) -> None:
+        self.placements = dict(placements)
+
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        super().check(module, device_mesh, where)
+        own = [name for name, _ in device_mesh.platform.named_parameters(module)]
+        if forgotten := [name for name in own if name not in self.placements]:
+            raise ValueError(
+                f"the plan gives {where!r} the style 'local_params' and not its parameters "
+                f"{', '.join(map(repr, forgotten))} a style: name them too, as 'colwise' where they are one number for "
+                "each head"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        for name, placement in self.placements.items():
+            distribute_parameter(module, name, device_mesh, (placement,), src_data_rank=self.src_data_rank)
+        read_local_parameters(module)
+        mark_applied(module, self, device_mesh)
+        return module
+
+
+def read_local_parameters(module: Any, *mixins: type) -> None:
+    """Let the forward of a module, and those of ``mixins`` above it, see this rank's part of each parameter that the
+    module itself holds.
+
+    By a class of its own, not a new forward on the object: a copy of the object must run on its own parameters.
+    """
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (_LocalParameters, *mixins, cls), {"__module__": cls.__module__})
+
+
+class _LocalParameters:
+    """Mixed into a module's class: forward sees this rank's part of each parameter as a plain tensor."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the class below."""
+        # An attribute in the object's own dictionary comes before the parameters, which modules keep elsewhere.
+        own = vars(self)
+        parameters = self.named_parameters(recurse=False)  # type: ignore[attr-defined]
+        local = {name: p.to_local() for name, p in parameters if isinstance(p, DTensor)}
+        own.update(local)
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for name in local:
+                own.pop(name, None)

@@ -1,0 +1,199 @@
+"""Low-rank adapters (LoRA) of the peft library on layers that a plan shards.
+
+A layer of peft holds the layer that it adapts, ``base_layer``, and adds ``B(A(dropout(x))) * scaling`` to what that
+gives. What is sharded of A and B follows from the style of the base layer, so that both are sharded alike:
+
+* by columns: A stays whole and reads ``x``, which is whole; B is sharded by columns, as the base layer is;
+* by rows: A is sharded by rows, as the base layer is, and its few features are all-reduced; B stays whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.tensor_parallel.api import parallelize_module
+from hyper_parallel.core.tensor_parallel.attention import head_norms
+from hyper_parallel.core.tensor_parallel.base import APPLIED, ModuleStyle, ParallelStyle, is_styled
+from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.replicated import NoParallel
+from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+
+__all__ = ["adapted_model", "parallelize_adapters", "place_adapters", "without_adapters"]
+
+
+class _DropoutParallel(ModuleStyle):
+    """Dropout of features that are sharded: drops what a single device drops."""
+
+    input_layouts = output_layouts = (Shard(-1),)
+
+
+def parallelize_adapters(model: Any, device_mesh: DeviceMesh | None = None, *, src_data_rank: int | None = 0) -> Any:
+    """Shard LoRA adapters that were added to a model after `parallelize_model`, as the layers that they adapt.
+
+    Not needed for adapters that were there before: `parallelize_model` shards them.
+
+    Args:
+        model: what peft gives for a parallelised model, or the model with adapters in it.
+        device_mesh: the mesh of `parallelize_model`.
+        src_data_rank: rank of the mesh whose adapters count; peft draws them on each rank. None takes each rank's own.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: for a model none of whose sharded layers has adapters that are still whole, and adapters that
+            `parallelize_model` refuses. Nothing has been changed then.
+
+    Example:
+        >>> from torch import nn
+        >>> from hyper_parallel import ColwiseParallel, init_device_mesh, parallelize_module
+        >>> from hyper_parallel.integrations.huggingface import parallelize_adapters
+        >>> class Adapted(nn.Module):  # as a layer of peft is
+        ...     def __init__(self, layer):
+        ...         super().__init__()
+        ...         self.base_layer = layer
+        ...         self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+        ...         self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
+        ...         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> model = nn.Sequential(Adapted(parallelize_module(nn.Linear(8, 4), mesh, ColwiseParallel())))
+        >>> parallelize_adapters(model, mesh)[0].lora_B["default"].weight.placements
+        (Shard(dim=0),)
+
+    Source: peft's LoRA on torch's tensor parallelism.
+    """
+    mesh = resolve_mesh(device_mesh, "parallelize_adapters")
+    platform = bind_platform(mesh.platform)
+    styles: dict[str, ParallelStyle] = {}
+    for path, module in platform.named_modules(model):
+        if not _is_wrapper(module):
+            continue
+        style = _style_of(module.base_layer)
+        if style is not None:
+            _check(path, module, style)
+            styles |= {
+                below: given
+                for below, given in _styles_of_adapters(path, module, style).items()
+                if not is_styled(model.get_submodule(below))
+            }
+    if not styles:
+        raise ValueError(
+            "parallelize_adapters found no LoRA adapters that are whole on layers that are sharded: call "
+            "parallelize_model, add adapters, and then this"
+        )
+    parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
+    return model
+
+
+def adapted_model(model: Any) -> Any:
+    """The model of transformers inside of a ``PeftModel``, or ``model``."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def without_adapters(modules: dict[str, Any]) -> dict[str, Any]:
+    """Modules by path as they were before layers got adapters: each base layer at the path of the layer around it."""
+    adapted = {path: module for path, module in modules.items() if _is_wrapper(module)}
+    return {
+        path: module.base_layer if path in adapted else module
+        for path, module in modules.items()
+        if not any(path.startswith(f"{above}.") for above in adapted)
+    }
+
+
+def place_adapters(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Move the styles of layers with adapters to their base layers, and give the adapters theirs.
+
+    Args:
+        styles: by path, of the model `without_adapters`; changed in place.
+        modules: all modules of the model, by path.
+        mesh: 1-D mesh.
+
+    Raises:
+        ValueError: for adapters of another kind on a layer that has a style, and a layer whose inputs or outputs are
+            sharded otherwise.
+    """
+    adapted = {path: module for path, module in modules.items() if _is_wrapper(module) and path in styles}
+    _refuse_copies(styles, modules)
+    if not adapted:
+        return
+    plain = without_adapters(modules)
+    matches = [(path, plain[path], style) for path, style in styles.items()]
+    for path, _, style in head_norms(matches, plain, mesh):
+        styles[path] = style
+    for path, module in adapted.items():
+        style = styles.pop(path)
+        _check(path, module, style)
+        styles[f"{path}.base_layer"] = style
+        styles |= _styles_of_adapters(path, module, style)
+
+
+def _styles_of_adapters(path: str, module: Any, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """By path, from the style of the base layer of the ``module`` at ``path``."""
+    found: dict[str, ParallelStyle] = {}
+    for name in module.lora_A:
+        if isinstance(style, ColwiseParallel):
+            found[f"{path}.lora_B.{name}"] = style
+        elif isinstance(style, RowwiseParallel):
+            found[f"{path}.lora_A.{name}"] = style
+            if style.input_layouts == (Shard(-1),) and getattr(module.lora_dropout[name], "p", 0) > 0:
+                found[f"{path}.lora_dropout.{name}"] = _DropoutParallel()
+    return found
+
+
+def _style_of(module: Any) -> ParallelStyle | None:
+    """The style that a module got for its parameters."""
+    return next((style for style, _ in getattr(module, APPLIED, ()) if isinstance(style, ModuleStyle)), None)
+
+
+def _is_wrapper(module: Any) -> bool:
+    """Whether a module is one of peft around another: all of them have that as ``base_layer``."""
+    return hasattr(module, "base_layer")
+
+
+def _refuse_copies(styles: dict[str, ParallelStyle], modules: dict[str, Any]) -> None:
+    """Of whole modules, which peft keeps beside the trained copy (``modules_to_save``)."""
+    for path in styles:
+        if hasattr(modules.get(path), "modules_to_save"):
+            raise ValueError(
+                f"the plan shards {path!r}, of which peft trains a copy of its own ({type(modules[path]).__name__}): "
+                f"leave it out of modules_to_save and set requires_grad of its parameters, or take it out of the plan "
+                f"with plan={{{path!r}: None}}"
+            )
+
+
+def _gives_whole(style: ParallelStyle) -> bool:
+    weight = isinstance(style, (ColwiseParallel, RowwiseParallel))
+    return weight and style.input_layouts == style.output_layouts == (Replicate(),)  # type: ignore[attr-defined]
+
+
+def _check(path: str, module: Any, style: ParallelStyle) -> None:
+    kind = type(module).__name__
+    take_out = f"leave {path!r} out of target_modules, or take it out of the plan with plan={{{path!r}: None}}"
+    if len(getattr(module, "lora_embedding_A", ())) and _gives_whole(style):
+        return  # each rank computes the adapter in whole, and adds it to what is whole
+    if not len(getattr(module, "lora_A", ())) or not hasattr(module, "lora_B"):
+        raise ValueError(
+            f"the plan shards {path!r}, whose adapter ({kind}) is none of LoRA on a linear layer: what of it "
+            f"would have to be sharded is not known; {take_out}"
+        )
+    for variant in ("lora_magnitude_vector", "lora_variant"):
+        if len(getattr(module, variant, ())):
+            raise ValueError(
+                f"the plan shards {path!r}, whose adapter computes with the whole weight of its layer ({variant}, as "
+                f"DoRA does): use LoRA without it, or {take_out}"
+            )
+    if getattr(module, "merged_adapters", ()):
+        raise ValueError(f"the adapters of {path!r} are merged: call unmerge_adapter() before parallelize_model")
+    known = (
+        isinstance(style, NoParallel)
+        or (isinstance(style, ColwiseParallel) and style.input_layouts == (Replicate(),))
+        or (isinstance(style, RowwiseParallel) and style.output_layouts == (Replicate(),))
+    )
+    if not known:
+        raise ValueError(
+            f"the plan gives {path!r}, which has LoRA adapters, the style {style!r}: their gradients are known to be "
+            f"right for layers by columns that read whole inputs and by rows that give whole outputs; {take_out}"
+        )
