@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hyper_parallel.platform import counter
+from hyper_parallel.platform.contract import counter
 
 __all__ = ["DeviceRole"]
 
@@ -59,15 +59,20 @@ class DeviceRole(ABC):
         ``"rand"``, ``"randn"``, ``"linspace"`` (``fill_value`` is (start, end)) or ``"logspace"`` ((start, end,
         base)). ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
 
+    def counter_key(self: Any) -> Tensor:
+        """A plain tensor of four uniform numbers in float32 on this rank's device, from the default generator, which
+        moves on. It is the same again where the framework computes something again in backward."""
+        return self.factory("rand", (4,), None, self.dtypes["float32"])
+
     def numbers_by_counter(
         self: Any, kind: str, key: Tensor, shape: Sequence[int], ranges: counter.Ranges, dtype: Any
     ) -> Tensor:
         """A part of a plain tensor of random numbers on this rank's device, which takes the memory of that part: each
-        number is a function of ``key`` and of its place in the whole tensor, as `platform.counter` says.
+        number is a function of ``key`` and of its place in the whole tensor, as `platform.contract.counter` says.
 
         Args:
             kind: ``uniform`` in [0, 1), or ``normal``.
-            key: plain tensor of four uniform numbers in float32.
+            key: of `counter_key`.
             shape: of the whole tensor.
             ranges: for each dimension the (start, length) of the pieces that the part consists of.
             dtype: of the framework, one of those in `counter.BITS`; TypeError for others.

@@ -1,4 +1,4 @@
-"""`platform.counter` in operations of torch: on any device, and for a compiler to trace."""
+"""`platform.contract.counter` in operations of torch: on any device, and for a compiler to trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyper_parallel.platform.counter import BITS, CHUNK, MULTIPLIER, ROUNDS, WEYL, blocks
+from hyper_parallel.platform.contract.counter import BITS, CHUNK, MULTIPLIER, ROUNDS, WEYL, blocks
 
 __all__ = ["numbers"]
 

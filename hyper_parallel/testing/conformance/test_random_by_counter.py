@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 import hyper_parallel
 from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, manual_seed
+from hyper_parallel.checkpoint import RandomState
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations import counter as requests
-from hyper_parallel.platform import counter
+from hyper_parallel.platform.contract import counter
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, local_parts, same
@@ -48,7 +50,7 @@ def drawn_in_numpy(platform: Any, kind: str, shape: tuple[int, ...], draws: int)
     """The next whole tensors of float32, by NumPy, of keys that the default generator gives."""
     found = []
     for _ in range(draws):
-        key = np.frombuffer(platform.bytes_of(platform.factory("rand", (4,), None, None)), np.float32)
+        key = np.frombuffer(platform.bytes_of(platform.counter_key()), np.float32)
         ranges = [((0, n),) for n in shape]
         found.append(counter.numbers(kind, counter.words_of(key), shape, ranges, "float32"))
     return found
@@ -184,6 +186,36 @@ def test_on_request(pool: Any, world_size: int) -> None:
     pool.run(world_size, come_apart)
     if world_size == 4:
         pool.run(world_size, requested_on_slices)
+
+
+@job()
+def saved(mesh: Any) -> tuple[dict[str, Any], np.ndarray]:
+    """The state between two draws, and what comes after it."""
+    seed(9, mesh)
+    options = {"device_mesh": mesh, "placements": [S0]}
+    hyper_parallel.rand(5, 3, **options)
+    state = RandomState().state_dict()
+    return state, get_adapter().numpy(hyper_parallel.randn(5, 3, **options))
+
+
+@job()
+def resumed(mesh: Any, state: dict[str, Any], wanted: np.ndarray) -> None:
+    seed(1, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RandomState().load_state_of_ranks([state, state], mesh.get_rank(), mesh.size())
+    got = hyper_parallel.randn(5, 3, device_mesh=mesh, placements=[Shard(1)])
+    same(get_adapter().numpy(got), wanted, "after resuming", 1e-6)
+    manual_seed(1, mesh)
+    if not requests.is_requested():
+        with pytest.warns(UserWarning, match="drawn as parallel_rng='counter' says"):
+            RandomState().load_state_dict(state)
+
+
+def test_resume_with_other_ranks(pool: Any) -> None:
+    state, wanted = pool.run(2, saved)[0]
+    for world_size in (2, 3):
+        pool.run(world_size, resumed, state, wanted)
 
 
 @job()

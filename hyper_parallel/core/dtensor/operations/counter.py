@@ -1,4 +1,4 @@
-"""Random numbers of which each rank draws those of its own part: `platform.counter`, on request (`manual_seed`).
+"""Random numbers of which each rank draws those of its own part, on request: see `platform.contract.counter`.
 
 The number of an element is a function of its place in the whole tensor and of a key. The key comes from the framework's
 default generator, which every draw moves on by as much, whatever the tensor: so what keeps, restores or compares the
@@ -67,7 +67,7 @@ def numbers(kind: str, layout: Layout, dtype: Any) -> Any:
         dtype: floating point.
     """
     mesh, platform = layout.mesh, layout.mesh.platform
-    key = platform.factory("rand", (4,), None, platform.dtypes["float32"])
+    key = platform.counter_key()
     if mesh.get_coordinate() is not None:
         for mesh_dim, placement in enumerate(layout.placements):
             if not placement.is_shard():

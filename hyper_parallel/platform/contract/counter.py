@@ -60,8 +60,8 @@ def offsets(shape: Sequence[int], ranges: Ranges) -> tuple[np.ndarray, np.ndarra
     parts = [np.zeros(1, np.int64)]
     for dim, pieces in enumerate(ranges):
         stride = math.prod(shape[dim + 1 :])
-        index = np.concatenate([np.arange(start, start + length) for start, length in pieces] or [np.zeros(0)])
-        parts.append(index.astype(np.int64) * stride)
+        index = np.concatenate([np.arange(start, start + length, dtype=np.int64) for start, length in pieces])
+        parts.append(index * stride)
     rows = parts[0]
     for part in parts[1:-1]:
         rows = (rows[:, None] + part).reshape(-1)
