@@ -60,7 +60,7 @@ def offsets(shape: Sequence[int], ranges: Ranges) -> tuple[np.ndarray, np.ndarra
     parts = [np.zeros(1, np.int64)]
     for dim, pieces in enumerate(ranges):
         stride = math.prod(shape[dim + 1 :])
-        index = np.concatenate([np.arange(start, start + length, dtype=np.int64) for start, length in pieces])
+        index = np.concatenate([np.arange(0), *(np.arange(start, start + length) for start, length in pieces)])
         parts.append(index * stride)
     rows = parts[0]
     for part in parts[1:-1]:

@@ -41,7 +41,7 @@ def numbers(
 def _offsets(shape: Sequence[int], ranges: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     parts = [torch.zeros(1, dtype=torch.int64, device=device)]
     for dim, pieces in enumerate(ranges):
-        index = [torch.arange(start, start + length, device=device) for start, length in pieces]
+        index = [torch.arange(start, start + length, device=device) for start, length in pieces or ((0, 0),)]
         parts.append(torch.cat(index) * math.prod(shape[dim + 1 :]))
     rows = parts[0]
     for part in parts[1:-1]:
@@ -67,7 +67,7 @@ def _philox(places: Tensor, key: Tensor, salt: Tensor) -> tuple[Tensor, Tensor]:
     first, second = places & _WORD, (places >> 32) ^ salt
     for _ in range(ROUNDS):
         product = first * MULTIPLIER
-        first = ((product >> 32) & _WORD) ^ key ^ second
-        second = product & _WORD
+        first = (product >> 32).bitwise_and_(_WORD).bitwise_xor_(second).bitwise_xor_(key)
+        second = product.bitwise_and_(_WORD)
         key = (key + WEYL) & _WORD
     return first, second
