@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.operations import counter
 from hyper_parallel.core.dtensor.operations.random import keep_states
 from hyper_parallel.platform import Platform, get_platform
 
@@ -23,6 +24,9 @@ class RandomState:
     Put one into the state that is saved and loaded. Where as many ranks load as have saved, each goes on with its own
     numbers. Otherwise ranks that all had one state go on with that. Where ranks had different ones, those that were
     there keep theirs, and each further rank gets a seed of its own, with a warning.
+
+    What is drawn by counter (`manual_seed`) goes on too, since its keys come from these generators. That it is drawn so
+    is for the program to say again; where it does not, or has not before, a warning says so.
 
     Example:
         >>> import tempfile, torch
@@ -46,6 +50,7 @@ class RandomState:
             "host": _without_tensors(platform.get_host_rng_state(), platform),
             "numpy": np.random.get_state(),
             "python": random.getstate(),
+            "by_counter": counter.is_requested(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -60,6 +65,13 @@ class RandomState:
                 stacklevel=2,
             )
             return
+        if state.get("by_counter", False) is not counter.is_requested():
+            warnings.warn(
+                "the checkpoint was saved where random numbers were drawn as parallel_rng="
+                f"{'counter' if state.get('by_counter') else 'single_device'!r} says, and this program draws them "
+                "otherwise, so that they will be others: call manual_seed(..., parallel_rng=...) with the same before",
+                stacklevel=2,
+            )
         for name, put in (("device", platform.set_rng_state), ("host", platform.set_host_rng_state)):
             if state[name] is not None:
                 put(_with_tensors(state[name], platform))

@@ -40,11 +40,11 @@ EXPECTED: dict[str, tuple[Cost, Cost]] = {
         Cost(0, 0, 20, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
-        Cost(4, 0, 92, 80, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(4, 0, 90, 85, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
         Cost(0, 0, 50, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
-        Cost(43, 29, 356, 82, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(43, 29, 354, 87, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
         Cost(0, 0, 59, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }

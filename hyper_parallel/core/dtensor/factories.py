@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.api import shard_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import requested_layout
+from hyper_parallel.core.dtensor.operations import counter
 from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
@@ -77,7 +78,8 @@ def rand(*size: Any, **options: Any) -> Any:
 
     They are the numbers that the framework's generator gives to a single device with the same seed, for any number of
     ranks and any placements: every rank draws the whole tensor and keeps its part. Where the generators of the ranks
-    differ, the first rank's state counts (`manual_seed`). Arguments and errors are those of `zeros`.
+    differ, the first rank's state counts. Each rank draws its part only where `manual_seed` has asked for that.
+    Arguments and errors are those of `zeros`.
 
     Example:
         >>> import torch
@@ -161,9 +163,13 @@ def _make(
         raise ValueError(f"{name} makes sharded or replicated tensors, got placements {list(whole.placements)}")
     with platform.no_dispatch():
         if name in ("rand", "randn") and mesh.get_coordinate() is not None:
-            # Every rank draws the whole tensor and keeps its part: the numbers are those of a single device.
             synchronize(mesh)
-            local = take_part(platform.factory(name, shape, fill_value, dtype), whole)
+            if counter.draws_by_counter(mesh):
+                dtype = platform.dtype_of(platform.factory("empty", (0,), None, None)) if dtype is None else dtype
+                local = counter.numbers("uniform" if name == "rand" else "normal", whole, dtype)
+            else:
+                # Every rank draws the whole tensor and keeps its part: the numbers are those of a single device.
+                local = take_part(platform.factory(name, shape, fill_value, dtype), whole)
         elif name in ("linspace", "logspace"):
             local = shard_of(platform.factory(name, shape, fill_value, dtype), whole, None)
         else:

@@ -60,9 +60,9 @@ class DTensor:
     _family: Any = None
     #: Strides that the single device's tensor would have, where the shards do not tell; None if it were contiguous.
     _strides: Any = None
-    #: (source DTensor, step, gathered data, perhaps as rows, how often the source had been written to) of an instance
-    #: made by all-gather: its partial-gradient views go through the shard, so that their backward is one
-    #: reduce-scatter.
+    #: (source DTensor, step, gathered data, how often the source had been written to, the partial-gradient view that
+    #: was made with the instance or None, the version of the instance then) of an instance made by all-gather: its
+    #: partial-gradient views go through the shard, so that their backward is one reduce-scatter.
     _gathered: Any = None
     #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
     #: modules that are given the same plain tensor share one collective.

@@ -13,7 +13,7 @@ from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.collectives import bind_all_reduce
-from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view
+from hyper_parallel.core.dtensor.communication.redistribute import made_with, partial_grad_view
 from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, linear_key, summation
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
@@ -131,7 +131,6 @@ def _column_forward(
     linear, no_dispatch = (platform.fast or NOTHING_FASTER).linear, platform.no_dispatch
     own_parameters = platform.own_parameters
     wrap, view = platform.wrap, _input_view(mesh)
-    read_cache, key = platform.read_cache, linear_key(mesh, _FIRST)
     (shard,), features = of_weight.placements, of_weight.shape[0]
 
     def output_of(shape: tuple[int, ...]) -> Layout:
@@ -160,10 +159,11 @@ def _column_forward(
                 rows, ndim = view(x, weight), x.ndim
             else:
                 ndim = len(output.local_shape)
-                if x._gathered is None:
+                gathered = x._gathered
+                if gathered is None:
                     rows = view(x if x._origin is None else x._origin, weight)
                 else:
-                    rows = read_cache(x, key)
+                    rows = made_with(x, gathered)
                     rows = partial_grad_view(x, _FIRST) if rows is None else rows
             y = linear(rows, weight, bias)
             if rows.ndim == ndim and use_local_output:

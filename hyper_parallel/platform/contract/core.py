@@ -123,7 +123,14 @@ class Core(Protocol):
         ...
 
     # ------------------------------------------------------------------------------------ random numbers
-    def draw(self, fill: Callable[[Tensor], Tensor], x: Tensor, layout: Layout, alike: bool = True) -> Tensor:
+    def draw(
+        self,
+        fill: Callable[[Tensor], Tensor],
+        x: Tensor,
+        layout: Layout,
+        alike: bool = True,
+        by_counter: Callable[[Callable[..., Tensor]], Tensor] | None = None,
+    ) -> Tensor:
         """This rank's part of what ``fill(whole)`` draws, given a plain tensor of ones with the shape of the whole
         tensor of ``layout``. Interception is off.
 
@@ -132,6 +139,9 @@ class Core(Protocol):
             x: local tensor with the dtype, the device and the strides.
             layout: of the result.
             alike: whether ranks agree on what is drawn. False for constants, and for a generator of the program's own.
+            by_counter: ``by_counter(numbers)`` draws the same of this rank's part alone, where the program has asked
+                for it: ``numbers(kind, dtype=None)`` gives numbers as `Platform.numbers_by_counter`, of the dtype of
+                ``x`` unless another is given. None for what has to be drawn as a whole.
         """
 
     def take_part(self, drawn: Tensor, layout: Layout) -> Tensor:

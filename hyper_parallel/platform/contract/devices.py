@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hyper_parallel.platform.contract import counter
+
 __all__ = ["DeviceRole"]
 
 Tensor = Any
@@ -56,6 +58,36 @@ class DeviceRole(ABC):
         """A new plain local tensor on this rank's device: ``name`` is ``"full"`` (with ``fill_value``), ``"empty"``,
         ``"rand"``, ``"randn"``, ``"linspace"`` (``fill_value`` is (start, end)) or ``"logspace"`` ((start, end,
         base)). ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
+
+    def counter_key(self: Any) -> Tensor:
+        """A plain tensor of four uniform numbers in float32 on this rank's device, from the default generator, which
+        moves on. It is the same again where the framework computes something again in backward."""
+        return self.factory("rand", (4,), None, self.dtypes["float32"])
+
+    def numbers_by_counter(
+        self: Any, kind: str, key: Tensor, shape: Sequence[int], ranges: counter.Ranges, dtype: Any
+    ) -> Tensor:
+        """A part of a plain tensor of random numbers on this rank's device, which takes the memory of that part: each
+        number is a function of ``key`` and of its place in the whole tensor, as `platform.contract.counter` says.
+
+        Args:
+            kind: ``uniform`` in [0, 1), or ``normal``.
+            key: of `counter_key`.
+            shape: of the whole tensor.
+            ranges: for each dimension the (start, length) of the pieces that the part consists of.
+            dtype: of the framework, one of those in `counter.BITS`; TypeError for others.
+
+        Left alone, NumPy computes them, and `StateRole.from_bytes` brings them to the device.
+        """
+        names = [name for name in counter.BITS if self.dtypes.get(name) == dtype]
+        if not names:
+            raise TypeError(
+                f"random numbers of {dtype} cannot be drawn by counter: draw floating point numbers, and convert them"
+            )
+        key = counter.words_of(np.frombuffer(self.bytes_of(key), np.float32))
+        found = counter.numbers(kind, key, shape, ranges, names[0])
+        x = self.from_bytes(bytearray(found.tobytes()), found.shape, self.dtypes[str(found.dtype)])
+        return self.to_dtype(x, dtype)
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:

@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.platform.torch import dtensor_class, patches, tensor
+from hyper_parallel.platform.torch import counter, dtensor_class, patches, tensor
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
@@ -268,6 +268,9 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
             return getattr(torch, name)(start, end, shape[0], *base, dtype=dtype, device=self.device())
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
+
+    #: See `Platform.numbers_by_counter`.
+    numbers_by_counter: Any = staticmethod(counter.numbers)
 
     #: See `Platform.manual_seed`.
     manual_seed: Any = staticmethod(torch.manual_seed)

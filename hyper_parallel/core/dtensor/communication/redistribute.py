@@ -63,11 +63,13 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     if not mesh_dims or not platform.requires_grad(x):
         return x
     holder, key = x if x._origin is None else x._origin, (mesh, mesh_dims)
+    gathered = x._gathered
+    if gathered is not None and (view := made_with(x, gathered)) is not None and mesh_dims == (gathered[1].mesh_dim,):
+        return view
     view = platform.read_cache(holder, key)
     if view is not None:
         return view
     linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
-    gathered = x._gathered
     if gathered is not None and gathered[3] != (gathered[0]._writes, gathered[0]._version):
         gathered = None  # the shard has another value and another history by now
     if gathered is None:
@@ -78,16 +80,20 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         else:
             # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
             view = ConvertCotangent(platform, platform.clone)(linear.reshape(platform.shape_of(x)))
-    elif linear is not None:
-        view = linear.reshape(platform.shape_of(x))
     else:
-        source, step, data, _ = gathered
+        source, step, data = gathered[:3]
         others = tuple(d for d in mesh_dims if d != step.mesh_dim)
         shard = partial_grad_view(source, others)
         gather = step if len(others) == len(mesh_dims) else step.for_parts
-        view = gather.share(shard, platform.detach(data).reshape(platform.shape_of(x)))
+        view = gather.share(shard, platform.detach(data))
     platform.write_cache(holder, key, view)
     return view
+
+
+def made_with(x: Any, gathered: tuple) -> Any:
+    """What was made together with the DTensor ``x``, whose `DTensor._gathered` is given, for consumers whose cotangent
+    is partial over the mesh dimension of its shards; None where it was not, or ``x`` has another value by now."""
+    return gathered[4] if gathered[5] == x._version else None
 
 
 def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:

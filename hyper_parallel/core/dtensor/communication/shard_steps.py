@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.core.dtensor.communication.recorder import dim_name
-from hyper_parallel.core.dtensor.communication.transitions import Move, Step, linear_key
+from hyper_parallel.core.dtensor.communication.transitions import Move, Step
 from hyper_parallel.core.dtensor.layouts.chunking import packed_ranges
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
@@ -50,26 +49,18 @@ class Gather(Move):
         )
 
     def move(self, x: Any) -> Any:
-        platform = self.platform
         local, partial, data = self.take_both(x)
-        y = platform.wrap(local, self.layout)
-        if partial is not None:
-            platform.write_cache(y, self.view_key, partial)
-        if partial is not None or platform.requires_grad(x):
-            y._gathered = (x, self, data, (x._writes, x._version))
+        y = self.platform.wrap(local, self.layout)
+        if partial is not None or self.platform.requires_grad(x):
+            y._gathered = (x, self, data, (x._writes, x._version), partial, y._version)
         return y
-
-    @cached_property
-    def view_key(self) -> Any:
-        """See `linear_key`."""
-        return linear_key(self.mesh, (self.mesh_dim,))
 
     @cached_property
     def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
         """Bound, for both kinds of consumers.
 
-        Gives the whole tensor for consumers that return its full cotangent; the same 2-D, its leading dimensions as
-        one, for those that return a partial one, where that costs next to nothing, else None; and the data of both.
+        Gives the whole tensor for consumers that return its full cotangent; the same for those that return a partial
+        one, where that costs next to nothing, else None; and the data of both.
         """
         requires_grad, detach = self.platform.requires_grad, self.platform.detach
 
@@ -81,18 +72,14 @@ class Gather(Move):
             return alone
         scatter: Any = self.for_parts.back
         gather, reduce_scatter, slice_ = self.collective, scatter.collective, self.back
-        shape = self.layout.local_shape
-        rows = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 2 else None
 
         def forward(ctx: Any, x: Any) -> tuple[Any, Any]:
             data = gather(detach(x))
-            return data, detach(data if rows is None else data.view(*rows))
+            return data, detach(data)
 
         def backward(full: Any, partial: Any) -> Any:
             if partial is None:
                 return None if full is None else slice_(full)
-            if rows is not None:
-                partial = partial.reshape(shape)
             scattered = scatter(partial) if requires_grad(partial) else reduce_scatter(partial)
             return scattered if full is None else scattered + slice_(full)
 

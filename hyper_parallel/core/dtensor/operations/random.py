@@ -23,6 +23,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.mesh_slices import MESHES
+from hyper_parallel.core.dtensor.operations import counter
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 #: Meshes along which ranks compute the same with a tensor that is on another mesh beside them: under data parallelism
@@ -30,7 +31,7 @@ _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 BESIDE: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("hyper_parallel_meshes_beside", default=())
 
 
-def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
+def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rng: str = "single_device") -> None:
     """Seed the framework's default generator. Call it with the same seed on every rank of the mesh.
 
     Distributed random numbers and dropout are then those of a single device with this seed. With different seeds, ranks
@@ -39,9 +40,15 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
     Args:
         seed: an int that the framework takes.
         device_mesh: the mesh whose ranks call it; None is the one entered with ``with mesh:``.
+        parallel_rng: how tensors on the mesh and on its slices are drawn from now on. ``"single_device"``: each rank
+            draws all numbers and keeps its part. ``"counter"``: each rank draws its part only, by a counter-based
+            generator. The numbers are others than those of a single device, and depend neither on placements nor on the
+            number of ranks. Uniform and normal numbers and dropout of single elements are drawn so; what else draws
+            does it as ever.
 
     Raises:
-        TypeError: when ``seed`` is not an int.
+        TypeError: when ``seed`` is not an int; for ``"counter"`` on a platform without such a generator.
+        ValueError: for another ``parallel_rng``.
 
     Example:
         >>> from hyper_parallel import init_device_mesh, manual_seed
@@ -51,7 +58,10 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
     """
     if not isinstance(seed, int):
         raise TypeError(f"manual_seed takes an int, got {seed!r}")
+    if parallel_rng not in ("single_device", "counter"):
+        raise ValueError(f"manual_seed(parallel_rng=...) is 'single_device' or 'counter', got {parallel_rng!r}")
     mesh = resolve_mesh(device_mesh, "manual_seed")
+    counter.request(mesh, parallel_rng == "counter")
     mesh.platform.manual_seed(seed)
     _SYNCHRONIZED.add(mesh)
 
@@ -111,10 +121,21 @@ def take_part(drawn: Any, layout: Layout, alike: bool = True) -> Any:
     return drawn
 
 
-def draw(fill: Callable[[Any], Any], x: Any, layout: Layout, alike: bool = True) -> Any:
+def draw(
+    fill: Callable[[Any], Any],
+    x: Any,
+    layout: Layout,
+    alike: bool = True,
+    by_counter: Callable[[Callable[..., Any]], Any] | None = None,
+) -> Any:
     """See `platform.contract.Core.draw`."""
+    platform = layout.mesh.platform
     if alike:
         synchronize(layout.mesh)
+        if by_counter is not None and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
+            return by_counter(
+                lambda kind, dtype=None: counter.numbers(kind, layout, platform.dtype_of(x) if dtype is None else dtype)
+            )
     return take_part(fill(ones_like_whole(x, layout)), layout, alike)
 
 

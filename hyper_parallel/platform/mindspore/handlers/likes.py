@@ -19,18 +19,25 @@ from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispa
 
 __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 
+#: What can be drawn by counter.
+_KINDS = {"rand": "uniform", "randn": "normal"}
 #: functions of ``mindspore.ops.function.random_func``
 DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))
 
 
 def draw_like(plain: Callable, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part."""
+    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part, or, on request, draws
+    uniform and normal numbers for its part alone."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching():
         return plain(input, *args, **kwargs)
     layout = input._layout.cotangent
     platform = layout.mesh.platform
     with platform.no_dispatch():
-        drawn = input._core.draw(lambda whole: plain(whole, *args, **kwargs), input, layout)
+        kind, dtype = _KINDS.get(plain.__name__.partition("_")[0]), kwargs.get("dtype")
+        # With a seed of its own it is the same each time.
+        seeded = bool(args) or kwargs.get("seed") is not None
+        by_counter = None if kind is None or seeded else lambda numbers: numbers(kind, dtype)
+        drawn = input._core.draw(lambda whole: plain(whole, *args, **kwargs), input, layout, by_counter=by_counter)
         return platform.wrap(drawn, layout)
 
 

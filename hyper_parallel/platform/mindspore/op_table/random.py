@@ -28,19 +28,19 @@ def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
 
 
 def _dropout(func: Any, xs: tuple, static_args: tuple) -> Any:
-    p, training, seed, stream = static_args
+    p, training, seed, stream, *_ = static_args
     return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])[0]
 
 
 def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``Dropout2D`` and ``Dropout3D`` keep their probability in the primitive."""
-    return args[:1], (1.0 - float(func.prim.keep_prob), True)
+    return args[:1], (1.0 - float(func.prim.keep_prob), True, None, None, True)
 
 
 def _dropout_of_channels(func: Any, xs: tuple, static_args: tuple) -> Any:
     """Of whole channels (batch, channels, ...). Not by the kernel, whose stream no seed controls: ranks that have drawn
     from theirs before would draw different numbers."""
-    x, (p, training) = xs[0], static_args
+    x, (p, training, *_) = xs[0], static_args
     if not training:
         return x
     shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
@@ -53,7 +53,7 @@ OPS: dict[str, NativeOp] = by_name(
         "Dropout": row("dropout", _bind_primitive, _dropout, by_function=True),
         "FuncDropoutExt DropoutExt": row("dropout", "x p=0.5 training=True -> x | p training None None", _dropout),
         "Dropout2D Dropout3D": row("dropout", _bind_channels_primitive, _dropout_of_channels, by_function=True),
-        "Dropout2dExt": row("dropout", "x p=0.5 training=True", _dropout_of_channels),
+        "Dropout2dExt": row("dropout", "x p=0.5 training=True -> x | p training None None True", _dropout_of_channels),
     }
 )
 

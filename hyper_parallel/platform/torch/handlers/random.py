@@ -1,11 +1,13 @@
 """Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
 
 The global tensor is drawn from the default generator, whose state is the same on all ranks, and each rank keeps its
-part. That costs memory of the global size for a moment and keeps the generators in step.
+part. That costs memory of the global size for a moment and keeps the generators in step. Where the program has asked
+for numbers by counter (`manual_seed`), uniform and normal ones are drawn for the part alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +48,31 @@ def draw_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     return _fill_from_global(args[0], func, args[1:], kwargs)
 
 
+def _uniform(numbers: Callable[..., Tensor], a: float = 0.0, b: float = 1.0, **named: Any) -> Tensor:
+    a, b = named.get("from", a), named.get("to", b)
+    return numbers("uniform").mul_(b - a).add_(a)
+
+
+def _normal(numbers: Callable[..., Tensor], mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+    return numbers("normal").mul_(std).add_(mean)
+
+
+def _bernoulli(numbers: Callable[..., Tensor], p: float = 0.5, **_: Any) -> Tensor:
+    return numbers("uniform", torch.float32) < p
+
+
+#: What can be drawn by counter, of those that fill a tensor, and of those that make one like another.
+_IN_PLACE: dict[str, Callable] = {"uniform_": _uniform, "normal_": _normal, "bernoulli_": _bernoulli}
+_LIKE: dict[Any, Callable] = {
+    torch.rand_like: lambda numbers, dtype: numbers("uniform", dtype),
+    torch.randn_like: lambda numbers, dtype: numbers("normal", dtype),
+}
+
+
+def _bound(draw: Callable | None, args: tuple, kwargs: dict) -> Callable[[Callable], Tensor] | None:
+    return None if draw is None else lambda numbers: draw(numbers, *args, **kwargs)
+
+
 def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     layout = x._layout
     if layout.cotangent is not layout:
@@ -57,7 +84,8 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             return x
         # A generator of the program's own is its own affair, and constants are alike by themselves.
         alike = kwargs.get("generator") is None and func is not nn.init.constant_
-        x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, alike))
+        by_counter = _bound(_IN_PLACE.get(func.__name__), args, kwargs)
+        x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, alike, by_counter))
     core.after_write(x)
     return x
 
@@ -69,6 +97,7 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
     layout, alike = layout_of(x).cotangent, rest.get("generator") is None
     with no_dispatch():
-        local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, alike)
+        by_counter = _bound(_LIKE.get(func), (), {"dtype": rest.get("dtype")})
+        local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, alike, by_counter)
         local.requires_grad_(kwargs.get("requires_grad", False))
     return wrap(local, layout)

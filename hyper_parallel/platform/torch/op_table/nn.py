@@ -25,7 +25,7 @@ def table() -> Table:
         **rows("cross_entropy", "cross_entropy", _bind_cross_entropy, _call_cross_entropy, F),
         **rows("nll_loss", "nll_loss", _bind_nll_loss, _call_nll_loss, F),
         **rows("dropout", "dropout", _bind_dropout, _call_dropout, F, torch),
-        **rows("dropout1d dropout2d dropout3d feature_dropout", "dropout", _bind_dropout, _call_channels, F, torch),
+        **rows("dropout1d dropout2d dropout3d feature_dropout", "dropout", _bind_channels, _call_channels, F, torch),
         **rows("glu", "glu", "input dim=-1"),
     }
 
@@ -138,10 +138,15 @@ def _bind_dropout(x: Any, p: float, training: bool, inplace: bool) -> Bound:
     return (x,), (float(p), bool(training))
 
 
+def _bind_channels(func: Any, args: tuple, kwargs: dict) -> Bound:
+    operands, static_args = _bind_dropout(func, args, kwargs)
+    return operands, (*static_args, None, None, True)
+
+
 def _call_dropout(func: Any, operands: tuple, static_args: tuple) -> Any:
     return torch.dropout(operands[0], *static_args)
 
 
 def _call_channels(func: Any, operands: tuple, static_args: tuple) -> Any:
     """Of whole channels: ``func`` sees which dimension has them by how many there are."""
-    return func(operands[0], *static_args)
+    return func(operands[0], *static_args[:2])

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
+from hyper_parallel.core.dtensor.operations import counter
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.random import is_held_alike, synchronize, take_part
 from hyper_parallel.core.dtensor.operations.rules.labels import named, unary
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 
-@rule("dropout", static_args="p, training, maybe a seed and a stream of numbers of its own", memory="ordered")
+@rule(
+    "dropout",
+    static_args="p, training, maybe a seed, a stream of numbers of its own, and whether of channels",
+    memory="ordered",
+)
 def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Product of x and noise. Element for element it is that of a single device, the same on every rank: so the
     operation is linear in x, and the summands of a partial sum all get the same."""
@@ -24,12 +29,18 @@ def _drop(
 ) -> Any:
     """Every rank draws the noise of the whole tensor from its generator, all generators being in the same state, and
     uses its part of it. That costs memory of the global size for a moment and keeps the generators in step. Ranks with
-    the same part take it from the first of them, unless the noise comes from where nothing else is drawn from."""
+    the same part take it from the first of them, unless the noise comes from where nothing else is drawn from.
+
+    On request, noise of single elements is drawn by counter: each rank draws its part only."""
     x, layout = operands[0], operand_layouts[0]
     p, training, *more = static_args
     if training:
         synchronize(layout.mesh)
-    alike = 0 < p < 1 and is_held_alike(layout) and not any(stream is not None for stream in more[1:])
+    drops, of_channels = training and 0 < p < 1, any(more[2:])
+    if drops and not of_channels and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
+        kept = counter.numbers("uniform", layout, platform.dtypes["float32"]) >= p
+        return x * (platform.to_dtype(kept, platform.dtype_of(x)) * (1 / (1 - p)))
+    alike = 0 < p < 1 and is_held_alike(layout) and not any(stream is not None for stream in more[1:2])
     if not training or (not alike and tuple(layout.local_shape) == tuple(layout.shape)):
         return native(operands, static_args)
     return x * take_part(native((ones_like_whole(x, layout),), static_args), layout, alike)

@@ -1,0 +1,245 @@
+"""Random numbers by counter: each rank draws its part only, whatever the placements and the number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hyper_parallel
+from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, manual_seed
+from hyper_parallel.checkpoint import RandomState
+from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations import counter as requests
+from hyper_parallel.platform.contract import counter
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import floats, local_parts, same
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
+SHAPES = [(12, 6), (5, 6), (1, 6)]
+
+
+def seed(value: int, mesh: Any) -> None:
+    manual_seed(value, mesh, parallel_rng="counter")
+
+
+def job(*shape: int, names: tuple[str, ...] | None = None) -> Callable[[Callable], Callable]:
+    """`spmd.on_mesh`; in the end nothing is drawn by counter any more."""
+
+    def decorate(run: Callable) -> Callable:
+        @functools.wraps(run)
+        def clean(mesh: Any, *args: Any) -> Any:
+            try:
+                return run(mesh, *args)
+            finally:
+                manual_seed(0, mesh)
+
+        return spmd.on_mesh(*shape, names=names)(clean)
+
+    return decorate
+
+
+def drawn_in_numpy(platform: Any, kind: str, shape: tuple[int, ...], draws: int) -> list[np.ndarray]:
+    """The next whole tensors of float32, by NumPy, of keys that the default generator gives."""
+    found = []
+    for _ in range(draws):
+        key = np.frombuffer(platform.bytes_of(platform.counter_key()), np.float32)
+        ranges = [((0, n),) for n in shape]
+        found.append(counter.numbers(kind, counter.words_of(key), shape, ranges, "float32"))
+    return found
+
+
+def run_draws(mesh_shape: tuple[int, ...]) -> None:
+    """Factories, `rand_like` and dropout on every placement are what NumPy computes of the same keys."""
+    job(*mesh_shape)(draw_all)()
+
+
+def draw_all(mesh: Any) -> None:
+    for shape in SHAPES:
+        check_factories(mesh, shape)
+        check_dropout(mesh, shape)
+
+
+def check_factories(mesh: Any, shape: tuple[int, ...]) -> None:
+    adapter, platform = get_adapter(), mesh.platform
+    wanted = {}
+    for name, kind in (("rand", "uniform"), ("randn", "normal")):
+        platform.manual_seed(5)
+        wanted[name] = drawn_in_numpy(platform, kind, shape, 2)
+        assert np.abs(wanted[name][0] - wanted[name][1]).max() > 0.01
+    packed = (PackedShard(1, (4, 2)),) if mesh.ndim == 1 else ()
+    for placements in [*itertools.product((R, S0, S1), repeat=mesh.ndim), *([packed] if packed else [])]:
+        options = {"device_mesh": mesh, "placements": placements}
+        for name, numbers in wanted.items():
+            seed(5, mesh)
+            drawn = [getattr(hyper_parallel, name)(shape, **options) for _ in range(2)]
+            for got, whole in zip(drawn, numbers, strict=True):
+                same(adapter.numpy(got), whole, f"{name} of {placements}, {shape}", 1e-5)
+        seed(5, mesh)
+        same(adapter.numpy(adapter.rand_like(drawn[0])), wanted["rand"][0], f"rand_like of {placements}", 0.0)
+
+
+def check_dropout(mesh: Any, shape: tuple[int, ...]) -> None:
+    """Two layers of dropout: values, gradients, and what is communicated, which are keys alone."""
+    adapter, whole, weights = get_adapter(), floats(*shape) + 3, floats(*shape)
+    mesh.platform.manual_seed(11)
+    first, second = drawn_in_numpy(mesh.platform, "uniform", shape, 2)
+    noise = (first >= 0.5) / 0.5 * 2.0 * (second >= 0.25) / 0.75
+    for placements in itertools.product((R, S0, S1, P), repeat=mesh.ndim):
+        layout = get_layout(mesh, placements, shape)
+
+        def sharded(x: Any, placements: Any = placements) -> Any:
+            x = DTensor.from_local(x, mesh, placements, shape=shape)
+            seed(11, mesh)
+            y = adapter.dropout(adapter.dropout(x, 0.5) * 2.0, 0.25)
+            assert y.placements == placements
+            given = DTensor.from_local(adapter.tensor(weights), mesh)
+            return adapter.weighted_sum(y, given).full_tensor(), y
+
+        mine = local_parts(whole, layout, np.random.default_rng(1))
+        with CommDebugMode() as comm:
+            got, (grad,) = adapter.value_and_grads(sharded, [mine])
+        same(adapter.numpy(got), whole * noise, f"dropout of {placements}, {shape}", 1e-4)
+        same(grad, (weights * noise)[layout.cotangent.local_index()], f"gradient for {placements}", 1e-4)
+        sent = [event.bytes for event in comm.events if event.kind == "broadcast"]
+        assert sent == [16] * (2 * sum(n > 1 for n, p in zip(mesh.shape, placements, strict=True) if p in (R, P)))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_numbers_depend_on_no_layout(pool: Any, mesh: tuple[int, ...]) -> None:
+    pool.run(int(np.prod(mesh)), run_draws, mesh)
+
+
+@job()
+def requested(mesh: Any) -> None:
+    """Who asks for it, and until when."""
+    adapter, options = get_adapter(), {"device_mesh": mesh, "placements": [S0]}
+
+    def drawn(how: Callable[[int, Any], None]) -> np.ndarray:
+        how(3, mesh)
+        return adapter.numpy(hyper_parallel.rand(8, 2, **options))
+
+    usual = drawn(manual_seed)
+    assert not requests.draws_by_counter(mesh)
+    by_counter = drawn(seed)
+    assert requests.draws_by_counter(mesh) and requests.is_requested()
+    assert np.abs(usual - by_counter).max() > 0.01
+    same(drawn(seed), by_counter, "the same seed", 0.0)
+    same(drawn(manual_seed), usual, "by default again", 0.0)
+    with pytest.raises(ValueError, match="is 'single_device' or 'counter', got 'philox'"):
+        manual_seed(3, mesh, parallel_rng="philox")
+    dtypes = mesh.platform.dtypes
+    seed(3, mesh)
+    double = hyper_parallel.rand(8, 2, dtype=dtypes["float64"], **options)
+    assert double.dtype == dtypes["float64"] and 0 <= adapter.numpy(double).min() < adapter.numpy(double).max() < 1
+    with pytest.raises(TypeError, match="cannot be drawn by counter"):
+        hyper_parallel.rand(8, 2, dtype=dtypes["int64"], **options)
+
+
+@job(2, 2, names=("dp", "tp"))
+def requested_on_slices(mesh: Any) -> None:
+    """A request is for the mesh and its slices; what is said of a slice goes before."""
+    dp, tp = mesh["dp"], mesh["tp"]
+
+    def by_counter() -> list[bool]:
+        return [requests.draws_by_counter(m) for m in (mesh, dp, tp)]
+
+    seed(1, mesh)
+    assert by_counter() == [True] * 3
+    manual_seed(1 + dp.get_local_rank(), tp)
+    assert by_counter() == [True, True, False]
+    manual_seed(1, mesh)
+    assert by_counter() == [False] * 3
+    seed(1 + dp.get_local_rank(), tp)
+    assert by_counter() == [False, False, True]
+    x = hyper_parallel.rand(6, device_mesh=tp, placements=[S0]).full_tensor()
+    seed(1, tp)
+    y = hyper_parallel.rand(6, device_mesh=tp, placements=[R]).full_tensor()
+    adapter = get_adapter()
+    assert np.array_equal(adapter.numpy(x), adapter.numpy(y)) == (dp.get_local_rank() == 0)
+
+
+@job()
+def come_apart(mesh: Any) -> None:
+    """One rank draws a number more: what ranks hold alike stays alike."""
+    adapter, platform = get_adapter(), mesh.platform
+    x = DTensor.from_local(adapter.tensor(floats(8, 6) + 3), mesh, [R])
+    seed(3, mesh)
+    adapter.dropout(x, 0.5)
+    if platform.rank() == mesh.size() - 1:
+        adapter.draw("rand", (3,))
+    mine = adapter.numpy(adapter.dropout(x, 0.5).to_local())
+    others = DTensor.from_local(adapter.tensor(mine), mesh, [S0]).full_tensor()
+    same(adapter.numpy(others), np.concatenate([mine] * mesh.size()), "what all ranks hold", 0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_on_request(pool: Any, world_size: int) -> None:
+    pool.run(world_size, requested)
+    pool.run(world_size, come_apart)
+    if world_size == 4:
+        pool.run(world_size, requested_on_slices)
+
+
+@job()
+def saved(mesh: Any) -> tuple[dict[str, Any], np.ndarray]:
+    """The state between two draws, and what comes after it."""
+    seed(9, mesh)
+    options = {"device_mesh": mesh, "placements": [S0]}
+    hyper_parallel.rand(5, 3, **options)
+    state = RandomState().state_dict()
+    return state, get_adapter().numpy(hyper_parallel.randn(5, 3, **options))
+
+
+@job()
+def resumed(mesh: Any, state: dict[str, Any], wanted: np.ndarray) -> None:
+    seed(1, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RandomState().load_state_of_ranks([state, state], mesh.get_rank(), mesh.size())
+    got = hyper_parallel.randn(5, 3, device_mesh=mesh, placements=[Shard(1)])
+    same(get_adapter().numpy(got), wanted, "after resuming", 1e-6)
+    manual_seed(1, mesh)
+    if not requests.is_requested():
+        with pytest.warns(UserWarning, match="drawn as parallel_rng='counter' says"):
+            RandomState().load_state_dict(state)
+
+
+def test_resume_with_other_ranks(pool: Any) -> None:
+    state, wanted = pool.run(2, saved)[0]
+    for world_size in (2, 3):
+        pool.run(world_size, resumed, state, wanted)
+
+
+@job()
+def distribution(mesh: Any) -> None:
+    """Mean, variance, how often bits are set; neighbours, and draws one after the other, have nothing in common."""
+    adapter, n = get_adapter(), 1 << 18
+    seed(1, mesh)
+    options = {"device_mesh": mesh, "placements": [S0]}
+    drawn = [adapter.numpy(hyper_parallel.rand(n, **options)).astype(np.float64) for _ in range(2)]
+    bound = 5 / np.sqrt(n)  # five standard deviations
+    for x in drawn:
+        assert 0 <= x.min() < x.max() < 1
+        assert abs(x.mean() - 0.5) < bound / np.sqrt(12) and abs(x.var() - 1 / 12) < bound / np.sqrt(180)
+        for bit in range(1, 17):
+            assert abs(((x * 2.0**bit) % 2 >= 1).mean() - 0.5) < bound / 2, bit
+        for lag in (1, 2, 1 << 9):
+            assert abs(np.corrcoef(x[:-lag], x[lag:])[0, 1]) < bound, lag
+        counts = np.histogram(x, 64, (0, 1))[0]
+        assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 63 + 5 * np.sqrt(126)  # chi-squared of 63 degrees
+    assert abs(np.corrcoef(*drawn)[0, 1]) < bound
+    z = adapter.numpy(hyper_parallel.randn(n, **options)).astype(np.float64)
+    assert abs(z.mean()) < bound and abs(z.var() - 1) < bound * np.sqrt(2) and abs((z**3).mean()) < bound * np.sqrt(15)
+    assert abs((z**4).mean() - 3) < bound * np.sqrt(96)
+
+
+def test_statistics(pool: Any) -> None:
+    pool.run(2, distribution)
