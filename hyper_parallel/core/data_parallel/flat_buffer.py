@@ -57,14 +57,20 @@ class FlatBuffer:
         self._under_way: Any = None
 
     # ---------------------------------------------------------------------- parameters
-    def start(self, parameters: Sequence[Any]) -> None:
-        """Begin to gather, unless that has begun; ``parameters`` are the shards, which are not written to before
-        `take`."""
+    def start(self, parameters: Sequence[Any], again: bool = False) -> None:
+        """Begin to gather, unless that has begun.
+
+        Args:
+            parameters: the shards, which are not written to before `take`.
+            again: whether they are those that were gathered the last time.
+        """
         if self._under_way is not None:
             return
         work, gathered, own, rows = None, None, {}, None
         if self._length:
-            row = self._row(parameters)
+            row = self._sent_flat if again else None
+            if row is None:
+                row = self._row(parameters)
             rows = self._rows if self.comms.all_gather is None else None
             if rows is not None:
                 gathered = rows.take()
