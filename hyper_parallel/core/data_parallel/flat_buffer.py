@@ -313,6 +313,12 @@ class Reduction:
             self._work = self._summands = None
         return self._mine
 
+    def let_go(self) -> None:
+        """Give back the memory of what was sent, if it is reduced by now."""
+        ask = getattr(self._work, "is_completed", None)
+        if ask is not None and ask():
+            self.row()
+
     def all_reduce(self, more: Any) -> None:
         """Begin to reduce the row, to which ``more`` is added unless it is None, over the dimension that replicates."""
         self._mine = self.row() if more is None else self.row() + more
