@@ -19,9 +19,10 @@ from benchmarks.torch_models import Blocks, rotary_tables
 from benchmarks.torch_versions import HYPER_PARALLEL, LIBRARIES, TEXTBOOK, TORCH, TUNED, UNSHARDED, Version
 from benchmarks.torch_zero3 import shard_by_hand
 
-__all__ = ["LAYERS", "ON_TOP", "fully_sharded"]
+__all__ = ["BY_NAME", "LAYERS", "ON_TOP", "fully_sharded"]
 
 LAYERS = 4
+BY_NAME = "hand-written, textbook, parameters by name"
 ON_TOP = "torch's fully_shard on hyper_parallel's styles"
 _FULLY_SHARD: dict[str, Any] = {HYPER_PARALLEL: hyper_parallel.fully_shard, TORCH: torch_fully_shard}
 _INIT_MESH: dict[str, Any] = {HYPER_PARALLEL: hyper_parallel.init_device_mesh, TORCH: torch_device_mesh}
@@ -50,13 +51,13 @@ def fully_sharded(sizes: LlamaSizes, dp: int, tp: int = 1, device: str = "cpu") 
     meshes = {name: init(device, shape, mesh_dim_names=names) for name, init in _INIT_MESH.items()}
     mesh = meshes[TORCH]
     versions = [version(UNSHARDED, lambda layer: layer)]
-    for name, kind in ((TEXTBOOK, Textbook), (TUNED, Tuned)):
+    for name, kind in ((TEXTBOOK, Textbook), (TUNED, Tuned), (BY_NAME, Textbook)):
         units: list[Any] = []
 
-        def by_hand(layer: Any, kind: Any = kind, units: list[Any] = units) -> nn.Module:
+        def by_hand(layer: Any, name: str = name, kind: Any = kind, units: list[Any] = units) -> nn.Module:
             if tp > 1:
                 hand_written_block(layer, kind(mesh.get_group("tp")), sequence_parallel=False)
-            return shard_by_hand(layer, kind(mesh.get_group("dp")), units)
+            return shard_by_hand(layer, kind(mesh.get_group("dp")), units, name == BY_NAME)
 
         versions.append(version(name, by_hand))
     for name in (HYPER_PARALLEL, TORCH):

@@ -6,6 +6,9 @@ module computes, the vector of the next one is gathered, in backward that of the
 module after it is reduced: without that, training would wait for the network. What a library has to offer besides is
 left out: parameters by name, each with an optimizer's settings of its own, sizes that do not divide, dtypes, frozen
 parameters, parameters that were not used, another order of modules than the first one.
+
+The first of these is there too, as a version of its own: each rank keeps a part of each parameter, which has a
+gradient of its own. Then what is gathered has to be put in order, and gradients have to be put in rows.
 """
 
 from __future__ import annotations
@@ -23,20 +26,21 @@ from benchmarks.torch_hand_written import Collectives
 __all__ = ["shard_by_hand"]
 
 
-def shard_by_hand(module: nn.Module, collectives: Collectives, units: list[Any]) -> nn.Module:
+def shard_by_hand(module: nn.Module, collectives: Collectives, units: list[Any], by_name: bool = False) -> nn.Module:
     """Shard the parameters of ``module`` in place, as one unit. Gradients are averaged.
 
     Args:
         module: the module.
         collectives: over data-parallel ranks.
         units: those of the modules that run before; this one is appended.
+        by_name: keep a part of each parameter, whose first dimension divides, in place of one of the flat vector.
     """
-    unit = _Unit(module, collectives, units)
+    unit = (_UnitByName if by_name else _Unit)(module, collectives, units)
     forward = module.forward
 
     def run(*args: Any) -> Tensor:
         unit.gather()
-        for (holder, name), whole in zip(unit.slots, unit.whole_parameters(unit.shard), strict=True):
+        for (holder, name), whole in zip(unit.slots, unit.whole_parameters(*unit.shards), strict=True):
             holder.__dict__[name] = whole
         unit.begin_next(1)
         y = forward(*args)
@@ -59,14 +63,19 @@ class _Unit:
         flat = torch.cat([p.detach().flatten() for p in parameters])
         self.sizes, self.length = [p.numel() for p in parameters], len(flat)
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % collectives.size))
-        self.own = padded.chunk(collectives.size)[collectives.rank].clone()
-        self.shard = module.shard = nn.Parameter(self.own)
+        self.own, self.shards = self.keep(module, parameters, padded)
         self.whole = padded
         self.bytes = padded.untyped_storage().nbytes()
         self.gathering: Any = None
         self.reducing: Any = None
         self.free()
         self.whole_parameters, self.before_backward = self._functions()
+
+    def keep(self, module: nn.Module, parameters: list[Any], padded: Tensor) -> tuple[Tensor, list[nn.Parameter]]:
+        """What this rank sends when parameters are gathered, and what of it are parameters."""
+        own = padded.chunk(self.collectives.size)[self.collectives.rank].clone()
+        module.shard = nn.Parameter(own)
+        return own, [module.shard]
 
     def begin(self) -> None:
         storage = self.whole.untyped_storage()
@@ -89,15 +98,19 @@ class _Unit:
         self.whole.untyped_storage().resize_(0)
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        flat = [g.reshape(-1) for g in gradients]
-        if len(self.whole) > self.length:
-            flat.append(flat[0].new_zeros(len(self.whole) - self.length))
         if self.place + 1 < len(self.units):
             self.units[self.place + 1].finish()
-        mine, summands = torch.empty_like(self.own), torch.cat(flat)
+        mine, summands = torch.empty_like(self.own), self.rows_of(gradients)
         self.reducing = mine, summands, self.collectives.start_reduce_scatter(mine, summands)
         if not self.place:
             self.finish()
+
+    def rows_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """What is reduced, rank by rank."""
+        flat = [g.reshape(-1) for g in gradients]
+        if len(self.whole) > self.length:
+            flat.append(flat[0].new_zeros(len(self.whole) - self.length))
+        return torch.cat(flat)
 
     def finish(self) -> None:
         if self.reducing is not None:
@@ -105,21 +118,27 @@ class _Unit:
             self.reducing = None
             work.wait()
             mine.div_(self.collectives.size)
-            self.shard.grad = mine if self.shard.grad is None else self.shard.grad.add_(mine)
+            self.add(mine)
+
+    def add(self, mine: Tensor) -> None:
+        """Add a reduced gradient to those before."""
+        (shard,) = self.shards
+        shard.grad = mine if shard.grad is None else shard.grad.add_(mine)
 
     def _functions(self) -> tuple[Any, Any]:
         unit = self
 
         class WholeParameters(Function):
             @staticmethod
-            def forward(ctx: Any, shard: Tensor) -> tuple[Tensor, ...]:
+            def forward(ctx: Any, *shards: Tensor) -> tuple[Tensor, ...]:
                 parts = unit.whole[: unit.length].split(unit.sizes)
                 return tuple(p.view(shape).detach() for p, shape in zip(parts, unit.shapes, strict=True))
 
             @staticmethod
-            def backward(ctx: Any, *gradients: Tensor) -> None:
+            def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
                 unit.free()
                 unit.reduce(gradients)
+                return (None,) * len(unit.shards)
 
         class BeforeBackward(Function):
             @staticmethod
@@ -133,3 +152,46 @@ class _Unit:
                 return gradient
 
         return WholeParameters.apply, BeforeBackward.apply
+
+
+class _UnitByName(_Unit):
+    """Ranks send rows in which each of their shards follows the other; the whole vector has parameter by parameter."""
+
+    def keep(self, module: nn.Module, parameters: list[Any], padded: Tensor) -> tuple[Tensor, list[nn.Parameter]]:
+        size, rank = self.collectives.size, self.collectives.rank
+        parts = [p.detach().chunk(size)[rank] for p in parameters]
+        self.local_shapes, self.lengths = [x.shape for x in parts], [x.numel() for x in parts]
+        own = torch.cat([x.reshape(-1) for x in parts])
+        shards = [
+            nn.Parameter(x.view(shape)) for x, shape in zip(own.split(self.lengths), self.local_shapes, strict=True)
+        ]
+        for (holder, name), shard in zip(self.slots, shards, strict=True):
+            holder._parameters[name] = shard
+        self.rows = torch.empty_like(padded)
+        by_rank = [row.split(self.lengths) for row in self.rows.chunk(size)]
+        self.pieces = [row[i] for i in range(len(parts)) for row in by_rank]
+        self.rows.untyped_storage().resize_(0)
+        return own, shards
+
+    def begin(self) -> None:
+        if not self.whole.untyped_storage().size() and self.gathering is None:
+            self.rows.untyped_storage().resize_(self.bytes)
+            self.gathering = self.collectives.start_all_gather(self.rows, self.own)
+
+    def gather(self) -> None:
+        self.begin()
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            self.whole.untyped_storage().resize_(self.bytes)
+            with torch.no_grad(), same_version(self.whole):
+                torch.cat(self.pieces, out=self.whole)
+            self.rows.untyped_storage().resize_(0)
+
+    def rows_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch._chunk_cat(gradients, 0, self.collectives.size).view(-1)
+
+    def add(self, mine: Tensor) -> None:
+        for shard, part, shape in zip(self.shards, mine.split(self.lengths), self.local_shapes, strict=True):
+            gradient = part.view(shape)
+            shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)

@@ -56,9 +56,12 @@ def shard(model: Any, mesh: Any) -> Any:
 class Late:
     """Work whose result is NaN until it is waited for, and whose operand must not be written to before."""
 
-    def __init__(self, what: str, out: Any, result: Any, local: Any, notes: list[str]) -> None:
-        self.what, self.out, self.result, self.notes = what, out, result, notes
+    def __init__(self, what: str, out: Any, result: Any, local: Any, notes: list[str], done: bool) -> None:
+        self.what, self.out, self.result, self.notes, self.done = what, out, result, notes, done
         self.local, self.given = local, local.clone()
+
+    def is_completed(self) -> bool:
+        return self.done
 
     def wait(self) -> None:
         if self.result is not None:
@@ -68,15 +71,16 @@ class Late:
             self.result = None
 
 
-def late(platform: Any, notes: list[str]) -> Any:
-    """In place of `start_collective`: the collective is done at once, and its result shown when it is waited for."""
+def late(platform: Any, notes: list[str], done: bool = False) -> Any:
+    """In place of `start_collective`: the collective is done at once, and its result shown when it is waited for. It
+    says that it is ``done`` before that, or not."""
     native = type(platform).start_collective
 
     def start(collective: str, out: Any, local: Any, op: str, group: Any, size: int) -> Any:
         result = torch.empty_like(out)
         native(platform, collective, result, local, op, group, size).wait()
         notes.append(f"start {collective}")
-        work = Late(collective, out, result, local, notes)
+        work = Late(collective, out, result, local, notes, done)
         out.fill_(float("nan"))
         if collective == "reduce_scatter":  # what is gathered may be the shards themselves
             local.fill_(float("nan"))  # may not be read before the wait
@@ -131,6 +135,32 @@ def overlapped(mesh: Any) -> None:
     backward += [*([] if at_once else ["wait reduce_scatter"]), "start reduce_scatter", "wait reduce_scatter"]
     backward = [note for note in backward if begun or note.endswith("all_gather")]
     assert notes[len(forward) :] == backward, notes[len(forward) :]
+
+
+@on_mesh()
+def done_early(mesh: Any) -> None:
+    """A reduction that is done when backward comes to the next unit is waited for there, which gives its buffer back;
+    the last one of a layer when that of the model is to start."""
+    platform: Any = get_platform()
+    torch.manual_seed(0)
+    notes: list[str] = []
+    single, sharded = Model([]).to(device()), Model(notes).to(device())
+    sharded.load_state_dict(single.state_dict())
+    for layer in shard(sharded, mesh).layers:
+        layer.set_force_sum_reduction_for_comms(True)  # of which gloo can begin a reduction
+    x = torch.randn(2, SIZE).to(device())
+    platform.start_collective = late(platform, notes, True)
+    try:
+        for step in range(2):
+            single(x).square().sum().backward()
+            notes.clear()
+            sharded(x).square().sum().backward()
+            for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+                close(q.grad, p.grad, f"{name} at step {step}")
+    finally:
+        del platform.start_collective
+    after = [notes[i + 1 : i + 2] for i, note in enumerate(notes) if note == "start reduce_scatter"]
+    assert len(after) >= 4 and after[:3] == [["wait reduce_scatter"]] * 3, notes
 
 
 class Pair(nn.Module):
@@ -278,7 +308,7 @@ def test_census(pool: Any, how: str) -> None:
     pool.run(2, census, how)
 
 
-@pytest.mark.parametrize("job", [overlapped, nothing_in_vain], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [overlapped, done_early, nothing_in_vain], ids=lambda job: job.__name__)
 def test_overlap(pool: Any, job: Any) -> None:
     pool.run(2, job)
 

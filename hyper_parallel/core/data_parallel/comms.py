@@ -33,7 +33,7 @@ class Comms:
         """Where a collective is to read or to write ``count`` elements of the dtype of ``like``, a plain tensor."""
         comm = getattr(self, collective)
         if comm is None:
-            return mesh.platform.factory("empty", (count,), None, like.dtype)
+            return mesh.platform.empty((count,), like)
         return comm.allocate((count,), dtype=like.dtype, device=getattr(like, "device", None))
 
     def operand(self, collective: str, x: Any, mesh: DeviceMesh) -> Any:

@@ -57,14 +57,20 @@ class FlatBuffer:
         self._under_way: Any = None
 
     # ---------------------------------------------------------------------- parameters
-    def start(self, parameters: Sequence[Any]) -> None:
-        """Begin to gather, unless that has begun; ``parameters`` are the shards, which are not written to before
-        `take`."""
+    def start(self, parameters: Sequence[Any], again: bool = False) -> None:
+        """Begin to gather, unless that has begun.
+
+        Args:
+            parameters: the shards, which are not written to before `take`.
+            again: whether they are those that were gathered the last time.
+        """
         if self._under_way is not None:
             return
         work, gathered, own, rows = None, None, {}, None
         if self._length:
-            row = self._row(parameters)
+            row = self._sent_flat if again else None
+            if row is None:
+                row = self._row(parameters)
             rows = self._rows if self.comms.all_gather is None else None
             if rows is not None:
                 gathered = rows.take()
@@ -306,6 +312,12 @@ class Reduction:
             self._work.wait()
             self._work = self._summands = None
         return self._mine
+
+    def let_go(self) -> None:
+        """Give back the memory of what was sent, if it is reduced by now."""
+        ask = getattr(self._work, "is_completed", None)
+        if ask is not None and ask():
+            self.row()
 
     def all_reduce(self, more: Any) -> None:
         """Begin to reduce the row, to which ``more`` is added unless it is None, over the dimension that replicates."""

@@ -242,6 +242,9 @@ class BackwardPass:
                 self._open.remove(other)
                 other.close()
         self._open.append(unit)
+        # The gradients of the unit before: their buffer makes room, if it can, for those that are computed now.
+        if self._model.delayed:
+            self._model.delayed[-1][0].let_go()
         unit.open(call)
         self._model.gather_before(unit, self._open)
 

@@ -51,6 +51,7 @@ class UnitParameters:
         self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
         self._under_way = False  # whether gathering has begun, and nobody has waited for it
         self._sent: Any = None  # what is being gathered
+        self._read: list[Any] | None = None  # the shards that the last forward has read
         self._shown = False  # whether modules find whole parameters since `unshard`
         self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
 
@@ -99,8 +100,12 @@ class UnitParameters:
         if self._values is not None or not self._plan.slots or self._under_way:
             return False
         with self._platform.no_dispatch():
-            given = self.shards() if parameters is None else parameters
-            self._sent = given
+            # What backward needs again is what forward has read; `show` finds out whether it is still there.
+            again = again and self._read is not None
+            if parameters is None:
+                parameters = self._read if again else self.shards()
+            given: Any = parameters
+            self._sent = self._read = given
             if LISTENERS:
                 scope = current_module() if self.scope is None else self.scope
                 run_in_module(scope, lambda: self._begin(given, again))
@@ -114,7 +119,7 @@ class UnitParameters:
             if again and buffer.part is not None:
                 buffer.start_from_part()
             else:
-                buffer.start([parameters[i] for i in members])
+                buffer.start([parameters[i] for i in members], again)
 
     def drop(self) -> None:
         """Forget what was begun and not needed."""

@@ -18,7 +18,7 @@ Group = Any
 
 
 class Work(Protocol):
-    """A collective that was started."""
+    """A collective that was started. It may have ``is_completed()`` too, which says whether `wait` returns at once."""
 
     def wait(self) -> Any:
         """Return when its result may be read by what this rank computes next, and its operand be overwritten."""

@@ -58,6 +58,10 @@ class LocalVerbs(Platform):
         """See `Platform.zeros`."""
         return like.new_zeros(shape) if type(like) is Tensor else self.full(shape, 0, like)
 
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """See `Platform.empty`."""
+        return like.new_empty(shape)
+
     def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
         """See `Platform.full`."""
         return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)

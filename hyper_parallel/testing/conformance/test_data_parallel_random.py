@@ -20,6 +20,7 @@ from hyper_parallel import (
     parallelize_module,
     replicate,
 )
+from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
 from hyper_parallel.core.dtensor.mesh_slices import MESHES
 from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
@@ -98,16 +99,56 @@ def test_one_batch(pool: Any, world_size: int, how: str, rows: int) -> None:
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def on_two_dimensions(mesh: Any, rows: int) -> None:
     """Activations that are the same on all tensor-parallel ranks lose the same elements there."""
+    dp = mesh["dp"]
 
     def shard(model: Any) -> Any:
-        return fully_shard(parallelize_module(model, mesh["tp"], PLAN), mesh=mesh["dp"])
+        return fully_shard(parallelize_module(model, mesh["tp"], PLAN), mesh=dp)
 
-    one_batch(mesh, mesh["dp"], shard, rows)
+    def copy(model: Any) -> Any:
+        return replicate(parallelize_module(model, mesh["tp"], PLAN), dp)
+
+    for how in (shard, copy):
+        one_batch(mesh, dp, how, rows)
 
 
 @pytest.mark.parametrize("rows", [8, 5, 2], ids=["even", "uneven", "small"])
 def test_one_batch_beside_tensor_parallelism(pool: Any, rows: int) -> None:
     pool.run(4, on_two_dimensions, rows)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def between(mesh: Any, how: str) -> None:
+    """Of plain activations between styled modules, tensor-parallel ranks lose the same elements, and data-parallel
+    ranks others, without anything but one seed for each data-parallel rank."""
+    adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
+    drawn: list[Any] = []
+
+    def watched(forward: Any) -> Any:
+        def run(self: Any, x: Any) -> Any:
+            x = adapter.dropout(x, 0.5)
+            drawn.append(adapter.numpy(x) != 0)
+            return forward(self, x)
+
+        return run
+
+    mlp = adapter.load(adapter.Mlp(FEATURES, HIDDEN), np.random.default_rng(5))
+    mesh.platform.replace_forward(mlp, watched)
+    model = parallelize_module(mlp, tp, PLAN)
+    model = fully_shard(model, mesh=dp) if how == "fully_shard" else replicate(model, dp)
+    manual_seed(7 + dp.get_local_rank(), tp)
+    for _ in range(2):
+        adapter.call(model, adapter.tensor(np.ones((4, FEATURES), np.float32)))
+    ours = np.stack(drawn)
+    assert (ours[0] != ours[1]).any()  # other elements in each step
+    first, second = all_gather_object(ours, mesh, 0)
+    assert (first != second).any()
+    first, second = all_gather_object(ours, mesh, 1)
+    assert (first == second).all()
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "replicate"])
+def test_between_styled_modules(pool: Any, how: str) -> None:
+    pool.run(4, between, how)
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))

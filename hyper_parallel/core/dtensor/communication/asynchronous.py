@@ -20,6 +20,11 @@ class _Started:
     def __init__(self, work: Work, done: Callable[[], None] | None, *what: Any) -> None:
         self._work, self._done, self._what = work, done, what
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once, as far as the framework says."""
+        ask = getattr(self._work, "is_completed", None)
+        return ask is not None and bool(ask())
+
     def wait(self) -> None:
         """See `Work.wait`."""
         try:
