@@ -31,7 +31,7 @@ def repeat_heads(x: Tensor, repeats: int) -> Tensor:
     if repeats == 1:
         return x
     batch, length, heads, head_dim = x.shape
-    x = x.unsqueeze(3).expand((batch, length, heads, repeats, head_dim))
+    x = mint.broadcast_to(x.unsqueeze(3), (batch, length, heads, repeats, head_dim))
     return x.reshape(batch, length, heads * repeats, head_dim)
 
 
@@ -112,12 +112,12 @@ class LlamaAttention(nn.Cell):
             key, value = cache.extend(self.layer_idx, key, value)
         repeats = query.shape[2] // key.shape[2]
         key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        scores = ops.bmm(query * self.head_dim**-0.5, key.transpose(2, 3))
+        query, key, value = (mint.transpose(t, 1, 2) for t in (query, key, value))
+        scores = ops.bmm(query * self.head_dim**-0.5, mint.transpose(key, 2, 3))
         whole = key.shape[2]
         scores = scores + self.causal_mask[whole - length : whole, :whole]
         mixed = ops.bmm(mint.nn.functional.softmax(scores, dim=-1), value)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(mint.transpose(mixed, 1, 2).reshape(batch, length, -1))
 
 
 class LlamaMLP(nn.Cell):

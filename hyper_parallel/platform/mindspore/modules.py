@@ -12,6 +12,7 @@ from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense, is_dense
+from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
@@ -112,6 +113,9 @@ class ModuleVerbs:
         if module._recompute_cell is not None:
             module._recompute_cell = _computed_again(module._recompute_cell, module.construct)
 
+    set_compiled_forward: Any = staticmethod(set_compiled_forward)
+    compiled_hook: Any = staticmethod(compiled_hook)
+
     #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
 
@@ -157,7 +161,7 @@ def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     bases = (cls,) if mixin is None else (mixin, cls)
-    return type(cls.__name__, bases, {**names, "construct": construct})
+    return type(cls.__name__, bases, {**names, "construct": construct, "_of_style": True})
 
 
 @cache
@@ -168,7 +172,7 @@ def _class_with_styles(cls: type) -> type:
         return text_of_plan(self, self._params, cls.extend_repr(self))  # type: ignore[attr-defined]
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**names, "extend_repr": extend_repr, "_shows_styles": True})
+    return type(cls.__name__, (cls,), {**names, "extend_repr": extend_repr, "_shows_styles": True, "_of_style": True})
 
 
 _SPARSE = (COOTensor, CSRTensor)

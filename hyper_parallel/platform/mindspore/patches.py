@@ -12,6 +12,7 @@ from typing import Any
 import mindspore
 
 from hyper_parallel.platform.mindspore import autograd, graphs, observation
+from hyper_parallel.platform.mindspore.compiled import parsing
 from hyper_parallel.platform.mindspore.handlers import (
     clipping,
     entry_points,
@@ -234,10 +235,12 @@ PATCHES = PatchSet(
             everywhere=True,
             required=False,
         ),
-        _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, calling(graphs.checked_jit)),
-        _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, calling(graphs.checked_compile)),
-        _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, calling(graphs.checked_parser)),
-        _patch("mindspore.graph._parse.get_object_key", _IN_A_GRAPH, calling(graphs.checked_parser)),
+        _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, calling(parsing.checked_jit)),
+        _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, calling(parsing.checked_compile)),
+        _patch("mindspore.graph.api._JitExecutor.compile", _IN_A_GRAPH, calling(parsing.checked_jit_compile)),
+        _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, calling(parsing.checked_resolution)),
+        _patch("mindspore.graph._parse.get_object_key", _IN_A_GRAPH, calling(parsing.checked_answer)),
+        _patch("mindspore.graph._parse.eval_script", _IN_A_GRAPH, calling(parsing.checked_answer)),
         _patch("mindspore.graph.jit_trace._jit_trace_begin", _IN_A_GRAPH, calling(graphs.checked_begin)),
         _patch("mindspore.graph.jit_trace._jit_trace_end", _IN_A_GRAPH, calling(graphs.allowed_again)),
         _patch("mindspore.graph._utils.pijit_context.PreJit", _IN_A_GRAPH, calling(graphs.checked_preparation)),

@@ -1,0 +1,181 @@
+"""Graphs made from the source, by ``jit`` and in graph mode: what the parser is given where it comes across DTensors.
+
+For cells that have styles it is given others (`forwards`, `hooks`), which alone may hold distributed parameters. All
+else that is distributed is an error: what the function can reach before anything is parsed, and what is not seen then,
+such as a name that is computed, where the parser comes across it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, ClassVar
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.graph._parse.namespace import ClassMemberNamespace, ClosureNamespace
+
+from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, number_of, stand_in
+from hyper_parallel.platform.mindspore.compiled.forwards import GraphCell, NotTracedError
+from hyper_parallel.platform.mindspore.compiled.reaching import (
+    GRADIENTS,
+    REMEDY,
+    Refused,
+    graph_error,
+    reachable,
+    refuse,
+)
+from hyper_parallel.platform.mindspore.compiled.shapes import pending_comparisons
+from hyper_parallel.platform.mindspore.handlers.optimizers import run_compiled_step
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
+
+__all__ = [
+    "checked_answer",
+    "checked_compile",
+    "checked_jit",
+    "checked_jit_compile",
+    "checked_resolution",
+]
+
+_ABOUT = (
+    ". In graphs of jit's capture_mode='ast' they may be parameters of modules with styles, between which plain tensors "
+    "pass: docs/compile.md lists what such graphs can hold"
+)
+_IN_GRAPH_MODE = ", or use mindspore.jit in PyNative mode, whose graphs can hold modules with styles"
+_SOMETHING = "a function or cell that is compiled"
+
+
+class _Parsing:
+    """While a graph is made for a function that uses cells with styles, or runs."""
+
+    functions: ClassVar[list[str]] = []
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        self.functions.append(self._what)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.functions.pop()
+
+
+def checked_jit(original: Callable, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the call of a function that is compiled with jit."""
+    if not is_dispatching():
+        return original(executor, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+    if isinstance(executor.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
+        return run_compiled_step(original, executor, args, kwargs)
+    function = executor.fn
+    if function.__module__ == "mindspore.amp" and next(distributed_in((args, kwargs)), None) is not None:
+        return function(*args, **kwargs)  # loss scaling: compiled for speed only
+    used: list[nn.Cell] = []
+    what = f"the function {function.__name__!r} compiled with jit"
+    found = next(reachable((args, kwargs, executor.obj, function), used), None)
+    if found is not None:
+        raise graph_error(what, found, _ABOUT)
+    if not used:
+        return original(executor, *args, **kwargs)
+    kept = executor._cell_cache_key_extend, executor.obj, executor.fn
+    # Graphs are kept by this name: another one for other parameters and other styles.
+    executor._cell_cache_key_extend += f".{'.'.join([str(number_of(cell)) for cell in used])}"
+    if has_stand_in(executor.obj):
+        executor.obj = stand_in(executor.obj)
+        executor.fn = type(executor.obj).construct
+        args = (executor.obj, *args[1:])
+    try:
+        with _Parsing(what):
+            return original(executor, *args, **kwargs)
+    finally:
+        executor._cell_cache_key_extend, executor.obj, executor.fn = kept
+
+
+def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for making a graph, before it runs: the ranks compare the plain shards that it takes."""
+    pending_comparisons.clear()
+    phase = original(executor, *args, **kwargs)
+    for compare, module, shape in pending_comparisons:
+        compare(module, shape)
+    pending_comparisons.clear()
+    return phase
+
+
+def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for compiling a cell, in graph mode."""
+    refuse(f"{type(cell).__name__} in graph mode", _IN_GRAPH_MODE, args, kwargs, cell)
+    return original(executor, cell, *args, **kwargs)
+
+
+def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
+    """Stands for what the parser asks for a name: an attribute of an object, or a name of a module or a closure."""
+    answer = original(namespace, name)
+    if not is_dispatching():
+        return answer
+    owner = namespace.dicts[0] if isinstance(namespace, ClassMemberNamespace) else None
+    what = _Parsing.functions[-1] if _Parsing.functions else _SOMETHING
+    if isinstance(owner, GraphCell) and name in (*owner.owned, "_params"):
+        raise RuntimeError(
+            f"{what} reads {name!r} of a module whose style has distributed its parameters: call the module, as only "
+            f"its style knows what its part of them is, or use the parameter in PyNative mode, without jit{_ABOUT}"
+        )
+    if isinstance(owner, GraphCell) or (isinstance(owner, nn.Cell) and "_stands_in" in vars(owner)):
+        return answer
+    if name == "weights" and isinstance(namespace, ClosureNamespace) and namespace.name.startswith(GRADIENTS):
+        return answer
+    if has_stand_in(owner) and name == "_replaced_forward":
+        raise graph_error(
+            what, Refused(owner, NotTracedError("it is reached where the parser does not say so")), _ABOUT
+        )
+    # Not looked through: of a module or a dict of names only a part is used.
+    if not isinstance(answer, dict) or isinstance(owner, nn.Cell):
+        found = next(_tensors_in(answer), None)
+        if found is not None:
+            raise graph_error(what, found, _ABOUT)
+    try:
+        return _with_stand_ins(answer)
+    except NotTracedError as why:
+        raise RuntimeError(f"{what} uses {name!r}, which graphs cannot hold ({why}): {REMEDY}{_ABOUT}") from None
+
+
+def checked_answer(original: Callable, *args: Any) -> Any:
+    """Stands for other functions of its own that MindSpore asks for what the parser comes across."""
+    answer = original(*args)
+    if is_dispatching():
+        found = next(_tensors_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
+        if found is not None:
+            raise graph_error(_SOMETHING, found, _ABOUT)
+    return answer
+
+
+def _tensors_in(answer: Any) -> Iterator[Any]:
+    """The DTensors in an answer, those of cells left out."""
+    if isinstance(answer, InterceptedTensor):
+        yield answer
+    elif isinstance(answer, (tuple, list)):
+        for item in answer:
+            yield from _tensors_in(item)
+    elif isinstance(answer, dict):
+        yield from _tensors_in(tuple(answer.values()))
+
+
+def _with_stand_ins(answer: Any) -> Any:
+    """An answer with other cells where these are to stand for those in it."""
+    if isinstance(answer, MethodType) and has_stand_in(answer.__self__):
+        return getattr(stand_in(answer.__self__), answer.__name__)
+    if has_stand_in(answer):
+        return stand_in(answer)
+    if isinstance(answer, nn.CellList):
+        found = _changed(list(answer))
+        return answer if found is None else nn.CellList(found, auto_prefix=False)
+    if type(answer) in (tuple, list):
+        found = _changed(answer)
+        return answer if found is None else type(answer)(found)
+    if type(answer) is dict and any(map(has_stand_in, answer.values())):
+        raise NotTracedError("modules with styles in a dict")
+    return answer
+
+
+def _changed(items: Any) -> list[Any] | None:
+    """The items with others standing for them, None where none does."""
+    found = [_with_stand_ins(item) for item in items]
+    return found if any(new is not old for new, old in zip(found, items, strict=True)) else None

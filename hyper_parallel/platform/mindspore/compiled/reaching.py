@@ -1,0 +1,156 @@
+"""What a function leads to that is going to be compiled, and what is said when that is distributed."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, is_leaf, stand_in
+from hyper_parallel.platform.mindspore.compiled.forwards import NotTracedError, original_class
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in
+
+__all__ = ["GRADIENTS", "REMEDY", "Refused", "graph_error", "reachable", "refuse"]
+
+#: Functions of these packages are looked through for what they were given, not for what their modules hold.
+_LIBRARIES = ("mindspore", "numpy", "hyper_parallel")
+#: The module of the functions that MindSpore makes for gradients.
+GRADIENTS = "mindspore.ops.composite.base"
+REMEDY = (
+    "distributed tensors work in PyNative mode, without jit. Use "
+    "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and take the decorator off"
+)
+
+
+class Refused:
+    """A module that cannot be in a graph, and why."""
+
+    def __init__(self, module: nn.Cell, why: NotTracedError) -> None:
+        label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
+        self.text = f"the module {label!r}, which graphs cannot hold ({why})"
+
+
+def graph_error(what: str, found: Any, about: str) -> RuntimeError:
+    """The error for ``found``, a DTensor or a `Refused`, in the graph that ``what`` names. ``about`` says what graphs
+    of that kind can hold."""
+    if isinstance(found, Refused):
+        name = found.text
+    else:
+        name = f"the distributed parameter {found.name!r}" if isinstance(found, Parameter) else "a DTensor"
+    return RuntimeError(f"{what} uses {name}: {REMEDY}{about}")
+
+
+def refuse(what: str, about: str, *roots: Any) -> None:
+    """Raise when a DTensor can be reached from ``roots``."""
+    found = next(reachable(roots), None)
+    if found is not None:
+        raise graph_error(what, found, about)
+
+
+def reachable(root: Any, stand_ins: list[nn.Cell] | None = None) -> Iterator[Any]:
+    """The DTensors that a function, a cell or any other object leads to.
+
+    With a list of ``stand_ins``, cells for which others stand are added to it in place of what they hold; a `Refused`
+    is given for one that has a style and for which none can stand.
+
+    Of a function: its defaults, what it closes over, the names of its module that it uses, and their attributes that it
+    names, in functions that it calls too. Of a cell: its parameters, what it holds, and its ``construct``.
+    """
+    return _walk(root, frozenset(), set(), stand_ins)
+
+
+def _walk(x: Any, names: frozenset[str], seen: set[int], stand_ins: list[nn.Cell] | None) -> Iterator[Any]:
+    """``names`` are those of attributes that the code names through which ``x`` was found."""
+    if isinstance(x, InterceptedTensor):
+        yield x
+        return
+    if x is None or isinstance(x, (bool, int, float, str, bytes, type)) or id(x) in seen:
+        return
+    seen.add(id(x))
+    parts: Iterable[Any] = ()
+    if isinstance(x, FunctionType):
+        parts, names = _parts_of_function(x, stand_ins is not None)
+    elif stand_ins is not None and isinstance(x, nn.Cell):
+        try:
+            parts = _parts_beside_styles(x, stand_ins)
+        except NotTracedError as why:
+            yield Refused(x, why)
+    else:
+        parts = _parts(x, names)
+    for part in parts:
+        yield from _walk(part, names, seen, stand_ins)
+
+
+def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[Any]:
+    if has_stand_in(cell):
+        stand_in(cell)
+        stand_ins.append(cell)
+        if is_leaf(cell):
+            return ()
+    if cell._recompute_cell is not None and next(distributed_in(cell), None) is not None:
+        raise NotTracedError("it is computed again in backward")
+    return *vars(cell).values(), original_class(cell).construct
+
+
+def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
+    """None of them is made here: what is known by its id must stay."""
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return x
+    if isinstance(x, dict):
+        return x.values()
+    if isinstance(x, MethodType):
+        return x.__func__, x.__self__
+    if isinstance(x, functools.partial):
+        return x.func, x.args, x.keywords
+    if isinstance(x, nn.Cell):
+        return *x.get_parameters(), *vars(x).values(), type(x).construct
+    own = getattr(x, "__dict__", {})  # a module's names, an object's attributes
+    return [own[name] for name in names if name in own]
+
+
+def _parts_of_function(function: FunctionType, beside_weights: bool) -> tuple[Iterable[Any], frozenset[str]]:
+    """And the names of attributes that it uses. ``beside_weights``: without those with respect to which MindSpore's
+    gradient functions differentiate, because graphs do nothing else with them."""
+    loaded, attributes = _names_in(function.__code__)
+    closure = [
+        cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        if _is_filled(cell) and not (beside_weights and name == "weights" and function.__module__ == GRADIENTS)
+    ]
+    parts = [function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None), *closure]
+    if not (function.__module__ or "").startswith(_LIBRARIES):
+        module = function.__globals__
+        parts += [module[name] for name in loaded if name in module]
+    return parts, attributes
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the module, and those of attributes, that a function uses, nested functions included. Strings count
+    as names of attributes: ``getattr`` may be given them."""
+    loaded, attributes = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            attributes.add(constant)
+        elif isinstance(constant, CodeType):
+            inner = _names_in(constant)
+            loaded |= inner[0]
+            attributes |= inner[1]
+    return frozenset(loaded), frozenset(attributes)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,82 @@
+"""What is decided when a graph is made: that a styled module gets what its graph is right for."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import mindspore as ms
+from mindspore import ops
+
+from hyper_parallel.platform.contract import Comparison
+from hyper_parallel.platform.mindspore.launch import device_target
+
+__all__ = ["ShapeCheck", "pending_comparisons"]
+
+#: Comparisons of plain shards that the graphs being made have asked for.
+pending_comparisons: list[tuple[Comparison, str, tuple[int, ...]]] = []
+_NUMBERS = count()
+#: What graphs on CPU reduce.
+_REDUCED = (ms.float32, ms.float16)
+
+
+def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: int = 0) -> Any:
+    """``check(shape, dtype)`` of the input of a styled module, which MindSpore calls when it makes the graph.
+
+    Args:
+        module: which it is.
+        how: `CompiledForward` or what `ConversionCheck` gives it.
+        output: the dimension along which the output is cut, of what all ranks have or have summands of.
+        output_dims: how many dimensions the output has more than the input.
+    """
+    label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
+    kind, given, size, normalized = how.kind, how.given, how.size, how.normalized
+    features = sum(how.sizes) if kind == "row" and not output_dims else None
+    compare, mesh = how.compare, how.mesh
+
+    def check(shape: tuple[int, ...], dtype: Any) -> bool:
+        ndim = len(shape)
+        if -1 in shape or -2 in shape:
+            raise ValueError(f"{label!r} in a graph needs to know the shape of its input, which is {shape}")
+        if size == 1:
+            return True
+        if device_target() == "CPU" and dtype not in _REDUCED:
+            raise TypeError(
+                f"{label!r} in a graph: on CPU graphs reduce single and half precision, and the input has dtype "
+                f"{dtype}. Call it without jit"
+            )
+        if given is not None and not -ndim <= given < ndim:
+            raise ValueError(f"{label!r} takes an input that is cut along {given}, got one of shape {shape}")
+        cut = None if given is None else given % ndim
+        if kind == "parts" and (cut is None or cut >= ndim - normalized):
+            raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along what it normalizes")
+        if kind == "row" and given is None and features is not None and shape[-1] != features:
+            raise ValueError(f"{label!r} takes {features} features, got an input of shape {shape}")
+        if output is not None:
+            check_output(shape, ndim, cut)
+        if cut is not None and compare is not None and not (kind == "row" and cut == ndim - 1):
+            if mesh._has_uneven_shards:
+                raise RuntimeError(
+                    f"{label!r} in a graph: a layer has given plain parts of unequal sizes, and ranks compare plain "
+                    "shards in every call from then on. Call it without jit"
+                )
+            pending_comparisons.append((compare, label, tuple(shape)))
+        return True
+
+    def check_output(shape: tuple[int, ...], ndim: int, cut: int | None) -> None:
+        more = ndim + output_dims
+        assert output is not None
+        if not -more <= output < more:
+            raise ValueError(f"the output of {label!r} has {more} dimensions, and is to be cut along {output}")
+        to = output % more
+        if to == more - 1:
+            return  # features: even ones are seen to by the style
+        whole = shape[to] * size if to == cut else shape[to]
+        if whole % size:
+            raise ValueError(
+                f"the output of {label!r} in a graph is cut along {output}, into equal parts: {whole} is not a "
+                f"multiple of {size}"
+            )
+
+    # MindSpore takes two of one name for the same.
+    return ops.constexpr(check=False, reuse_result=False, name=f"ShapeCheck{next(_NUMBERS)}")(check)
