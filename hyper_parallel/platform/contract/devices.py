@@ -57,6 +57,11 @@ class DeviceRole(ABC):
         ``"rand"``, ``"randn"``, ``"linspace"`` (``fill_value`` is (start, end)) or ``"logspace"`` ((start, end,
         base)). ``dtype`` None is the framework's default, of ``fill_value`` where there is one."""
 
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A tensor of any values with the dtype of ``like``, a plain tensor on this rank's device: a buffer that is
+        written to."""
+        return self.factory("empty", shape, None, like.dtype)
+
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
         """Seed the framework's default generator on this rank's device."""
