@@ -14,7 +14,7 @@ from benchmarks.ranks import wall_times, write_result
 from benchmarks.report import Goal, Result, Table
 from benchmarks.sizes import LlamaSizes
 from benchmarks.timing import Step, ratios, spread
-from benchmarks.torch_fully_sharded import fully_sharded
+from benchmarks.torch_fully_sharded import BY_NAME, fully_sharded
 from benchmarks.torch_versions import HYPER_PARALLEL, TEXTBOOK, TORCH, UNSHARDED, Version
 
 SIZES = LlamaSizes(batch=1, sequence=128, features=256, hidden=768, heads=8)
@@ -34,7 +34,7 @@ def main(rank: int, ranks: int, folder: str, rounds: int) -> None:
     versions = [v for v in fully_sharded(SIZES, 2, ranks // 2) if v.name != UNSHARDED]
     outputs = {version.name: _output_after_a_step(version) for version in versions}
     wanted = outputs[TEXTBOOK]
-    for name in (HYPER_PARALLEL, TORCH):
+    for name in (BY_NAME, HYPER_PARALLEL, TORCH):
         error = float((outputs[name] - wanted).norm() / wanted.norm())
         what = f"{title}: output of {name} after a step of SGD, relative difference to hand-written code"
         result.goals.append(Goal(what, error, TOLERANCE, strict=name == HYPER_PARALLEL))

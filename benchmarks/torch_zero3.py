@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd import _unsafe_preserve_version_counter as same_version
 
 from benchmarks.torch_hand_written import Collectives
 
@@ -65,6 +64,7 @@ class _Unit:
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % collectives.size))
         self.own, self.shards = self.keep(module, parameters, padded)
         self.whole = padded
+        self.data = padded.data  # where it is written: autograd does not count that, whenever the network does it
         self.bytes = padded.untyped_storage().nbytes()
         self.gathering: Any = None
         self.reducing: Any = None
@@ -81,8 +81,7 @@ class _Unit:
         storage = self.whole.untyped_storage()
         if not storage.size():
             storage.resize_(self.bytes)
-            with same_version(self.whole):
-                self.gathering = self.collectives.start_all_gather(self.whole, self.own)
+            self.gathering = self.collectives.start_all_gather(self.data, self.own)
 
     def begin_next(self, step: int) -> None:
         if 0 <= self.place + step < len(self.units):
@@ -184,8 +183,7 @@ class _UnitByName(_Unit):
             self.gathering.wait()
             self.gathering = None
             self.whole.untyped_storage().resize_(self.bytes)
-            with torch.no_grad(), same_version(self.whole):
-                torch.cat(self.pieces, out=self.whole)
+            torch.cat(self.pieces, out=self.data)
             self.rows.untyped_storage().resize_(0)
 
     def rows_of(self, gradients: Sequence[Tensor]) -> Tensor:

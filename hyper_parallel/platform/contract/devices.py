@@ -89,6 +89,11 @@ class DeviceRole(ABC):
         x = self.from_bytes(bytearray(found.tobytes()), found.shape, self.dtypes[str(found.dtype)])
         return self.to_dtype(x, dtype)
 
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A tensor of any values with the dtype of ``like``, a plain tensor on this rank's device: a buffer that is
+        written to."""
+        return self.factory("empty", shape, None, like.dtype)
+
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
         """Seed the framework's default generator on this rank's device."""

@@ -144,11 +144,6 @@ class TensorRole(ABC):
         """Ones with dtype and device of ``like``."""
         return self.full(shape, 1, like)
 
-    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A tensor of this rank's device, of any values, with the dtype of ``like``, which is a plain tensor there: a
-        buffer that is written to."""
-        return self.factory("empty", shape, None, like.dtype)
-
     @abstractmethod
     def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
         """``x`` in new memory with these strides: each is a multiple of the next smaller one, and no two elements meet.
