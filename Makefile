@@ -5,7 +5,7 @@
 # make demo [PLATFORM=mindspore] [TP=2] [DP=1]   train a small Llama on DP x TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
-# make nightly [N=100] [SEED=1] [PLATFORM=mindspore]   the full table of data parallelism, recorded in ci/last_nightly.json
+# make nightly [N=100] [SEED=1] [PLATFORM=mindspore]   the full tables of data parallelism and torch.compile, recorded in ci/last_nightly.json
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
 # make lint                               ruff and mypy
 # make docs                               the site, under build/site; a warning is an error
@@ -100,6 +100,7 @@ nightly: .venv/all/.ready
 	@for platform in $(or $(PLATFORM),$(CPU_PLATFORMS)); do \
 	    .venv/all/bin/python -m ci.nightly $$platform --more $(or $(N),100) $(if $(filter command line,$(origin SEED)),--seed $(SEED)) || exit 1; \
 	done
+	$(if $(filter mindspore,$(PLATFORM)),,.venv/all/bin/python -m ci.nightly torch-cpu --compiled)
 
 mutants: .venv/all/.ready
 	.venv/all/bin/python -m ci.mutants --count $(or $(N),200) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))

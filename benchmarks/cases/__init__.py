@@ -13,6 +13,7 @@ __all__ = ["NAMES", "find"]
 NAMES = (
     "mlp",
     "llama",
+    "compile",
     "collectives",
     "operators",
     "optimizer",

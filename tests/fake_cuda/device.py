@@ -55,18 +55,23 @@ class FakeCudaMode(FakeTensorMode):
     Attributes:
         sent: the collectives that reached the process group: (name, dtype, device) of each of their tensors.
         drawn: the device of each result of an operation that draws random numbers.
+        captures: whether operations are refused that a CUDA graph could not have: whose results, or the shapes of
+            these, are known to the host only once the device has computed them, and copies from or to the host.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[str, torch.dtype, torch.device]] = []
         self.drawn: list[torch.device] = []
+        self.captures = False
 
     def dispatch(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """See `FakeTensorMode.dispatch`."""
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == _META and not self.in_kernel_invocation:
             kwargs["device"] = CUDA
+        if self.captures:
+            _refuse_waiting(func, args, kwargs)
         if func.namespace == "c10d":
             self.sent += [(func._opname, x.dtype, x.device) for x in _tensors_in((args, kwargs))]
         with DisableTorchFunctionSubclass():
@@ -74,6 +79,16 @@ class FakeCudaMode(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drawn += [x.device for x in _tensors_in(result)]
         return result
+
+
+def _refuse_waiting(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    masks = func is not torch.ops.aten.index.Tensor or any(i is not None and i.dtype is torch.bool for i in args[1])
+    if masks and {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        raise RuntimeError(f"{func} waits for the device, which a CUDA graph cannot")
+    devices = {x.device.type for x in _tensors_in((args, kwargs)) if x.dim() or func._opname != "copy_"}
+    devices |= {torch.device(kwargs["device"]).type} if kwargs.get("device") is not None else set()
+    if func._opname in ("_to_copy", "copy_", "_pin_memory", "to") and len(devices) > 1:
+        raise RuntimeError(f"{func} copies between {' and '.join(sorted(devices))}, which waits for the device")
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

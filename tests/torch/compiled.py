@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -25,18 +25,33 @@ _NAMES = {
 }
 
 
+def waits(operation: Any, args: tuple) -> bool:
+    """Whether the results of an operation in a graph, or their shapes, are known to the host only once the device has
+    computed them: a CUDA graph cannot have it."""
+    found = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(getattr(operation, "tags", ()))
+    if operation is torch.ops.aten.index.Tensor:  # has this tag for masks
+        return any(i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in args[1])
+    return bool(found)
+
+
 class Graphs:
-    """A backend that runs the traced graphs as they are, and counts the collectives in them."""
+    """A backend that runs the traced graphs as they are, and counts the collectives in them. No graph has operations
+    that CUDA graphs could not have."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.graphs = 0
-        self.backend = aot_autograd(fw_compiler=self._count, bw_compiler=self._count)
+        # Inductor's partition into forward and backward: that of aot_eager leaves code in backward that nobody uses.
+        partition = min_cut_rematerialization_partition
+        self.backend = aot_autograd(fw_compiler=self._count, bw_compiler=self._count, partition_fn=partition)
 
     def _count(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable:
         self.graphs += 1
         for node in graph.graph.nodes:
             name = str(node.target)
+            assert not waits(node.target, node.args), f"{name} waits for the device"
+            if "_to_copy" in name and "device" in node.kwargs:
+                assert node.args[0].meta["val"].device == node.kwargs["device"], f"{name} waits for the device"
             if name.startswith("_c10d_functional.") and "wait_tensor" not in name:
                 kind = name.split(".")[1]
                 self.counts[_NAMES.get(kind, kind)] += 1

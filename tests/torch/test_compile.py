@@ -98,14 +98,14 @@ def block_plan(sequence: bool) -> dict[str, Any]:
 def decoder(mesh: Any, sequence: bool, bias: bool) -> dict[str, int]:
     torch.manual_seed(0)
     single = Logits(Sizes(heads=4, features=8, sequence=8), bias).to(device())
-    ids = [torch.randint(12, (2, n), generator=torch.Generator().manual_seed(n)).to(device()) for n in (8, 12, 16)]
+    ids = [torch.randint(12, (2, n), generator=torch.Generator().manual_seed(n)).to(device()) for n in (8, 12)]
     return compare(mesh, single, block_plan(sequence), ids)
 
 
-@pytest.mark.parametrize(("sequence", "world"), [(False, 2), (True, 4)])
+@pytest.mark.parametrize(("sequence", "world"), [(False, 2), (True, 2)])
 def test_decoder(pool: Any, sequence: bool, world: int) -> None:
     """q, k and v read one input, gate and up another: each has one collective in backward."""
-    for found in pool.run(world, decoder, sequence, world == 2):
+    for found in pool.run(world, decoder, sequence, not sequence):
         if not sequence:
             # forward: embedding, attention, feed-forward; backward: these two and the head
             assert found == {"all_reduce": 6, "all_gather": 1}

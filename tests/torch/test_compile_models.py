@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import nn
 
 from hyper_parallel import (
     ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    RankMismatchError,
     Replicate,
     RowwiseParallel,
     Shard,
@@ -24,8 +28,11 @@ from hyper_parallel import (
     replicate,
     vocab_parallel_cross_entropy,
 )
+from hyper_parallel.platform.torch.compiled import losses
+from hyper_parallel.platform.torch.compiled.moves import placed_classes
+from hyper_parallel.platform.torch.compiled.placed import settle
 from hyper_parallel.testing.spmd import on_mesh
-from tests.torch.compiled import Graphs, fresh
+from tests.torch.compiled import Graphs, fresh, same_counts
 from tests.torch.support import close, device, randn
 
 WORDS, FEATURES = 12, 8
@@ -66,56 +73,235 @@ def words() -> Any:
     return (torch.arange(8).expand(2, 8) % WORDS).to(device())
 
 
+#: Arguments of losses: what they are reduced to, weights, smoothing. Two all-reduces of samples in each case.
+LOSSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"reduction": "none", "ignore_index": 3},
+    {"label_smoothing": 0.1, "weight": torch.linspace(0.5, 1.5, WORDS)},
+    {"reduction": "sum", "weight": torch.linspace(0.5, 1.5, WORDS)},
+    {"label_smoothing": 0.2},
+)
+
+
+def on_device(how: dict[str, Any]) -> dict[str, Any]:
+    return {key: x.to(device()) if isinstance(x, torch.Tensor) else x for key, x in how.items()}
+
+
 @on_mesh()
 def with_losses(mesh: Any) -> None:
-    """Whole logits in one graph; logits of a part leave it, as DTensors."""
+    """Logits of a part, plain and as DTensors, with their losses in one graph: by eager mode's collectives."""
     ids = words()
 
-    def loss(model: Any) -> Any:
-        return lambda ids: F.cross_entropy(model(ids).transpose(1, 2), ids)
+    def loss(model: Any, **how: Any) -> Any:
+        return lambda ids: F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten(), **how)
 
-    def vocabulary(model: Any) -> Any:
-        return lambda ids: vocab_parallel_cross_entropy(model(ids).flatten(0, 1), ids.flatten(), mesh).mean()
+    def vocabulary(model: Any, **how: Any) -> Any:
+        return lambda ids: vocab_parallel_cross_entropy(model(ids).flatten(0, 1), ids.flatten(), mesh, **how)
 
-    for head, make, whole in (
-        (ColwiseParallel(output_layouts=Replicate()), loss, True),
-        (ColwiseParallel(use_local_output=False), loss, False),
-        (ColwiseParallel(), vocabulary, False),
-    ):
-        fresh(mesh)
-        single = Gpt()
-        model = parallelize_module(copy.deepcopy(single), mesh, planned(head))
+    single = Gpt()
+    for head, make in ((ColwiseParallel(use_local_output=False), loss), (ColwiseParallel(), vocabulary)):
+        for how in map(on_device, LOSSES[1:3] if make is vocabulary else LOSSES[2:3]):
+            fresh(mesh)
+            single.zero_grad()
+            model, graphs = parallelize_module(copy.deepcopy(single), mesh, planned(head)), Graphs()
+            eager = copy.deepcopy(model)
+            with loss_parallel(), CommDebugMode() as comm:
+                total(make(eager, **how)(ids)).backward()
+            with loss_parallel():
+                y = torch.compile(make(model, **how), backend=graphs.backend, fullgraph=True)(ids)
+            total(y).backward()
+            wanted = loss(single, **how)(ids)
+            wanted.sum().backward()
+            close(y, wanted, str(how))
+            same_gradients(model, single)
+            same_counts(graphs, comm)
+
+
+def total(y: Any) -> Any:
+    y = y.sum()
+    return y.full_tensor() if isinstance(y, DTensor) else y
+
+
+@on_mesh()
+def with_targets_of_other_kinds(mesh: Any) -> None:
+    """Probabilities, log-probabilities, other shapes and dtypes; targets that are no class."""
+    fresh(mesh)
+    x, ids = randn(2, 4, WORDS), words()[:, :4]
+    own = slice(mesh.get_local_rank() * WORDS // 2, (mesh.get_local_rank() + 1) * WORDS // 2)
+    soft = torch.softmax(randn(2, 4, WORDS, seed=1), -1)
+
+    def compiled(function: Any, *args: Any) -> Any:
+        fresh()
+        return torch.compile(function, backend="aot_eager", fullgraph=True)(*args)
+
+    def of_parts(x: Any, target: Any, **how: Any) -> Any:
+        return vocab_parallel_cross_entropy(x, target, mesh, dim=-1, **how)
+
+    for how in map(on_device, ({}, LOSSES[2])):
+        leaves = [t.clone().requires_grad_() for t in (x, soft)]
+        parts = [t[..., own].clone().requires_grad_() for t in (x, soft)]
+        F.cross_entropy(*(t.movedim(-1, 1) for t in leaves), **how).backward()
+        compiled(partial(of_parts, **how), *parts).backward()
+        for part, leaf in zip(parts, leaves, strict=True):
+            close(part.grad, leaf.grad[..., own], str(how))
+    wrong = ids.clone()
+    wrong[0, 0] = WORDS + 1
+    assert compiled(of_parts, x[..., own], wrong).isnan()
+    half = compiled(of_parts, x[..., own].bfloat16(), ids)
+    assert half.dtype is torch.bfloat16
+    close(half, F.cross_entropy(x.bfloat16().movedim(-1, 1).float(), ids).bfloat16(), tolerance=0.02)
+
+    given = distribute_tensor(x, mesh, [Shard(2)])
+    for how in map(on_device, (*LOSSES[:2], LOSSES[3])):
         with loss_parallel():
-            y = torch.compile(make(model), backend="aot_eager" if whole else "eager", fullgraph=whole)(ids)
-            y.backward()
-        wanted = loss(single)(ids)
-        wanted.backward()
-        close(y, wanted)
-        same_gradients(model, single)
-    x, target = randn(4, WORDS), ids[0, :4]
+            y = compiled(lambda x, how=how: F.nll_loss(x.view(-1, WORDS), ids.flatten(), **how), given)
+        close(y, F.nll_loss(x.flatten(0, 1), ids.flatten(), **how), str(how))
+    with loss_parallel():
+        y = compiled(lambda x: F.cross_entropy(x.transpose(1, 2).to(torch.float32), ids), given)
+    close(y, F.cross_entropy(x.transpose(1, 2), ids))
+
+
+@on_mesh()
+def losses_that_leave(mesh: Any) -> None:
+    """What does not fit is said by eager mode, on all ranks."""
+    fresh(mesh)
+    x, ids = randn(4, WORDS), words()[0, :4]
+    own = x[:, : WORDS // 2]
+    call: Any = torch.compile(
+        lambda x, **how: vocab_parallel_cross_entropy(x, ids, mesh, **how), backend="eager", dynamic=False
+    )
+    for given, how, said in (
+        (own, {"reduction": "max"}, "reduction must be one of"),
+        (own, {"vocab_size": 7}, "holds .* of 7 classes"),
+        (own, {"weight": x[0, :3]}, "one entry for each of 12 classes"),
+        (own[:3], {}, "the target has shape"),
+        (distribute_tensor(x, mesh, [Shard(1)]), {}, "must be a plain local tensor"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            call(given, **how)
+    with pytest.raises(RankMismatchError, match="the samples of local_logits"):
+        # Another number of classes, of which shapes have not been compared yet.
+        torch.compile(lambda x: vocab_parallel_cross_entropy(x, ids[:1].expand(len(x)), mesh), backend="eager")(
+            x[: 3 + mesh.get_local_rank(), :5]
+        )
     given = distribute_tensor(x, mesh, [Shard(1)])
     for function in (F.nll_loss, F.cross_entropy):
         fresh()
-        call: Any = torch.compile(lambda a, b, function=function: function(a, b), backend="eager")
+        with pytest.raises(ValueError, match="got a plain tensor"):  # outside loss_parallel
+            torch.compile(lambda a, b, function=function: function(a, b), backend="eager")(given, ids)
+    rows = distribute_tensor(x, mesh, [Shard(0)])
+    with loss_parallel():  # whole classes: an operation on a DTensor as any other
+        close(torch.compile(lambda a: F.cross_entropy(a, ids), backend="eager")(rows), F.cross_entropy(x, ids))
+
+
+@on_mesh()
+def losses_run_by_python(mesh: Any) -> None:
+    """What is traced is a function as any other."""
+    rank, x, ids = mesh.get_local_rank(), randn(2, 4, WORDS), words()[:, :4]
+    soft = torch.softmax(randn(2, 4, WORDS, seed=1), -1)
+    part = slice(rank * WORDS // 2, (rank + 1) * WORDS // 2)
+    traced = losses._traced(vocab_parallel_cross_entropy)
+    placed = placed_classes(mesh, mesh.size())[2]
+    for how in map(on_device, LOSSES):
+        for target in (ids, soft) if "ignore_index" not in how else (ids,):
+            leaf, own = x.clone().requires_grad_(), x[..., part].clone().requires_grad_()
+            wanted = F.cross_entropy(leaf.movedim(-1, 1), target if target is ids else target.movedim(-1, 1), **how)
+            y = traced(own, target if target is ids else target[..., part], mesh, dim=-1, **how)
+            close(y, wanted, str(how))
+            wanted.sum().backward()
+            y.sum().backward()
+            close(own.grad, leaf.grad[..., part], str(how))
         with loss_parallel():
-            close(call(given, target), function(x, target))
-    with pytest.raises(ValueError, match="got a plain tensor"):
-        call(given, target)
+            logits = x[..., part].clone().as_subclass(placed)
+            y = F.cross_entropy(logits.view(8, WORDS).float(), ids.flatten(), **how)
+            close(settle(y), F.cross_entropy(x.flatten(0, 1), ids.flatten(), **how))
+            y = F.cross_entropy(torch.flatten(logits.to(torch.float32), 0, 1), ids.flatten(), **how)
+            close(settle(y), F.cross_entropy(x.flatten(0, 1), ids.flatten(), **how))
+            if "label_smoothing" not in how:
+                y = F.nll_loss(logits.transpose(-1, 1), ids, **how)
+                close(settle(y), F.nll_loss(x.transpose(-1, 1), ids, **how))
+    whole = x.clone().as_subclass(placed_classes(mesh, mesh.size())[None])
+    close(settle(whole.reshape(-1, 3).flatten()), x.flatten())
+    rows = x[rank : rank + 1].clone().as_subclass(placed_classes(mesh, mesh.size())[0])
+    close(settle(rows.flatten(1)), x.flatten(1))
+    close(settle(rows.transpose(0, 1)), x.transpose(0, 1))
+    # Left to eager mode, which computes on DTensors: what changes the classes, and what a loss does not take.
+    close(settle(logits).flatten(1), x.flatten(1))
+    for leaves in (lambda x: x.flatten(1), lambda x: x.view(2, -1), lambda x: x.to("cpu"), lambda x: x + 1):
+        close(settle(leaves(x[..., part].clone().as_subclass(placed))), leaves(x))
+    with loss_parallel():
+        close(F.cross_entropy(rows.transpose(1, 2), ids), F.cross_entropy(x.transpose(1, 2), ids))
+        uneven = {"weight": torch.ones(3, device=device())}
+        with pytest.raises((ValueError, RuntimeError)):
+            F.cross_entropy(x[..., part].clone().as_subclass(placed).transpose(1, 2), ids, **uneven)
+        with pytest.raises((ValueError, RuntimeError)):
+            F.nll_loss(x[..., part].clone().as_subclass(placed).transpose(1, 2), ids, **uneven)
+        with pytest.raises(TypeError, match="size_average and reduce are not supported"):
+            F.cross_entropy(x[..., part].clone().as_subclass(placed).transpose(1, 2), ids, reduce=False)
+    for wrong in ({"reduction": "max"}, {"weight": x[0, 0, :3]}):
+        with pytest.raises(ValueError):
+            traced(x[..., part], ids, mesh, dim=-1, **wrong)
+    with pytest.raises(ValueError, match="the target has shape"):
+        traced(x[..., part], ids[:, :2], mesh, dim=-1)
+    with pytest.raises(ValueError, match="got a plain tensor"):  # outside loss_parallel
+        F.cross_entropy(x[..., part].clone().as_subclass(placed).transpose(1, 2), ids)
 
 
-def test_losses(pool: Any) -> None:
-    pool.run(2, with_losses)
+@pytest.mark.parametrize("job", [with_losses, with_targets_of_other_kinds, losses_that_leave, losses_run_by_python])
+def test_losses(pool: Any, job: Any) -> None:
+    pool.run(2, job)
+
+
+class Halves(nn.Module):
+    """Two units, and what is around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Half(), Half()
+        self.to(device())
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.first(x * 2) * 3)
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(x)))
 
 
 @on_mesh()
 def units(mesh: Any) -> None:
-    """A unit of data parallelism is not compiled itself."""
+    """Around units of data parallelism graphs break, and what is inside of one is compiled by itself."""
     for wrap in (fully_shard, replicate):
         fresh()
-        unit = nn.Sequential(nn.Linear(6, 6)).to(device())
-        wrap(unit, mesh=mesh) if wrap is fully_shard else wrap(unit, mesh)
-        with pytest.raises(RuntimeError, match="is being compiled, which is not supported: compile the modules inside"):
-            torch.compile(unit, backend="aot_eager")(randn(2, 6))
+        single, graphs = Halves(), Graphs()
+        model = copy.deepcopy(single)
+        if wrap is fully_shard:
+            for unit in (model.first, model.second, model):
+                fully_shard(unit, mesh=mesh)
+        else:
+            replicate(model, mesh)
+        xs = [randn(3, 6, seed=i) for i in range(mesh.size())]
+        call: Any = torch.compile(model, backend=graphs.backend)
+        for _ in range(2):
+            model.zero_grad()
+            single.zero_grad()
+            y = call(xs[mesh.get_local_rank()])
+            y.square().sum().backward()
+            close(y, single(xs[mesh.get_local_rank()]))
+            (sum(single(x).square().sum() for x in xs) / len(xs)).backward()
+            same_gradients(model, single)
+        assert graphs.graphs >= 4  # each half, forward and backward
+        fresh()
+        with pytest.raises(Exception, match="HyperParallel: a unit of data parallelism, which is not compiled itself"):
+            torch.compile(model, backend="eager", fullgraph=True)(xs[0])
+        with pytest.raises(RuntimeError, match="is being compiled, which is not supported"), torch.no_grad():
+            torch.export.export(model, (xs[0],), strict=False)
 
 
 def test_units(pool: Any) -> None:
@@ -146,8 +332,11 @@ def test_optimizer_steps(pool: Any) -> None:
 
 
 @on_mesh()
-def transformers_llama(mesh: Any) -> None:
-    """Training in one graph, and words generated on a static cache, which compiles once for all of them."""
+def transformers_llama(mesh: Any, backend: Any = None) -> None:
+    """Training in one graph, and words generated on a static cache, which compiles once for all of them.
+
+    ``backend`` is one of torch's; None counts graphs and collectives.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hyper_parallel.integrations.huggingface import parallelize_model
@@ -160,21 +349,24 @@ def transformers_llama(mesh: Any) -> None:
     fresh(mesh)
     model: Any = parallelize_model(copy.deepcopy(single), mesh)
     graphs = Graphs()
-    loss = torch.compile(model, backend=graphs.backend, fullgraph=True)(ids, labels=ids).loss
+    loss = torch.compile(model, backend=backend or graphs.backend, fullgraph=True)(ids, labels=ids).loss
     loss.backward()
     wanted = single(ids, labels=ids).loss
     wanted.backward()
     close(loss, wanted)
     same_gradients(model, single)
-    assert dict(graphs.counts) == {"all_reduce": 10, "all_gather": 1}  # as in eager mode, see test_huggingface
+    assert backend or dict(graphs.counts) == {
+        "all_reduce": 10,
+        "all_gather": 1,
+    }  # as in eager mode, see test_huggingface
     fresh()
     graphs = Graphs()
-    model.forward = torch.compile(model.forward, backend=graphs.backend, fullgraph=True)
+    model.forward = torch.compile(model.forward, backend=backend or graphs.backend, fullgraph=True)
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
         found = model.generate(ids, cache_implementation="static", **how)
         assert torch.equal(found, single.generate(ids, **how))
-    assert graphs.graphs == 2  # for the words that are given, and for each one that follows
+    assert backend or graphs.graphs == 2  # for the words that are given, and for each one that follows
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

@@ -187,11 +187,11 @@ def step(model: nn.Module, cases: list[Case], call: Any) -> list[tuple[str, Any]
 
 
 @on_mesh()
-def one_group(mesh: Any, name: str) -> None:
+def some_styles(mesh: Any, names: tuple[str, ...], every: int = 1) -> None:
     fresh(mesh)
     torch.manual_seed(0)
     mesh.platform.register_norm_module(Scale)
-    cases = list(GROUPS[name](mesh))
+    cases = [case for name in names for case in GROUPS[name](mesh)][::every]
     plan = {f"layers.{i}": style for i, (_, style, _) in enumerate(cases)}
     eager = parallelize_module(Several([module for module, *_ in cases]).to(device()), mesh, plan)
     model = copy.deepcopy(eager)
@@ -206,7 +206,11 @@ def one_group(mesh: Any, name: str) -> None:
     same_counts(graphs, comm)
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", GROUPS)
-def test_styles(pool: Any, name: str, world: int) -> None:
-    pool.run(world, one_group, name)
+def test_styles(pool: Any, name: str) -> None:
+    pool.run(2, some_styles, (name,))
+
+
+def test_styles_on_four_ranks(pool: Any) -> None:
+    """Some of each group, in one graph; `tests.torch.compiled_rows` has all."""
+    pool.run(4, some_styles, tuple(GROUPS), 8)

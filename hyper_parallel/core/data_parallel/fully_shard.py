@@ -81,7 +81,7 @@ def fully_shard(
             applied already, a parameter that belongs to another unit, and a number of ranks that does not divide
             theirs. When the module is called, before communication, where something has taken the place of a
             parameter.
-        RuntimeError: when it is called inside what a compiler traces; for gradients of gradients of
+        RuntimeError: when a compiler traces its call, as `torch.export` does; for gradients of gradients of
             parameters; for a parameter that was changed between forward and backward.
 
     Example:

@@ -114,7 +114,7 @@ def replicate(
             not positive, and a parameter that has no values, to which `replicate` or `fully_shard` was applied already,
             or that is tensor parallel on a mesh with another root. When the module is called, before communication, for
             plain tensors and DTensors at once.
-        RuntimeError: when it is called inside what a compiler traces; for gradients of gradients of
+        RuntimeError: when a compiler traces its call, as `torch.export` does; for gradients of gradients of
             parameters.
 
     Example:

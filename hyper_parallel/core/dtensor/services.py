@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.layouts import memory_order, nesting
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
 from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
-from hyper_parallel.core.dtensor.operations import logit_shards, modes, random, views
+from hyper_parallel.core.dtensor.operations import class_shards, logit_shards, modes, random, views
 from hyper_parallel.core.dtensor.operations.dispatch import dispatch
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard, described
 from hyper_parallel.platform.registry import get_platform_for_device
@@ -38,6 +38,9 @@ class Services:
     draw, take_part = staticmethod(random.draw), staticmethod(random.take_part)
     of_first_rank = staticmethod(random.of_first_rank)
     refuse_part_of_classes = staticmethod(logit_shards.refuse_part_of_classes)
+    mesh_with_id = staticmethod(class_shards.mesh_with_id)
+    class_shards, losses_of_shards = staticmethod(class_shards.class_shards), class_shards.LOSSES
+    is_loss_parallel = staticmethod(modes.is_loss_parallel)
     check_local_collective = staticmethod(local_collectives.check_local_collective)
     check_rows = staticmethod(local_collectives.check_rows)
 

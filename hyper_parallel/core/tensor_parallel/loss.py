@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from hyper_parallel.core.dtensor.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.class_shards import LOSSES, layout_of_logits
 from hyper_parallel.core.dtensor.operations.modes import loss_parallel
-from hyper_parallel.core.dtensor.operations.rules.labels import axis, without
-from hyper_parallel.core.dtensor.operations.rules.loss import class_dim, sharded_cross_entropy
-from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.dtensor.operations.rules.labels import without
+from hyper_parallel.core.dtensor.operations.rules.loss import sharded_cross_entropy
+from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 
 __all__ = ["loss_parallel", "vocab_parallel_cross_entropy"]
 
 _REDUCTIONS = ("none", "mean", "sum")
-#: (dim, vocab_size, classes of this rank if that is None) for which the ranks of a mesh have compared their shapes.
-_COMPARED: WeakKeyDictionary[DeviceMesh, set[tuple[int, int | None, int]]] = WeakKeyDictionary()
 
 
 def vocab_parallel_cross_entropy(
@@ -84,7 +80,9 @@ def vocab_parallel_cross_entropy(
     _check_options(mesh, reduction, label_smoothing)
     for name, x in (("local_logits", local_logits), ("target", target), ("weight", weight)):
         _check_plain(platform, name, x, optional=name == "weight")
-    logits, dim = _layout_of_logits(local_logits, mesh, dim, vocab_size)
+    if not platform.is_floating_point(local_logits):
+        raise ValueError(f"local_logits must be of a floating point dtype, got {local_logits.dtype}")
+    logits, dim = layout_of_logits(tuple(platform.shape_of(local_logits)), mesh, dim, vocab_size)
     layouts, total = (logits, _layout_of_target(target, logits, dim)), logits.shape[dim]
     if weight is not None and tuple(platform.shape_of(weight)) != (total,):
         shape = tuple(platform.shape_of(weight))
@@ -94,6 +92,9 @@ def vocab_parallel_cross_entropy(
             weight = platform.narrow(weight, 0, logits.local_offset[dim], logits.local_shape[dim])
         static_args = (reduction, ignore_index, float(label_smoothing))
         return sharded_cross_entropy(platform, (local_logits, target, weight), static_args, layouts, dim)
+
+
+LOSSES.append(vocab_parallel_cross_entropy)
 
 
 def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:
@@ -118,41 +119,6 @@ def _check_plain(platform: Any, name: str, x: Any, optional: bool) -> None:
         )
     if not platform.is_tensor(x):
         raise TypeError(f"{name} of vocab_parallel_cross_entropy must be a tensor, got {type(x).__name__}")
-
-
-def _layout_of_logits(
-    local_logits: Any, mesh: DeviceMesh, dim: int | None, vocab_size: int | None
-) -> tuple[Layout, int]:
-    shape = list(mesh.platform.shape_of(local_logits))
-    if not shape:
-        raise ValueError("local_logits need a dimension of classes, got a tensor without dimensions")
-    if not mesh.platform.is_floating_point(local_logits):
-        raise ValueError(f"local_logits must be of a floating point dtype, got {local_logits.dtype}")
-    dim = class_dim(tuple(shape)) if dim is None else axis(dim, len(shape))
-    rank, size = mesh.get_local_rank(0), mesh.shape[0]
-    compared = _COMPARED.setdefault(mesh, set())
-    key = (dim, vocab_size, shape[dim] if vocab_size is None else 0)
-    total = shape[dim] * size if vocab_size is None else vocab_size
-    part, misfit = chunk_sizes(total, size)[rank], ""
-    if shape[dim] != part:
-        misfit = (
-            f"rank {rank} of {size} holds {part} of {total} classes, and its local_logits of shape {tuple(shape)} have "
-            f"{shape[dim]} in dimension {dim}: give vocab_size= where the parts are not equal, and dim=-1 where the "
-            "classes come last"
-        )
-    if key not in compared:
-        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
-        facts = {
-            "the samples of local_logits": f"{without(shape, (dim,))} beside dim={dim}",
-            "the number of classes: give vocab_size= where the parts are not equal": str(total),
-            "what does not fit": misfit or "nothing",
-        }
-        check_of(mesh).agree("vocab_parallel_cross_entropy", facts)
-    if misfit:
-        raise ValueError(misfit)
-    compared.add(key)  # not before: where parts do not fit, the ranks' keys differ
-    shape[dim] = total
-    return get_layout(mesh, (Shard(dim),), shape), dim
 
 
 def _layout_of_target(target: Any, logits: Layout, dim: int) -> Layout:

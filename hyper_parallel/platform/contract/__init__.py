@@ -29,6 +29,7 @@ from typing import ClassVar
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.compiled import (
+    ClassShards,
     Comparison,
     CompiledForward,
     CompiledInputs,
@@ -48,6 +49,7 @@ from hyper_parallel.platform.contract.state import OptimizerState, StateRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
 __all__ = [
+    "ClassShards",
     "NOTHING_FASTER",
     "Comparison",
     "CompiledForward",

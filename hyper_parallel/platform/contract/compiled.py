@@ -8,11 +8,20 @@ and collectives that the compiler can see. A backend without takes the data and 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["Comparison", "CompiledForward", "CompiledInputs", "CompilerRole", "Conversion", "Cut"]
+__all__ = [
+    "ClassShards",
+    "CompiledLosses",
+    "Comparison",
+    "CompiledForward",
+    "CompiledInputs",
+    "CompilerRole",
+    "Conversion",
+    "Cut",
+]
 
 #: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
 Cut: TypeAlias = "int | None"
@@ -100,6 +109,57 @@ class CompiledInputs:
     count: int
     local: bool
     of_outputs: bool
+
+
+@dataclass(frozen=True)
+class ClassShards:
+    """The classes that this rank has of logits.
+
+    Attributes:
+        group: of the ranks that share the classes.
+        size: how many they are.
+        total: how many classes.
+        first, count: those of this rank, at least one, as of all ranks.
+        compare: for local logits.
+    """
+
+    group: Any
+    size: int
+    total: int
+    first: int
+    count: int
+    compare: Comparison
+
+
+class CompiledLosses(Protocol):
+    """What a backend with a compiler may ask of core for losses of sharded logits; a part of `Core`."""
+
+    @property
+    def losses_of_shards(self) -> Sequence[Callable[..., Any]]:
+        """Functions of the library that compute a loss of plain logits of which each rank has some classes."""
+        ...
+
+    def class_shards(
+        self, mesh: Any, own: int, dim: int | None = None, vocab_size: int | None = None
+    ) -> ClassShards | None:
+        """Which classes this rank has of plain local logits; communicates nothing.
+
+        Args:
+            mesh: that shards them.
+            own: how many classes this rank has.
+            dim, vocab_size: arguments of `losses_of_shards`.
+
+        Returns:
+            None where some rank has none; what does not fit is for `ClassShards.compare` to say.
+        """
+
+    def mesh_with_id(self, number: int) -> Any:
+        """The mesh of which ``id()`` is ``number``, for a compiler that passes numbers."""
+        ...
+
+    def is_loss_parallel(self) -> bool:
+        """Whether the caller is inside ``loss_parallel``."""
+        ...
 
 
 class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings nothing

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from hyper_parallel.platform.contract.compiled import CompiledLosses
 from hyper_parallel.platform.contract.interception import Dispatch
 
 __all__ = ["Core"]
@@ -15,7 +16,7 @@ Layout = Any
 Mesh = Any
 
 
-class Core(Protocol):
+class Core(CompiledLosses, Protocol):
     """What a backend may ask of core.
 
     Everything but `dispatch` is there for what a framework does with tensors besides operations: clipping, gradients,

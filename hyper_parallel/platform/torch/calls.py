@@ -69,7 +69,7 @@ def call_quickly(module: nn.Module) -> None:
 @cache
 def _with_replaced_forward(cls: Any, mixin: type | None) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing() and "_compiled_run" in self.__dict__:
+        if is_tracing():
             return run_forward(self, args, kwargs)
         return self._replaced_forward(self, *args, **kwargs)
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Core
+from hyper_parallel.platform.imports import when_imported
 from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
+from hyper_parallel.platform.torch.compiled.losses import trace_losses
 from hyper_parallel.platform.torch.functional import calls_in_place, direct_calls
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
@@ -103,4 +105,5 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
     except RuntimeError:
         State.tensor_class = None  # every attempt is to say so
         raise
+    when_imported("torch._dynamo", trace_losses)
     return State.tensor_class

@@ -540,7 +540,7 @@ def test_mesh_with_two_dimensions(pool: Any) -> None:
 @spmd.on_mesh()
 def differs(mesh: Any) -> None:
     """Unequal parts without vocab_size: every rank says so, the first time."""
-    from hyper_parallel.core.tensor_parallel.loss import _COMPARED
+    from hyper_parallel.core.dtensor.operations.class_shards import _COMPARED
 
     _COMPARED.pop(mesh, None)
     adapter = get_adapter()

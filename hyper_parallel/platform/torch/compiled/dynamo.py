@@ -23,18 +23,19 @@ from hyper_parallel.platform.torch.tensor import State, is_dtensor
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
 #: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
-#: compiled.
-_NOT_COMPILED = (
-    *("core/dtensor/", "core/tensor_parallel/loss.py"),
-    *(f"platform/torch/{name}/" for name in ("handlers", "op_table")),
-    *(f"platform/torch/{name}.py" for name in ("dtensor_class", "operators", "tensor")),
-    *(f"platform/torch/{name}.py" for name in ("autograd", "collectives", "local_tensors", "lost_ranks")),
-)
+#: compiled. Of the backend that is all but what is written for the compiler, and what it must see to come there.
+_NOT_COMPILED = ("core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py")
+_COMPILED = ("__init__.py", "calls.py", "class_losses.py", "compiled", "wrappers.py")
 
 
 def not_compiled(skipped: Any) -> tuple[str, ...]:
     """What comes into the list of files that the compiler skips, with all that begins with them."""
-    return tuple(f"{Path(__file__).parents[3]}/{name}" for name in _NOT_COMPILED)
+    backend, root = Path(__file__).parents[1], Path(__file__).parents[3]
+    found = sorted(path for path in backend.iterdir() if path.name not in _COMPILED and path.name[:2] != "__")
+    return (
+        *(f"{root}/{name}" for name in _NOT_COMPILED),
+        *(f"{path}/" if path.is_dir() else str(path) for path in found),
+    )
 
 
 def skipping(original: Any) -> re.Pattern:
@@ -116,6 +117,5 @@ def _plain(args: Any, held: list[int]) -> list[Any]:
     new = list(args)
     with no_dispatch():
         for i in held:
-            x = new[i]
-            new[i] = x.view_as(x)
+            new[i] = new[i][...]  # the quickest way to a view
     return new

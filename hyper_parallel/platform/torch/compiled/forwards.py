@@ -6,14 +6,18 @@ not as the data say, and what has no data, runs outside of the compiled code as 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import CompiledForward
+from hyper_parallel.platform.imports import when_imported
 from hyper_parallel.platform.torch.compiled import functions
 from hyper_parallel.platform.torch.compiled.moves import INPUT, Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, plain
@@ -28,7 +32,11 @@ _OUTPUT = "its output would not be cut evenly, or into parts of several matrices
 
 
 def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a styled module inside of a compiled frame."""
+    """A call of a styled module, or of a unit of data parallelism, inside of a compiled frame."""
+    if "_compiled_run" not in module.__dict__:
+        if torch.compiler.is_exporting():
+            return module._replaced_forward(module, *args, **kwargs)  # which refuses it
+        return Outside.unit(module, args, kwargs)
     run = module._compiled_run
     y = _NO_WAY if run is None else run(module, args, kwargs)
     return Outside.run(module, args, kwargs, y) if isinstance(y, str) else y
@@ -253,3 +261,6 @@ def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] |
         return _give(moves, y, to)
 
     return run
+
+
+when_imported("torch._dynamo", partial(importlib.import_module, f"{__package__}.outside"))

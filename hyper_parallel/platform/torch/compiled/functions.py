@@ -15,13 +15,28 @@ from torch.autograd import Function
 
 from hyper_parallel.platform.torch.private import functional_collectives
 
-__all__ = ["exchange", "gather", "gather_for_parts", "one_summand", "read_for_parts", "scatter", "slice_", "sum_up"]
+__all__ = [
+    "exchange",
+    "gather",
+    "gather_for_parts",
+    "largest_of",
+    "one_summand",
+    "read_for_parts",
+    "scatter",
+    "slice_",
+    "sum_up",
+]
 
 _ops = functional_collectives
 
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group))
+
+
+def largest_of(x: Tensor, size: int, group: str) -> Tensor:
+    """The largest of all ranks' values; not differentiable."""
+    return x if size == 1 else _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group))
 
 
 def _all_gather(x: Tensor, dim: int, sizes: tuple[int, ...], size: int, group: str) -> Tensor:

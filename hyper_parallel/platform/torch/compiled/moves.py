@@ -16,7 +16,7 @@ from hyper_parallel.platform.torch.compiled.comparisons import Shards, mark
 from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class, kept_on_mesh, placed_class, plain
 from hyper_parallel.platform.torch.tensor import State
 
-__all__ = ["INPUT", "Moves", "shards_of"]
+__all__ = ["INPUT", "Moves", "placed_classes", "shards_of"]
 
 #: Why a module is left to eager mode, where it is for its inputs.
 INPUT = "its inputs are not one tensor that lies as the style takes it"
@@ -41,6 +41,12 @@ def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | N
 def shards_of(compare: Comparison | None) -> Shards | None:
     """The plain shards that a style's data say are compared."""
     return None if compare is None else Shards(compare)
+
+
+def placed_classes(mesh: Any, size: int) -> dict[int | None, type]:
+    """`placed_class` by cut."""
+    found: dict[int | None, type] = _classes(mesh, size)[0]
+    return found
 
 
 class Moves:

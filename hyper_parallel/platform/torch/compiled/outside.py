@@ -9,11 +9,13 @@ import torch
 
 from hyper_parallel.platform.torch.compiled.comparisons import mark
 from hyper_parallel.platform.torch.compiled.placed import Outside, settle
+from hyper_parallel.platform.torch.compiled.views import trace
 
 __all__: list[str] = []
 
 #: Paths of modules of which it was said.
 _SAID: set[str] = set()
+_UNITS = "units of data parallelism run outside of compiled code, as in eager mode"
 
 
 @torch.compiler.disable(
@@ -39,5 +41,17 @@ def _run(module: Any, args: tuple, kwargs: dict, why: str) -> Any:
     return module._replaced_forward(module, *settle(args), **settle(kwargs))
 
 
-Outside.leave, Outside.run = _leave, _run
+@torch.compiler.disable(
+    recursive=False,
+    reason="HyperParallel: a unit of data parallelism, which is not compiled itself: compile the modules inside of it; "
+    "see docs/compile.md",
+)
+def _unit(module: Any, args: tuple, kwargs: dict) -> Any:
+    if _UNITS not in _SAID:
+        _SAID.add(_UNITS)
+        warnings.warn(f"{_UNITS}, and what is inside of them is compiled by itself: see docs/compile.md", stacklevel=2)
+    return module._replaced_forward(module, *settle(args), **settle(kwargs))
+
+
+Outside.leave, Outside.run, Outside.unit, Outside.trace = _leave, _run, _unit, trace
 torch.compiler.allow_in_graph(mark)

@@ -8,16 +8,14 @@ that it needs no attributes, which compiled code would have to carry along.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.imports import when_imported
 from hyper_parallel.platform.torch.compiled.functions import read_for_parts
 from hyper_parallel.platform.torch.tensor import State
 
@@ -76,13 +74,18 @@ class Outside:
     leave: Any = None
     #: ``run(module, args, kwargs)``: the same, of the forward of a styled module.
     run: Any = None
+    #: ``unit(module, args, kwargs)``: the forward of a unit of data parallelism, inside of which frames are compiled.
+    unit: Any = None
+    #: ``trace(func, args, kwargs)``: what an operation gives of a `Placed`, or None where it is not traced.
+    trace: Any = None
 
 
 def _torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     for other in types:
         if issubclass(other, Part):
             return NotImplemented  # which reads parameters in its own way
-    return Outside.leave(func, args, kwargs or {})
+    y = Outside.trace(func, args, kwargs or {})
+    return Outside.leave(func, args, kwargs or {}) if y is None else y
 
 
 @kept_on_mesh
@@ -201,6 +204,3 @@ def _derive(methods: dict[str, Any], mesh: Any, cut: int | None) -> type:
         **methods,
     }
     return type(mixin)("Placed", (mixin, base), namespace)
-
-
-when_imported("torch._dynamo", partial(importlib.import_module, f"{__package__}.outside"))
