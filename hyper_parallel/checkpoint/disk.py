@@ -12,7 +12,7 @@ from types import TracebackType
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 
-__all__ = ["NewFile", "make_directory", "remove_tree", "rename", "step", "sync_directory"]
+__all__ = ["BLOCK", "NewFile", "make_directory", "remove_tree", "rename", "step", "sync_directory"]
 
 #: Called before each step with its kind ("make", "open", "write", "sync", "rename", "remove", "barrier") and the file
 #: or directory. None outside of tests, which let a rank die there, or the disk be full.
@@ -34,8 +34,10 @@ def make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
-#: Bytes of a file from which on it is written past the cache of the system, where that can be done; bytes of a block.
-DIRECT_FROM, BLOCK = 32 << 20, 8 << 20
+#: Bytes of a file from which on it is written past the cache of the system, where that can be done.
+DIRECT_FROM = 32 << 20
+#: Bytes that are read or written by one call. A system reads ahead of calls of this size, and not of much larger ones.
+BLOCK = 8 << 20
 #: What blocks and their places must be multiples of.
 _ALIGNMENT = 4096
 

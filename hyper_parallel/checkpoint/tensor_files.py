@@ -181,7 +181,7 @@ class TensorFile:
         return np.frombuffer(self._memory, element_type(dtype), math.prod(shape), start).reshape(shape)
 
     def read(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
-        """Fill an array with a box of a tensor: bytes that lie one after the other are read at once, straight into it.
+        """Fill an array with a box of a tensor: bytes that lie one after the other are read straight into it.
 
         Args:
             name: of the tensor.
@@ -201,7 +201,7 @@ class TensorFile:
         start += sum(s.start * stride for s, stride in zip(box, source.strides, strict=True))
         left = target.reshape(-1).view(np.uint8).data
         while left:
-            count = os.preadv(self._file.fileno(), [left], start)
+            count = os.preadv(self._file.fileno(), [left[: disk.BLOCK]], start)
             if not count:
                 raise CheckpointError(f"{self.path} has become shorter while it was read")
             left, start = left[count:], start + count
