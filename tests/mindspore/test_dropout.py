@@ -258,3 +258,38 @@ def test_draws_without_a_rule(pool: Any) -> None:
     first, second = pool.run(2, other_draws)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     assert len(np.unique(first[0])) > 3
+
+
+class Dropping(nn.Cell):
+    """A norm on a part of the sequence, and dropout of what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm((6,))
+
+    def construct(self, x: Any) -> Any:
+        y = ops.dropout(self.norm(x), 0.5)
+        return y * y
+
+
+@on_mesh()
+def recomputed(mesh: Any) -> None:
+    """By counter, what is computed again in backward drops the same again."""
+    found = []
+    try:
+        for recompute in (False, True):
+            net = parallelize_module(Dropping(), mesh, {"norm": SequenceParallel(sequence_dim=0)})
+            if recompute:
+                net.recompute()
+            manual_seed(5, mesh, parallel_rng="counter")
+            x = Tensor(np.random.default_rng(mesh.get_rank()).standard_normal((8, 6)).astype(np.float32))
+            _, grad = value_and_grad(lambda x, net=net: net(x).sum(), 0, None)(x)
+            found.append(grad.asnumpy())
+    finally:
+        manual_seed(0, mesh)
+    assert np.abs(found[0]).max() > 0.01
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_recomputed_by_counter(pool: Any) -> None:
+    pool.run(2, recomputed)

@@ -25,6 +25,7 @@ def numbers(
         raise TypeError(
             f"random numbers of {dtype} cannot be drawn by counter: draw floating point numbers, and convert them"
         )
+    dtype = key.to(dtype).dtype  # an NPU converts to float32 in place of float64
     halves = (key * 65536).long()
     key, salt = halves[0] << 16 | halves[1], halves[2] << 16 | halves[3]
     rows, columns = _offsets(shape, ranges, key.device)
