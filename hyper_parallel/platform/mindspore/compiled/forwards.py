@@ -27,7 +27,7 @@ from hyper_parallel.platform.mindspore.compiled.functions import (
 )
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
 
-__all__ = ["GraphCell", "NotTracedError", "make_cell", "move_cell", "original_class"]
+__all__ = ["ColumnLinear", "GraphCell", "NotTracedError", "make_cell", "move_cell", "original_class", "read_cell"]
 
 
 class NotTracedError(Exception):
@@ -43,8 +43,11 @@ class GraphCell(nn.Cell):
     """What stands for a cell in graphs. It registers no parameters: they belong to their own cell.
 
     Attributes:
+        original: that cell, where its other attributes may be read.
         owned: the names of that cell's parameters, which whoever else reads gets no answer for.
     """
+
+    original: nn.Cell | None = None
 
     def __init__(self, owned: Iterable[str] = ()) -> None:
         super().__init__(auto_prefix=False)
@@ -68,8 +71,7 @@ def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
         if getattr(own.get(name), "_layout", None) is not layout:
             raise NotTracedError("its parameters are not those that the style has distributed")
     if how.kind in ("column", "row"):
-        linear = original_class(module) in (nn.Dense, mint.nn.Linear)
-        if linear:
+        if original_class(module) in (nn.Dense, mint.nn.Linear):
             return _linear(module, how, own)
         return _embedding(module, how, own)
     if how.kind == "parts":
@@ -91,7 +93,7 @@ def move_cell(ranks: Ranks, cut: int | None, wanted: int | None, sizes: tuple[in
     return Exchange(ranks, cut, wanted)
 
 
-def _read(ranks: Ranks, cut: int | None) -> nn.Cell:
+def read_cell(ranks: Ranks, cut: int | None) -> nn.Cell:
     """All of an input, for a consumer that returns a summand of the cotangent."""
     if ranks.size == 1:
         return Same()
@@ -113,10 +115,12 @@ def _ranks(how: CompiledForward) -> Ranks:
 def _linear(module: Any, how: CompiledForward, own: dict[str, Any]) -> GraphCell:
     if getattr(module, "activation", None) is not None:
         raise NotTracedError("it is an nn.Dense with an activation of its own")
-    return (_ColumnLinear if how.kind == "column" else _RowLinear)(module, how, own)
+    return (ColumnLinear if how.kind == "column" else _RowLinear)(module, how, own)
 
 
-class _ColumnLinear(GraphCell):
+class ColumnLinear(GraphCell):
+    """A linear layer of which each rank has some output features."""
+
     def __init__(self, module: Any, how: CompiledForward, own: dict[str, Any]) -> None:
         super().__init__(own)
         ranks = _ranks(how)
@@ -126,7 +130,7 @@ class _ColumnLinear(GraphCell):
             raise NotTracedError("it has several matrices in one, and its output is gathered")
         else:
             self.move = move_cell(ranks, -1, how.wanted, how.sizes)
-        self.read = _read(ranks, how.given)
+        self.read = read_cell(ranks, how.given)
         self.check = ShapeCheck(module, how, output=how.wanted)
         self.hold("_weight", own["weight"])
         self.has_bias = own.get("bias") is not None
@@ -292,7 +296,7 @@ class _Parts(GraphCell):
         super().__init__(own)
         ranks = _ranks(how)
         self.check = ShapeCheck(module, how)
-        self.body = _body(module, own, lambda: _read(ranks, None))
+        self.body = _body(module, own, lambda: read_cell(ranks, None))
 
     def construct(self, x: Tensor) -> Tensor:
         self.check(x.shape, x.dtype)

@@ -86,9 +86,9 @@ class _AllGather(nn.Cell):
         if not self.sizes:
             before, after = self.rank * x.shape[dim], (self.size - self.rank - 1) * x.shape[dim]
         if before > 0:
-            x = mint.cat((ops.zeros(x.shape[:dim] + (before,) + x.shape[dim + 1 :], x.dtype), x), dim)
+            x = mint.cat((ops.zeros(x.shape[:dim] + (before,) + x.shape[dim + 1 :], x.dtype), x), dim)  # noqa: RUF005
         if after > 0:
-            x = mint.cat((x, ops.zeros(x.shape[:dim] + (after,) + x.shape[dim + 1 :], x.dtype)), dim)
+            x = mint.cat((x, ops.zeros(x.shape[:dim] + (after,) + x.shape[dim + 1 :], x.dtype)), dim)  # noqa: RUF005
         return self.collective(x)
 
 
@@ -232,7 +232,7 @@ class OneSummand(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         if self.is_first:
             return x
-        return ops.zeros_like(x)
+        return ops.zeros(x.shape, x.dtype)
 
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
         return (dout,)
