@@ -83,7 +83,7 @@ class Norms(nn.Cell):
         return self.mlp(self.second(self.first(x)))
 
 
-def compared(net: nn.Cell, x: Tensor, *more: Any, jitted: Any = None) -> float:
+def compared(net: nn.Cell, x: Tensor, *more: Any) -> float:
     """The largest relative difference between eager mode and a graph: the output, and all gradients, where the graph
     is inside of what is differentiated, and where it takes the gradients itself."""
     parameters = net.trainable_params()

@@ -12,6 +12,7 @@ from mindspore import nn
 from hyper_parallel.platform.contract import CompiledForward, CompiledInputs
 from hyper_parallel.platform.mindspore.compiled.forwards import ColumnLinear, GraphCell, NotTracedError, make_cell
 from hyper_parallel.platform.mindspore.compiled.hooks import make_surrounded
+from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
 __all__ = [
     "compiled_hook",
@@ -84,8 +85,14 @@ def _state(cell: nn.Cell) -> tuple[Any, ...]:
     parts = [cell] if is_leaf(cell) else [part for part in cell._cells.values() if part is not None and is_leaf(part)]
     for part in parts:
         state += (id(part), vars(part).get("_graph_form"), len(_hooks(part)))
-        state += [(id(p), getattr(p, "_layout", None)) for p in part._params.values()]
+        # A graph goes on reading the memory that a parameter had when it was made.
+        state += [(id(p), getattr(p, "_layout", None), _memory(p)) for p in part._params.values() if p is not None]
     return tuple(state)
+
+
+def _memory(p: Any) -> int:
+    with NoDispatch():
+        return int(p.untyped_storage().data_ptr())
 
 
 def _make(cell: nn.Cell) -> GraphCell:
@@ -108,7 +115,7 @@ def _form(cell: nn.Cell) -> CompiledForward | None:
     form = vars(cell).get("_graph_form")
     if form is None or vars(cell).get("_hyper_parallel_unit") is not None:
         return None
-    return form()  # type: ignore[no-any-return]
+    return form()
 
 
 def _column(cell: nn.Cell | None) -> CompiledForward | None:

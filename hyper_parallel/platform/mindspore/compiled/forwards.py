@@ -17,12 +17,12 @@ from hyper_parallel.platform.mindspore.compiled.functions import (
     Exchange,
     Gather,
     GatherForParts,
-    OneSummand,
     Part,
     Ranks,
     ReadForParts,
     Same,
     Scatter,
+    ScatterAndAdd,
     SumUp,
 )
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
@@ -34,7 +34,7 @@ class NotTracedError(Exception):
     """Why a module cannot be in a graph."""
 
 
-def original_class(module: nn.Cell) -> type:
+def original_class(module: nn.Cell) -> Any:
     """The class that a cell had before styles gave it one of their own."""
     return next(cls for cls in type(module).__mro__ if "_of_style" not in cls.__dict__)
 
@@ -70,6 +70,8 @@ def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
     for name, layout in how.layouts.items():
         if getattr(own.get(name), "_layout", None) is not layout:
             raise NotTracedError("its parameters are not those that the style has distributed")
+    if how.kind == "row" and how.wanted == -1 and _outputs(own, how) % how.size:
+        raise NotTracedError("its output would be cut along its features, into parts of unequal sizes")
     if how.kind in ("column", "row"):
         if original_class(module) in (nn.Dense, mint.nn.Linear):
             return _linear(module, how, own)
@@ -79,8 +81,14 @@ def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
     return _Alike(module, how, own)
 
 
+def _outputs(own: dict[str, Any], how: CompiledForward) -> int:
+    """How many features the output of a row-parallel layer has: of the dimensions of its weight, that which is not cut."""
+    weight = next(p for p in own.values() if len(p.shape) == 2)
+    return int(weight.shape[1 - weight._layout.placements[0].dim])
+
+
 # ------------------------------------------------------------------------------------------------ between the layouts
-def move_cell(ranks: Ranks, cut: int | None, wanted: int | None, sizes: tuple[int, ...] = ()) -> nn.Cell:
+def move_cell(ranks: Ranks, cut: Any, wanted: int | None, sizes: tuple[int, ...] = ()) -> nn.Cell:
     """From one layout to another."""
     if cut == wanted or ranks.size == 1:
         return Same()
@@ -162,17 +170,18 @@ class _RowLinear(GraphCell):
         self.add_up = _add_up(ranks, how.wanted)
         self.check = ShapeCheck(module, how, output=how.wanted)
         self.hold("_weight", own["weight"])
-        self.bias_after = own.get("bias") is not None and how.wanted is None
-        self.bias_before = own.get("bias") is not None and how.wanted is not None
-        self.one_summand = OneSummand(ranks)
+        self.bias_inside = own.get("bias") is not None and how.wanted is not None and how.size > 1
+        self.bias_after = own.get("bias") is not None and not self.bias_inside
+        if self.bias_inside:
+            self.add_both = ScatterAndAdd(ranks, how.wanted)  # type: ignore[arg-type]
         if own.get("bias") is not None:
             self.hold("_bias", own["bias"])
 
     def construct(self, x: Tensor) -> Tensor:
         self.check(x.shape, x.dtype)
         y = mint.nn.functional.linear(self.take(x), self._weight)
-        if self.bias_before:
-            y = y + self.one_summand(self._bias)
+        if self.bias_inside:
+            return self.add_both(y, self._bias)
         y = self.add_up(y)
         if self.bias_after:
             y = y + self._bias
@@ -229,7 +238,7 @@ def _body(module: Any, own: dict[str, Any], read: Callable[[], nn.Cell]) -> nn.C
         raise NotTracedError(f"it holds {', '.join(map(repr, unknown or module._cells))}, which is not known there")
     cls: Any = original_class(module)
     namespace = {"__module__": cls.__module__, **{name: property(_READERS[name]) for name in own}}
-    own_class = type(cls.__name__, (cls,), namespace)
+    own_class: Any = type(cls.__name__, (cls,), namespace)
     new: Any = own_class.__new__(own_class)
     nn.Cell.__init__(new, auto_prefix=False)
     object.__setattr__(new, "_stands_in", True)

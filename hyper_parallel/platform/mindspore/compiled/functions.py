@@ -23,11 +23,11 @@ __all__ = [
     "Exchange",
     "Gather",
     "GatherForParts",
-    "OneSummand",
     "Part",
     "ReadForParts",
     "Ranks",
     "Scatter",
+    "ScatterAndAdd",
     "SumUp",
     "Same",
 ]
@@ -222,17 +222,20 @@ class Exchange(nn.Cell):
         return (self.part_back(self.gather_back(dout)),)
 
 
-class OneSummand(nn.Cell):
-    """What all ranks have as summands, of which one rank has the value and the others zeros."""
+class ScatterAndAdd(nn.Cell):
+    """Summands to this rank's part of their sum and of a bias, which all ranks have. Of a forward that does not use the
+    bias on all ranks MindSpore would leave its gradient out."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, dim: int) -> None:
         super().__init__(auto_prefix=False)
-        self.is_first = ranks.rank == 0
+        self.dim, self.gather, self.scatter = dim, _AllGather(ranks, dim), _ReduceScatter(ranks, dim)
+        self.part = _OwnPart(ranks, -1)
 
-    def construct(self, x: Tensor) -> Tensor:
-        if self.is_first:
-            return x
-        return ops.zeros(x.shape, x.dtype)
+    def construct(self, x: Tensor, bias: Tensor) -> Tensor:
+        if self.dim % x.ndim == x.ndim - 1:
+            bias = self.part(bias)
+        return self.scatter(x) + bias
 
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (dout,)
+    def bprop(self, x: Tensor, bias: Tensor, out: Tensor, dout: Tensor) -> Any:
+        whole = self.gather(dout)
+        return whole, whole.reshape((-1, whole.shape[-1])).sum(0)

@@ -69,7 +69,7 @@ class _Surrounded(GraphCell):
         self.known, self.given = len(self.inputs), len(self.outputs)
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        taken = ()
+        taken: Any = ()
         for i in range(len(args)):
             if i < self.known:
                 taken = taken + (self.reads[i](self.inputs[i](args[i])),)  # noqa: RUF005
@@ -80,7 +80,7 @@ class _Surrounded(GraphCell):
             return y
         if self.given == 1:
             return self.outputs[0](y)
-        found = ()
+        found: Any = ()
         for i in range(self.given):
             found = found + (self.outputs[i](y[i]),)  # noqa: RUF005
         return found
@@ -115,7 +115,7 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, CompiledForward]) -> 
         NotTracedError: where there is none.
     """
     before, after = list(module._forward_pre_hook.values()), list(module._forward_hook.values())
-    hows = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
+    hows: list[Any] = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
     if None in hows:
         raise NotTracedError("a hook of it, or a style, has no form in graphs")
     reads: dict[int, nn.Cell] = {}
@@ -139,4 +139,4 @@ def _copied(module: nn.Cell) -> nn.Cell:
     for name, value in vars(module).items():
         if name in same or not (name in vars(new) or name.startswith("_graph")):
             object.__setattr__(new, name, value)
-    return new  # type: ignore[no-any-return]
+    return new
