@@ -82,7 +82,7 @@ def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
 
 
 def _outputs(own: dict[str, Any], how: CompiledForward) -> int:
-    """How many features the output of a row-parallel layer has: of the dimensions of its weight, that which is not cut."""
+    """How many features the output of a row-parallel layer has: the dimension of its weight that is not cut."""
     weight = next(p for p in own.values() if len(p.shape) == 2)
     return int(weight.shape[1 - weight._layout.placements[0].dim])
 
