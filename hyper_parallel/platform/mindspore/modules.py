@@ -12,7 +12,7 @@ from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn
 
 from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense, is_dense
-from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward
+from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward, share_compiled_inputs
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
@@ -115,6 +115,7 @@ class ModuleVerbs:
 
     set_compiled_forward: Any = staticmethod(set_compiled_forward)
     compiled_hook: Any = staticmethod(compiled_hook)
+    share_compiled_inputs: Any = staticmethod(share_compiled_inputs)
 
     #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))

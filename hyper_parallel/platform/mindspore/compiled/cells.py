@@ -10,10 +10,19 @@ from typing import Any
 from mindspore import nn
 
 from hyper_parallel.platform.contract import CompiledForward, CompiledInputs
-from hyper_parallel.platform.mindspore.compiled.forwards import GraphCell, NotTracedError, make_cell
+from hyper_parallel.platform.mindspore.compiled.forwards import ColumnLinear, GraphCell, NotTracedError, make_cell
 from hyper_parallel.platform.mindspore.compiled.hooks import make_surrounded
+from hyper_parallel.platform.mindspore.tensor import NoDispatch
 
-__all__ = ["compiled_hook", "has_stand_in", "is_leaf", "number_of", "set_compiled_forward", "stand_in"]
+__all__ = [
+    "compiled_hook",
+    "has_stand_in",
+    "is_leaf",
+    "number_of",
+    "set_compiled_forward",
+    "share_compiled_inputs",
+    "stand_in",
+]
 
 #: By cell: what it was made of, the cell that stands for it, and its number.
 _made: weakref.WeakKeyDictionary[nn.Cell, tuple[Any, GraphCell, int]] = weakref.WeakKeyDictionary()
@@ -32,6 +41,11 @@ def compiled_hook(hook: Callable, how: CompiledInputs | None) -> Callable:
     return hook
 
 
+def share_compiled_inputs(module: nn.Cell) -> None:
+    """See `CompilerRole.share_compiled_inputs`."""
+    object.__setattr__(module, "_graph_shares", True)
+
+
 def is_leaf(cell: nn.Cell) -> bool:
     """Whether a style runs the forward of ``cell``."""
     return "_replaced_forward" in vars(cell)
@@ -39,12 +53,15 @@ def is_leaf(cell: nn.Cell) -> bool:
 
 def has_stand_in(cell: Any) -> bool:
     """Whether another cell is to stand for ``cell``."""
-    return isinstance(cell, nn.Cell) and (is_leaf(cell) or bool(_style_hooks(cell)))
+    return isinstance(cell, nn.Cell) and (is_leaf(cell) or "_graph_shares" in vars(cell) or _has_style_hooks(cell))
 
 
-def _style_hooks(cell: nn.Cell) -> list[Any]:
-    hooks = (*cell._forward_pre_hook.values(), *cell._forward_hook.values())
-    return [hook for hook in hooks if getattr(hook, "of_style", False)]
+def _has_style_hooks(cell: nn.Cell) -> bool:
+    return any(getattr(hook, "of_style", False) for hook in _hooks(cell))
+
+
+def _hooks(cell: nn.Cell) -> tuple[Any, ...]:
+    return (*cell._forward_pre_hook.values(), *cell._forward_hook.values())
 
 
 def stand_in(cell: nn.Cell) -> GraphCell:
@@ -53,26 +70,60 @@ def stand_in(cell: nn.Cell) -> GraphCell:
     Raises:
         NotTracedError: where there is none.
     """
-    hooks = (*cell._forward_pre_hook.values(), *cell._forward_hook.values())
-    form = vars(cell).get("_graph_form")
-    parameters = tuple(cell._params.values()) if is_leaf(cell) else ()
-    key = (form, *hooks, *((id(p), getattr(p, "_layout", None)) for p in parameters))
+    key = _state(cell)
     known = _made.get(cell)
     if known is not None and known[0] == key:
         return known[1]
-    if vars(cell).get("_hyper_parallel_unit") is not None:
-        raise NotTracedError("it is a unit of data parallelism")
-    if is_leaf(cell):
-        how = None if form is None else form()
-        if how is None:
-            raise NotTracedError("its style, or this kind of module, is not traced")
-        if hooks or cell._recompute_cell is not None or cell.mixed_precision_type is not None:
-            raise NotTracedError("it has hooks, is computed again or casts")
-        new = make_cell(cell, how)
-    else:
-        new = make_surrounded(cell)
+    new = _make(cell)
     _made[cell] = key, new, next(_numbers)
     return new
+
+
+def _state(cell: nn.Cell) -> tuple[Any, ...]:
+    """What `_make` depends on. An id is that of an object which the cell that was made holds."""
+    state: list[Any] = [cell.training, cell.mixed_precision_type, cell._recompute_cell is None, *_hooks(cell)]
+    parts = [cell] if is_leaf(cell) else [part for part in cell._cells.values() if part is not None and is_leaf(part)]
+    for part in parts:
+        state += (id(part), vars(part).get("_graph_form"), len(_hooks(part)))
+        # A graph goes on reading the memory that a parameter had when it was made.
+        state += [(id(p), getattr(p, "_layout", None), _memory(p)) for p in part._params.values() if p is not None]
+    return tuple(state)
+
+
+def _memory(p: Any) -> int:
+    with NoDispatch():
+        return int(p.untyped_storage().data_ptr())
+
+
+def _make(cell: nn.Cell) -> GraphCell:
+    if not is_leaf(cell):
+        columns = {}
+        if "_graph_shares" in vars(cell):
+            columns = {name: how for name, part in cell._cells.items() if (how := _column(part)) is not None}
+        return make_surrounded(cell, columns)
+    how = _form(cell)
+    if how is None:
+        raise NotTracedError("its style, or this kind of module, is not traced")
+    if _hooks(cell):
+        raise NotTracedError("it has hooks")
+    if cell._recompute_cell is not None or cell.mixed_precision_type is not None:
+        raise NotTracedError("it is computed again in backward, or casts")
+    return make_cell(cell, how)
+
+
+def _form(cell: nn.Cell) -> CompiledForward | None:
+    form = vars(cell).get("_graph_form")
+    if form is None or vars(cell).get("_hyper_parallel_unit") is not None:
+        return None
+    return form()
+
+
+def _column(cell: nn.Cell | None) -> CompiledForward | None:
+    """What the style of a column-parallel linear layer says that takes its input as all ranks have it."""
+    if cell is None or not is_leaf(cell):
+        return None
+    how, made = _form(cell), stand_in(cell)
+    return how if isinstance(made, ColumnLinear) and how is not None and how.given is None else None
 
 
 def number_of(cell: nn.Cell) -> int:

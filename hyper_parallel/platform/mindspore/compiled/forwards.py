@@ -17,24 +17,24 @@ from hyper_parallel.platform.mindspore.compiled.functions import (
     Exchange,
     Gather,
     GatherForParts,
-    OneSummand,
     Part,
     Ranks,
     ReadForParts,
     Same,
     Scatter,
+    ScatterAndAdd,
     SumUp,
 )
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
 
-__all__ = ["GraphCell", "NotTracedError", "make_cell", "move_cell", "original_class"]
+__all__ = ["ColumnLinear", "GraphCell", "NotTracedError", "make_cell", "move_cell", "original_class", "read_cell"]
 
 
 class NotTracedError(Exception):
     """Why a module cannot be in a graph."""
 
 
-def original_class(module: nn.Cell) -> type:
+def original_class(module: nn.Cell) -> Any:
     """The class that a cell had before styles gave it one of their own."""
     return next(cls for cls in type(module).__mro__ if "_of_style" not in cls.__dict__)
 
@@ -43,8 +43,11 @@ class GraphCell(nn.Cell):
     """What stands for a cell in graphs. It registers no parameters: they belong to their own cell.
 
     Attributes:
+        original: that cell, where its other attributes may be read.
         owned: the names of that cell's parameters, which whoever else reads gets no answer for.
     """
+
+    original: nn.Cell | None = None
 
     def __init__(self, owned: Iterable[str] = ()) -> None:
         super().__init__(auto_prefix=False)
@@ -67,9 +70,10 @@ def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
     for name, layout in how.layouts.items():
         if getattr(own.get(name), "_layout", None) is not layout:
             raise NotTracedError("its parameters are not those that the style has distributed")
+    if how.kind == "row" and how.wanted == -1 and _outputs(own, how) % how.size:
+        raise NotTracedError("its output would be cut along its features, into parts of unequal sizes")
     if how.kind in ("column", "row"):
-        linear = original_class(module) in (nn.Dense, mint.nn.Linear)
-        if linear:
+        if original_class(module) in (nn.Dense, mint.nn.Linear):
             return _linear(module, how, own)
         return _embedding(module, how, own)
     if how.kind == "parts":
@@ -77,8 +81,14 @@ def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
     return _Alike(module, how, own)
 
 
+def _outputs(own: dict[str, Any], how: CompiledForward) -> int:
+    """How many features the output of a row-parallel layer has: the dimension of its weight that is not cut."""
+    weight = next(p for p in own.values() if len(p.shape) == 2)
+    return int(weight.shape[1 - weight._layout.placements[0].dim])
+
+
 # ------------------------------------------------------------------------------------------------ between the layouts
-def move_cell(ranks: Ranks, cut: int | None, wanted: int | None, sizes: tuple[int, ...] = ()) -> nn.Cell:
+def move_cell(ranks: Ranks, cut: Any, wanted: int | None, sizes: tuple[int, ...] = ()) -> nn.Cell:
     """From one layout to another."""
     if cut == wanted or ranks.size == 1:
         return Same()
@@ -91,7 +101,7 @@ def move_cell(ranks: Ranks, cut: int | None, wanted: int | None, sizes: tuple[in
     return Exchange(ranks, cut, wanted)
 
 
-def _read(ranks: Ranks, cut: int | None) -> nn.Cell:
+def read_cell(ranks: Ranks, cut: int | None) -> nn.Cell:
     """All of an input, for a consumer that returns a summand of the cotangent."""
     if ranks.size == 1:
         return Same()
@@ -113,10 +123,12 @@ def _ranks(how: CompiledForward) -> Ranks:
 def _linear(module: Any, how: CompiledForward, own: dict[str, Any]) -> GraphCell:
     if getattr(module, "activation", None) is not None:
         raise NotTracedError("it is an nn.Dense with an activation of its own")
-    return (_ColumnLinear if how.kind == "column" else _RowLinear)(module, how, own)
+    return (ColumnLinear if how.kind == "column" else _RowLinear)(module, how, own)
 
 
-class _ColumnLinear(GraphCell):
+class ColumnLinear(GraphCell):
+    """A linear layer of which each rank has some output features."""
+
     def __init__(self, module: Any, how: CompiledForward, own: dict[str, Any]) -> None:
         super().__init__(own)
         ranks = _ranks(how)
@@ -126,7 +138,7 @@ class _ColumnLinear(GraphCell):
             raise NotTracedError("it has several matrices in one, and its output is gathered")
         else:
             self.move = move_cell(ranks, -1, how.wanted, how.sizes)
-        self.read = _read(ranks, how.given)
+        self.read = read_cell(ranks, how.given)
         self.check = ShapeCheck(module, how, output=how.wanted)
         self.hold("_weight", own["weight"])
         self.has_bias = own.get("bias") is not None
@@ -158,17 +170,18 @@ class _RowLinear(GraphCell):
         self.add_up = _add_up(ranks, how.wanted)
         self.check = ShapeCheck(module, how, output=how.wanted)
         self.hold("_weight", own["weight"])
-        self.bias_after = own.get("bias") is not None and how.wanted is None
-        self.bias_before = own.get("bias") is not None and how.wanted is not None
-        self.one_summand = OneSummand(ranks)
+        self.bias_inside = own.get("bias") is not None and how.wanted is not None and how.size > 1
+        self.bias_after = own.get("bias") is not None and not self.bias_inside
+        if self.bias_inside:
+            self.add_both = ScatterAndAdd(ranks, how.wanted)  # type: ignore[arg-type]
         if own.get("bias") is not None:
             self.hold("_bias", own["bias"])
 
     def construct(self, x: Tensor) -> Tensor:
         self.check(x.shape, x.dtype)
         y = mint.nn.functional.linear(self.take(x), self._weight)
-        if self.bias_before:
-            y = y + self.one_summand(self._bias)
+        if self.bias_inside:
+            return self.add_both(y, self._bias)
         y = self.add_up(y)
         if self.bias_after:
             y = y + self._bias
@@ -225,7 +238,7 @@ def _body(module: Any, own: dict[str, Any], read: Callable[[], nn.Cell]) -> nn.C
         raise NotTracedError(f"it holds {', '.join(map(repr, unknown or module._cells))}, which is not known there")
     cls: Any = original_class(module)
     namespace = {"__module__": cls.__module__, **{name: property(_READERS[name]) for name in own}}
-    own_class = type(cls.__name__, (cls,), namespace)
+    own_class: Any = type(cls.__name__, (cls,), namespace)
     new: Any = own_class.__new__(own_class)
     nn.Cell.__init__(new, auto_prefix=False)
     object.__setattr__(new, "_stands_in", True)
@@ -292,7 +305,7 @@ class _Parts(GraphCell):
         super().__init__(own)
         ranks = _ranks(how)
         self.check = ShapeCheck(module, how)
-        self.body = _body(module, own, lambda: _read(ranks, None))
+        self.body = _body(module, own, lambda: read_cell(ranks, None))
 
     def construct(self, x: Tensor) -> Tensor:
         self.check(x.shape, x.dtype)

@@ -23,11 +23,11 @@ __all__ = [
     "Exchange",
     "Gather",
     "GatherForParts",
-    "OneSummand",
     "Part",
     "ReadForParts",
     "Ranks",
     "Scatter",
+    "ScatterAndAdd",
     "SumUp",
     "Same",
 ]
@@ -86,9 +86,9 @@ class _AllGather(nn.Cell):
         if not self.sizes:
             before, after = self.rank * x.shape[dim], (self.size - self.rank - 1) * x.shape[dim]
         if before > 0:
-            x = mint.cat((ops.zeros(x.shape[:dim] + (before,) + x.shape[dim + 1 :], x.dtype), x), dim)
+            x = mint.cat((ops.zeros(x.shape[:dim] + (before,) + x.shape[dim + 1 :], x.dtype), x), dim)  # noqa: RUF005
         if after > 0:
-            x = mint.cat((x, ops.zeros(x.shape[:dim] + (after,) + x.shape[dim + 1 :], x.dtype)), dim)
+            x = mint.cat((x, ops.zeros(x.shape[:dim] + (after,) + x.shape[dim + 1 :], x.dtype)), dim)  # noqa: RUF005
         return self.collective(x)
 
 
@@ -222,17 +222,20 @@ class Exchange(nn.Cell):
         return (self.part_back(self.gather_back(dout)),)
 
 
-class OneSummand(nn.Cell):
-    """What all ranks have as summands, of which one rank has the value and the others zeros."""
+class ScatterAndAdd(nn.Cell):
+    """Summands to this rank's part of their sum and of a bias, which all ranks have. Of a forward that does not use the
+    bias on all ranks MindSpore would leave its gradient out."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, dim: int) -> None:
         super().__init__(auto_prefix=False)
-        self.is_first = ranks.rank == 0
+        self.dim, self.gather, self.scatter = dim, _AllGather(ranks, dim), _ReduceScatter(ranks, dim)
+        self.part = _OwnPart(ranks, -1)
 
-    def construct(self, x: Tensor) -> Tensor:
-        if self.is_first:
-            return x
-        return ops.zeros_like(x)
+    def construct(self, x: Tensor, bias: Tensor) -> Tensor:
+        if self.dim % x.ndim == x.ndim - 1:
+            bias = self.part(bias)
+        return self.scatter(x) + bias
 
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (dout,)
+    def bprop(self, x: Tensor, bias: Tensor, out: Tensor, dout: Tensor) -> Any:
+        whole = self.gather(dout)
+        return whole, whole.reshape((-1, whole.shape[-1])).sum(0)

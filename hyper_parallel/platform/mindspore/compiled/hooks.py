@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from mindspore import Tensor, nn
 
-from hyper_parallel.platform.contract import CompiledInputs, Conversion
-from hyper_parallel.platform.mindspore.compiled.forwards import GraphCell, NotTracedError, move_cell
+from hyper_parallel.platform.contract import CompiledForward, CompiledInputs, Conversion
+from hyper_parallel.platform.mindspore.compiled.forwards import (
+    GraphCell,
+    NotTracedError,
+    make_cell,
+    move_cell,
+    original_class,
+    read_cell,
+)
 from hyper_parallel.platform.mindspore.compiled.functions import Ranks, Same
+from hyper_parallel.platform.mindspore.compiled.readers import shared_inputs
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
 
 __all__ = ["make_surrounded"]
@@ -40,30 +48,41 @@ class _Conversion(GraphCell):
 
 
 class _Surrounded(GraphCell):
-    """A cell between the conversions of its inputs and outputs."""
+    """A cell between the conversions of its inputs and outputs, and what several of its layers share to read them."""
 
-    def __init__(self, module: nn.Cell, inputs: Sequence[CompiledInputs], outputs: Sequence[CompiledInputs]) -> None:
+    def __init__(
+        self,
+        module: nn.Cell,
+        body: nn.Cell,
+        inputs: Sequence[CompiledInputs],
+        outputs: Sequence[CompiledInputs],
+        reads: dict[int, nn.Cell],
+    ) -> None:
         super().__init__()
-        self.hold("body", module)
-        self.inputs = nn.CellList(_slots(module, inputs), auto_prefix=False)
+        self.hold("original", module)
+        self.hold("body", body)
+        converted = _slots(module, inputs)
+        converted += [Same() for _ in range(1 + max(reads, default=-1) - len(converted))]
+        self.inputs = nn.CellList(converted, auto_prefix=False)
+        self.reads = nn.CellList([reads.get(i, Same()) for i in range(len(converted))], auto_prefix=False)
         self.outputs = nn.CellList(_slots(module, outputs), auto_prefix=False)
         self.known, self.given = len(self.inputs), len(self.outputs)
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        taken = ()
+        taken: Any = ()
         for i in range(len(args)):
             if i < self.known:
-                taken = taken + (self.inputs[i](args[i]),)
+                taken = taken + (self.reads[i](self.inputs[i](args[i])),)  # noqa: RUF005
             else:
-                taken = taken + (args[i],)
+                taken = taken + (args[i],)  # noqa: RUF005
         y = self.body.construct(*taken, **kwargs)
         if self.given == 0:
             return y
         if self.given == 1:
             return self.outputs[0](y)
-        found = ()
+        found: Any = ()
         for i in range(self.given):
-            found = found + (self.outputs[i](y[i]),)
+            found = found + (self.outputs[i](y[i]),)  # noqa: RUF005
         return found
 
 
@@ -84,14 +103,40 @@ def _slots(module: nn.Cell, hooks: Sequence[CompiledInputs]) -> list[nn.Cell]:
     return cells
 
 
-def make_surrounded(module: nn.Cell) -> GraphCell:
-    """The cell that stands for ``module``, which has hooks of styles.
+def make_surrounded(module: nn.Cell, columns: Mapping[str, CompiledForward]) -> GraphCell:
+    """The cell that stands for ``module``, which has hooks of styles, or several column-parallel layers below it.
+
+    Args:
+        module: the cell.
+        columns: by name of its attribute, the column-parallel linear layers directly below it that may share what sums
+            up the gradient of their input.
 
     Raises:
         NotTracedError: where there is none.
     """
     before, after = list(module._forward_pre_hook.values()), list(module._forward_hook.values())
-    hows = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
+    hows: list[Any] = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
     if None in hows:
         raise NotTracedError("a hook of it, or a style, has no form in graphs")
-    return _Surrounded(module, hows[: len(before)], hows[len(before) :])
+    reads: dict[int, nn.Cell] = {}
+    body = _copied(module)
+    for position, names in shared_inputs(original_class(module), frozenset(columns)).items():
+        how = columns[min(names)]
+        reads[position] = read_cell(Ranks(how.group, how.size, how.rank), None)
+        for name in names:
+            layer = make_cell(module._cells[name], columns[name])
+            layer.read = Same()
+            object.__setattr__(body, name, layer)
+    return _Surrounded(module, body, hows[: len(before)], hows[len(before) :], reads)
+
+
+def _copied(module: nn.Cell) -> nn.Cell:
+    """A cell with the code, the attributes, the parameters and the cells of ``module``, whose hooks it leaves out."""
+    cls = original_class(module)
+    new: Any = cls.__new__(cls)
+    nn.Cell.__init__(new, auto_prefix=False)
+    same = {"_cells", "_params", "_buffers", "training"}
+    for name, value in vars(module).items():
+        if name in same or not (name in vars(new) or name.startswith("_graph")):
+            object.__setattr__(new, name, value)
+    return new

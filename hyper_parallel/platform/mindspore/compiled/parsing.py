@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 _ABOUT = (
-    ". In graphs of jit's capture_mode='ast' they may be parameters of modules with styles, between which plain tensors "
-    "pass: docs/compile.md lists what such graphs can hold"
+    ". In graphs of jit's capture_mode='ast' they may be parameters of modules with styles, between which plain "
+    "tensors pass: docs/compile.md lists what such graphs can hold"
 )
 _IN_GRAPH_MODE = ", or use mindspore.jit in PyNative mode, whose graphs can hold modules with styles"
 _SOMETHING = "a function or cell that is compiled"
@@ -108,9 +108,8 @@ def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **
 
 def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
     """Stands for what the parser asks for a name: an attribute of an object, or a name of a module or a closure."""
-    answer = original(namespace, name)
     if not is_dispatching():
-        return answer
+        return original(namespace, name)
     owner = namespace.dicts[0] if isinstance(namespace, ClassMemberNamespace) else None
     what = _Parsing.functions[-1] if _Parsing.functions else _SOMETHING
     if isinstance(owner, GraphCell) and name in (*owner.owned, "_params"):
@@ -118,6 +117,10 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
             f"{what} reads {name!r} of a module whose style has distributed its parameters: call the module, as only "
             f"its style knows what its part of them is, or use the parameter in PyNative mode, without jit{_ABOUT}"
         )
+    if isinstance(owner, GraphCell) and owner.original is not None and not hasattr(owner, name):
+        owner = owner.original
+        namespace = ClassMemberNamespace(owner)
+    answer = original(namespace, name)
     if isinstance(owner, GraphCell) or (isinstance(owner, nn.Cell) and "_stands_in" in vars(owner)):
         return answer
     if name == "weights" and isinstance(namespace, ClosureNamespace) and namespace.name.startswith(GRADIENTS):
@@ -160,8 +163,8 @@ def _tensors_in(answer: Any) -> Iterator[Any]:
 
 def _with_stand_ins(answer: Any) -> Any:
     """An answer with other cells where these are to stand for those in it."""
-    if isinstance(answer, MethodType) and has_stand_in(answer.__self__):
-        return getattr(stand_in(answer.__self__), answer.__name__)
+    if isinstance(answer, MethodType) and answer.__name__ == "construct" and has_stand_in(answer.__self__):
+        return stand_in(answer.__self__).construct
     if has_stand_in(answer):
         return stand_in(answer)
     if isinstance(answer, nn.CellList):

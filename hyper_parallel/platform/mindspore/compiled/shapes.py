@@ -69,8 +69,10 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
         if not -more <= output < more:
             raise ValueError(f"the output of {label!r} has {more} dimensions, and is to be cut along {output}")
         to = output % more
-        if to == more - 1:
-            return  # features: even ones are seen to by the style
+        if to == more - 1 and kind in ("column", "row") and output == -1:
+            return  # seen to where the cell was made
+        if to == more - 1 and kind in ("row", "alike"):
+            raise ValueError(f"the output of {label!r} in a graph cannot be cut along {output}, which are its features")
         whole = shape[to] * size if to == cut else shape[to]
         if whole % size:
             raise ValueError(
