@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hyper_parallel.platform.contract import Core, ModuleKind, NativeGroup, NativeOp, Platform
+from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
 from hyper_parallel.platform.timeout import timeout_seconds
 from numpy_backend import (
     interception,
@@ -104,9 +105,11 @@ class NumpyPlatform(Platform):
 
     def autograd_function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
         def back_of(context: Any) -> Callable[[Array], list[Any]]:
+            run = BACKWARD_WRAPPERS[-1](backward) if BACKWARD_WRAPPERS else backward
+
             def back(g: Array) -> list[Any]:
                 with interception.no_dispatch():
-                    return [backward(context, g)]
+                    return [run(context, g)]
 
             return back
 

@@ -16,8 +16,8 @@ Tensor = Any
 TensorFunction = Callable[[Tensor], Tensor]
 
 #: Empty unless somebody wants to know where backwards come from. The last one is called with the backward of each
-#: function that is recorded, when that is recorded, and gives what is to run in its place while there is one. A backend
-#: that takes no notice leaves it unknown from which module the collectives of a backward come.
+#: function that is recorded, when that is recorded, and gives what is to run in its place while there is one: so it is
+#: known from which module the collectives of a backward come.
 BACKWARD_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 

@@ -46,6 +46,7 @@ LINEAR_NAMES = {
     "local_rowwise": (Shard(-1), None, {"all_reduce": 1}, {}),
     "colwise_rep": (None, None, {"all_gather": 1}, {"all_reduce": 1}),
     "colwise_gather_output": (None, None, {"all_gather": 1}, {"all_reduce": 1}),
+    "embedding_colwise": (None, None, {"all_gather": 1}, {"all_reduce": 1}),
     "rowwise_rep": (None, None, {"all_reduce": 1}, {"all_gather": 1}),
     "rowwise_split_input": (None, None, {"all_reduce": 1}, {"all_gather": 1}),
     "packed_colwise": (None, PackedShard(-1, 2), {}, {"all_reduce": 1}),

@@ -52,13 +52,16 @@ def wrong_uses(mesh: Any) -> dict[str, Any]:
             lambda: compute_local_shape_and_global_offset((4, 4), tp, [PackedShard(0, 2)])
         ),
         "ValueError: cannot redistribute ": lambda: redistribute(x, get_layout(tp, (Replicate(),), (4, 5))),
-    } | (_of_optimizers() if hasattr(get_adapter(), "optimizer") else {})
+    } | _of_optimizers(tp.platform)
 
 
-def _of_optimizers() -> dict[str, Any]:
+def _of_optimizers(platform: Any) -> dict[str, Any]:
+    """Nothing where the framework has no optimizers."""
     adapter = get_adapter()
     model, other = adapter.linear_module(4, 4), adapter.Mlp(4, 4)
-    optimizer, _ = adapter.optimizer(model, "adamw", 0.1)
+    optimizer = adapter.optimizer(model, "adamw", 0.1)[0] if hasattr(adapter, "optimizer") else None
+    if not platform.is_optimizer(optimizer):
+        return {}
     state = get_optimizer_state_dict(model, optimizer)
     return {
         "ValueError: the state dict of the optimizer has nothing of": (
