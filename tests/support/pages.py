@@ -150,7 +150,8 @@ def vocab_parallel_cross_entropy(*given, vocab_size, **more):
     "docs/performance.md": {1: "model_, model = model, Loss()", 2: "model = model_"},
     "docs/torch_interop.md": {2: "model = Model()"},
     "docs/training.md": {
-        1: """
+        1: "seed = 0",
+        2: """
 mesh, model = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp")), Model()
 model(x).sum().backward()
 """

@@ -200,6 +200,8 @@ class _Platform:
 class _Mesh:
     """What `Layout` and the collectives ask of a `DeviceMesh`, for one rank."""
 
+    mesh_dim_names = None
+
     def __init__(self, shape: tuple[int, ...], rank: int, world: _World) -> None:
         self.shape, self.ndim = shape, len(shape)
         self.ranks = np.arange(world.size).reshape(shape)
