@@ -36,8 +36,11 @@ START_TIMEOUT = 180.0
 JOB_TIMEOUT = 120.0
 #: Once one rank has failed, how long the others may go on: they may be waiting for it forever.
 GRACE = 5.0
-#: What they get to end by themselves after that: enough for those that do not hang to save their coverage.
-GRACE_OF_HUNG = 1.0
+#: What they get to end by themselves after that: enough for those that do not hang to save their coverage, on a busy
+#: machine too.
+GRACE_OF_HUNG = 4.0
+#: What all get in the end.
+GRACE_OF_ALL = 30.0
 #: How much of a worker's own output an error message quotes, from the end.
 OUTPUT_QUOTED = 4000
 
@@ -129,7 +132,7 @@ class WorkerPool:
             self.close(grace=GRACE_OF_HUNG)
         raise JobError(name, failures)
 
-    def close(self, grace: float = GRACE) -> None:
+    def close(self, grace: float = GRACE_OF_ALL) -> None:
         """Stop the workers and wait until they are gone. A later `run` starts new ones.
 
         Args:
