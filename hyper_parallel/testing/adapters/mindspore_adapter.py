@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -556,13 +557,40 @@ def draw(name: str, shape: tuple[int, ...]) -> Tensor:
     return getattr(ops, name)(*shape)
 
 
+def _inverse(x: np.ndarray) -> np.ndarray:
+    return np.linalg.inv(x)
+
+
+def _gradient_of_inverse(x: Any, y: Any, cotangent: Any) -> tuple:
+    transposed = ops.transpose(y, (1, 0))
+    return (-ops.matmul(ops.matmul(transposed, cotangent), transposed),)
+
+
+@functools.cache
+def _own_inverse() -> ops.Custom:
+    return ops.Custom(
+        _inverse, lambda shape: shape, lambda dtype: dtype, func_type="pyfunc", bprop=_gradient_of_inverse
+    )
+
+
+def unruled(x: Any) -> Any:
+    """An operation that a program makes itself, so that the library cannot have a rule for it; MindSpore's inverse has
+    one."""
+    return _own_inverse()(x)
+
+
+@functools.cache
+def _relu_v3() -> Any:
+    return ops.operations.nn_ops.ReLUV3()
+
+
 def custom(x: Any) -> Any:
-    return ops.bessel_i0(x)
+    """A primitive that no function of MindSpore's calls. Operations of one's own do not run on empty shards."""
+    return _relu_v3()(x)
 
 
-#: An operation on square matrices that has no sharding rule, and the name to register `custom` under.
-unruled = ops.inverse
-CUSTOM = "BesselI0"
+#: The name to register `custom` under.
+CUSTOM = "ReLUV3"
 
 
 def rand_like(x: Any) -> Any:

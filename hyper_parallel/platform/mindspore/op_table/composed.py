@@ -18,8 +18,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Choose, elementwise
-from hyper_parallel.platform.mindspore.op_table.layers import OPS as LAYERS
-from hyper_parallel.platform.mindspore.op_table.layers import labelled
+from hyper_parallel.platform.mindspore.op_table.layers import GIVEN_STATISTICS, labelled
 from hyper_parallel.platform.mindspore.private import no_grad
 
 __all__ = ["COMPOSED", "VARIANTS"]
@@ -150,18 +149,16 @@ def _on_cpu(function: Callable) -> Composition:
 
 
 # -------------------------------------------------------------------- statistics over the batch
-_STATISTICS = LAYERS["BatchNorm"]
-
-
 def _choose_batch_norm(args: tuple, kwargs: dict) -> NativeOp | None:
     """With statistics that are given; those of a batch are a composition."""
-    return None if args[5] else _STATISTICS
+    return None if args[5] else GIVEN_STATISTICS
 
 
 def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     """From mean and variance of the whole batch: one all-reduce for each, of as many numbers as there are channels.
     Running statistics are written as the kernel does it."""
     x, weight, bias, running_mean, running_var, _, eps, momentum = args[:8]
+    _refuse_partial(running_mean, running_var)
     dtype = x.dtype
     if dtype != ms.float32:
         x = x.astype(ms.float32)
@@ -181,6 +178,17 @@ def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
             running.copy_(running * (1 - momentum) + new * momentum)
     saved = (ops.stop_gradient(v).reshape((-1,)) for v in (mean, variance))
     return (y if y.dtype == dtype else y.astype(dtype), running_mean, running_var, *saved)
+
+
+def _refuse_partial(*statistics: Any) -> None:
+    """Raise ValueError, on all ranks and before they communicate, where running statistics cannot be written."""
+    for running in statistics:
+        layout = getattr(running, "_layout", None)
+        if layout is not None and any(p.is_partial() for p in layout.placements):
+            raise ValueError(
+                "batch_norm writes into an operand in place, running statistics that are placed "
+                f"{list(layout.placements)} and cannot be written that way: redistribute them to Replicate() first"
+            )
 
 
 def _whole_sums(x: Any) -> Any:

@@ -16,7 +16,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.op_table.as_called import Given, Native, as_called, call_native, shapes_of
 from hyper_parallel.platform.mindspore.op_table.binding import by_name
 
-__all__ = ["OPS", "labelled"]
+__all__ = ["GIVEN_STATISTICS", "OPS", "labelled"]
 
 #: Makes the signature of a call, None for one without a rule.
 Sign = Callable[[Given], "str | None"]
@@ -213,6 +213,10 @@ def _statistics(given: Given) -> str | None:
     return f"nc{spatial},c,c,c,c->nc{spatial},.,.,.,." if _ndim(given) > 1 else None
 
 
+#: BatchNorm with statistics that are given; `composed` chooses it.
+GIVEN_STATISTICS = labelled("x weight bias mean variance -> x weight bias mean variance", _statistics)
+
+
 # -------------------------------------------------------------------- others
 def _crossed(given: Given) -> str | None:
     """Whole along the dimension of the vectors, without a word the first of size 3; what is stretched is whole."""
@@ -318,7 +322,6 @@ OPS: dict[str, NativeOp] = by_name(
             _group_norm,
             groups=lambda given: given.values["groups"],
         ),
-        "BatchNorm": labelled("x weight bias mean variance -> x weight bias mean variance", _statistics),
         "PReLU": labelled("x weight -> x weight", _prelu),
         "Cross LinalgCross": labelled("x other dim -> x other", _crossed, _cross),
         "Renorm": labelled("x -> x", _kept_but(_not_of_renorm)),
