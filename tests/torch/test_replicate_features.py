@@ -300,7 +300,7 @@ def refused(mesh: Any) -> None:
     sent: list[Any] = []
     LISTENERS.append(sent.append)
     try:
-        with pytest.raises(Exception, match="being compiled"):
+        with pytest.raises(Exception, match="a unit of data parallelism, which is not compiled itself"):
             torch.compile(model, backend="eager", fullgraph=True)(x)
     finally:
         LISTENERS.remove(sent.append)

@@ -25,7 +25,7 @@ __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "
 #: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
 #: compiled. Of the backend that is all but what is written for the compiler, and what it must see to come there.
 _NOT_COMPILED = ("core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py")
-_COMPILED = ("__init__.py", "calls.py", "class_losses.py", "compiled", "wrappers.py")
+_COMPILED = ("__init__.py", "calls.py", "class_losses.py", "compiled", "counter.py", "wrappers.py")
 
 
 def not_compiled(skipped: Any) -> tuple[str, ...]:
