@@ -6,6 +6,7 @@ better, and what is refused because of it can be looked at again.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore import llama
 from tests.mindspore.nets import batch, error_of, make_net, whole
 from tests.mindspore.test_graph_mode import run_program, says_where
+from tests.support.pages import ROOT
 
 FEATURES, UNITS = 8, 12
 
@@ -143,6 +145,7 @@ LINEAR = {
 
 @on_mesh()
 def linear_layers(mesh: Any) -> dict[str, float]:
+    mesh._has_uneven_shards = False  # ranks share the mesh with tests of unequal parts
     found = {}
     for name, (plan, cut) in LINEAR.items():
         net = numbers(MLP(gated=name == "gated"))
@@ -156,6 +159,7 @@ def linear_layers(mesh: Any) -> dict[str, float]:
 
 @on_mesh()
 def other_modules(mesh: Any) -> dict[str, float]:
+    mesh._has_uneven_shards = False  # ranks share the mesh with tests of unequal parts
     mesh.platform.register_norm_module(LlamaRMSNorm)
     found = {"tied network": compared(make_net(mesh), batch()[0])}
     x = activations(2, 4 // mesh.size(), FEATURES) + mesh.get_local_rank()
@@ -351,6 +355,8 @@ def test_recordings_lose_the_bprop_of_cells(pool: Any) -> None:
     assert pool.run(1, gradients_by_mode) == [{"ast": 3.0, "trace": 1.0}], "see why graphs.py refuses recordings"
 
 
+PAGE_PROGRAMS = ("trace", "bytecode")
+
 BYTECODE = """
 import mindspore as ms
 from tests.mindspore.test_jit import Tensor, np, triple
@@ -371,3 +377,14 @@ except RuntimeError as error:
 def test_bytecode_fails_where_only_a_part_is_compiled(tmp_path: Path) -> None:
     lines = run_program(tmp_path, BYTECODE)
     assert lines[-1] == "shouldn't reach here", "see why graphs.py refuses graphs of the bytecode"
+
+
+def test_programs_of_the_page(tmp_path: Path) -> None:
+    """What docs/mindspore.md shows, which needs a file to be compiled from."""
+    text = (ROOT / "docs/mindspore.md").read_text(encoding="utf-8")
+    trace, bytecode = (re.findall(rf"^```python\n# {name}\.py\n(.*?)^```", text, re.M | re.S) for name in PAGE_PROGRAMS)
+    assert run_program(tmp_path, trace[0]) == ["[3. 3.]", "[1. 1.]"]
+    call, promised = re.findall(r"^(g\(x\))  # RuntimeError: (.*)$", bytecode[0], re.M)[0]
+    caught = f"try:\n    {call}\nexcept RuntimeError as error:\n    print(str(error).splitlines()[0])"
+    lines = run_program(tmp_path, trace[0] + bytecode[0].replace(f"\n{call}", f"\n{caught}"))
+    assert lines[-1] == promised

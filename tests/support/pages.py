@@ -33,6 +33,9 @@ PROGRAMS = {
     "cross.py": "tests/torch/test_rules_page.py",
     "bilinear.py": "tests/torch/test_rules_page.py",
     "low_rank.py": "tests/torch/test_own_style.py",
+    # MindSpore compiles from files only
+    "trace.py": "tests/mindspore/test_jit.py",
+    "bytecode.py": "tests/mindspore/test_jit.py",
 }
 OF_MINDSPORE = ("mindspore.md", "mindformers.md")
 

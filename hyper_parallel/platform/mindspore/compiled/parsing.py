@@ -117,6 +117,9 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
             f"{what} reads {name!r} of a module whose style has distributed its parameters: call the module, as only "
             f"its style knows what its part of them is, or use the parameter in PyNative mode, without jit{_ABOUT}"
         )
+    if isinstance(owner, GraphCell) and owner.original is not None and name == "_cells":
+        # The table of the cell that stands for it has other names.
+        raise graph_error(what, Refused(owner.original, NotTracedError("its table of cells is read")), _ABOUT)
     if isinstance(owner, GraphCell) and owner.original is not None and not hasattr(owner, name):
         owner = owner.original
         namespace = ClassMemberNamespace(owner)
