@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import types
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -28,6 +29,7 @@ from hyper_parallel import (
     replicate,
     vocab_parallel_cross_entropy,
 )
+from hyper_parallel.core.dtensor.operations import class_shards
 from hyper_parallel.platform.torch.compiled import losses
 from hyper_parallel.platform.torch.compiled.moves import placed_classes
 from hyper_parallel.platform.torch.compiled.placed import settle
@@ -127,6 +129,7 @@ def with_targets_of_other_kinds(mesh: Any) -> None:
     """Probabilities, log-probabilities, other shapes and dtypes; targets that are no class."""
     fresh(mesh)
     x, ids = randn(2, 4, WORDS), words()[:, :4]
+    DTensor.from_local(x, mesh)  # from the first one on losses are traced
     own = slice(mesh.get_local_rank() * WORDS // 2, (mesh.get_local_rank() + 1) * WORDS // 2)
     soft = torch.softmax(randn(2, 4, WORDS, seed=1), -1)
 
@@ -198,6 +201,7 @@ def losses_that_leave(mesh: Any) -> None:
 def losses_run_by_python(mesh: Any) -> None:
     """What is traced is a function as any other."""
     rank, x, ids = mesh.get_local_rank(), randn(2, 4, WORDS), words()[:, :4]
+    DTensor.from_local(x, mesh)
     soft = torch.softmax(randn(2, 4, WORDS, seed=1), -1)
     part = slice(rank * WORDS // 2, (rank + 1) * WORDS // 2)
     traced = losses._traced(vocab_parallel_cross_entropy)
@@ -247,7 +251,23 @@ def losses_run_by_python(mesh: Any) -> None:
         F.cross_entropy(x[..., part].clone().as_subclass(placed).transpose(1, 2), ids)
 
 
-@pytest.mark.parametrize("job", [with_losses, with_targets_of_other_kinds, losses_that_leave, losses_run_by_python])
+@on_mesh()
+def losses_that_come_late(mesh: Any) -> None:
+    """A loss whose module is imported when the DTensor class has long been made is traced too."""
+    DTensor.from_local(randn(2, 4), mesh)
+    known = vocab_parallel_cross_entropy
+    late = types.FunctionType(known.__code__, known.__globals__, known.__name__, known.__defaults__, known.__closure__)
+    late.__kwdefaults__ = known.__kwdefaults__
+    class_shards.loss_of_shards(late)
+    try:
+        assert {late, known} <= losses._KNOWN
+    finally:
+        class_shards._LOSSES.remove(late)
+
+
+@pytest.mark.parametrize(
+    "job", [with_losses, with_targets_of_other_kinds, losses_that_leave, losses_run_by_python, losses_that_come_late]
+)
 def test_losses(pool: Any, job: Any) -> None:
     pool.run(2, job)
 

@@ -39,7 +39,8 @@ class Services:
     of_first_rank = staticmethod(random.of_first_rank)
     refuse_part_of_classes = staticmethod(logit_shards.refuse_part_of_classes)
     mesh_with_id = staticmethod(class_shards.mesh_with_id)
-    class_shards, losses_of_shards = staticmethod(class_shards.class_shards), class_shards.LOSSES
+    watch_losses_of_shards = staticmethod(class_shards.watch_losses_of_shards)
+    class_shards = staticmethod(class_shards.class_shards)
     is_loss_parallel = staticmethod(modes.is_loss_parallel)
     check_local_collective = staticmethod(local_collectives.check_local_collective)
     check_rows = staticmethod(local_collectives.check_rows)

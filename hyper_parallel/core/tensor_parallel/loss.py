@@ -6,7 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.class_shards import LOSSES, layout_of_logits
+from hyper_parallel.core.dtensor.operations.class_shards import layout_of_logits, loss_of_shards
 from hyper_parallel.core.dtensor.operations.modes import loss_parallel
 from hyper_parallel.core.dtensor.operations.rules.labels import without
 from hyper_parallel.core.dtensor.operations.rules.loss import sharded_cross_entropy
@@ -18,6 +18,7 @@ __all__ = ["loss_parallel", "vocab_parallel_cross_entropy"]
 _REDUCTIONS = ("none", "mean", "sum")
 
 
+@loss_of_shards
 def vocab_parallel_cross_entropy(
     local_logits: Any,
     target: Any,
@@ -92,9 +93,6 @@ def vocab_parallel_cross_entropy(
             weight = platform.narrow(weight, 0, logits.local_offset[dim], logits.local_shape[dim])
         static_args = (reduction, ignore_index, float(label_smoothing))
         return sharded_cross_entropy(platform, (local_logits, target, weight), static_args, layouts, dim)
-
-
-LOSSES.append(vocab_parallel_cross_entropy)
 
 
 def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:

@@ -8,7 +8,7 @@ and collectives that the compiler can see. A backend without takes the data and 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -134,9 +134,9 @@ class ClassShards:
 class CompiledLosses(Protocol):
     """What a backend with a compiler may ask of core for losses of sharded logits; a part of `Core`."""
 
-    @property
-    def losses_of_shards(self) -> Sequence[Callable[..., Any]]:
-        """Functions of the library that compute a loss of plain logits of which each rank has some classes."""
+    def watch_losses_of_shards(self, watcher: Callable[[Callable[..., Any]], None]) -> None:
+        """``watcher`` is called with each function of the library that computes a loss of plain logits of which each
+        rank has some classes, now or when its module is imported."""
         ...
 
     def class_shards(
@@ -147,7 +147,7 @@ class CompiledLosses(Protocol):
         Args:
             mesh: that shards them.
             own: how many classes this rank has.
-            dim, vocab_size: arguments of `losses_of_shards`.
+            dim, vocab_size: arguments of such a loss.
 
         Returns:
             None where some rank has none; what does not fit is for `ClassShards.compare` to say.

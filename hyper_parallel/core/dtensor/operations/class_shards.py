@@ -16,11 +16,28 @@ from hyper_parallel.core.dtensor.operations.rules.loss import class_dim
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform.contract import ClassShards
 
-#: Functions that compute a loss of such logits.
-LOSSES: list[Callable[..., Any]] = []
+#: Functions that compute a loss of such logits, and who is told of each.
+_LOSSES: list[Callable[..., Any]] = []
+_WATCHERS: list[Callable[[Callable[..., Any]], None]] = []
 
 #: (dim, vocab_size, classes of this rank if that is None) for which the ranks of a mesh have compared their shapes.
 _COMPARED: WeakKeyDictionary[DeviceMesh, set[tuple[int, int | None, int]]] = WeakKeyDictionary()
+
+
+def loss_of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that computes a loss of such logits."""
+    _LOSSES.append(function)
+    for watcher in _WATCHERS:
+        watcher(function)
+    return function
+
+
+def watch_losses_of_shards(watcher: Callable[[Callable[..., Any]], None]) -> None:
+    """See `platform.contract.CompiledLosses`. Modules of losses are imported when they are needed, before or after the
+    DTensor class is made."""
+    _WATCHERS.append(watcher)
+    for function in _LOSSES:
+        watcher(function)
 
 
 def layout_of_logits(

@@ -75,10 +75,13 @@ _is_loss_parallel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def trace_losses() -> None:
     """Let torch's compiler, which is there, trace ``vocab_parallel_cross_entropy``."""
-    for original in State.core.losses_of_shards:
-        if original not in _KNOWN:
-            _KNOWN.add(original)
-            torch.compiler.substitute_in_graph(original)(_traced(original))
+    State.core.watch_losses_of_shards(_trace)
+
+
+def _trace(original: Callable[..., Any]) -> None:
+    if original not in _KNOWN:
+        _KNOWN.add(original)
+        torch.compiler.substitute_in_graph(original)(_traced(original))
 
 
 def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
