@@ -355,7 +355,7 @@ def test_recordings_lose_the_bprop_of_cells(pool: Any) -> None:
     assert pool.run(1, gradients_by_mode) == [{"ast": 3.0, "trace": 1.0}], "see why graphs.py refuses recordings"
 
 
-PAGE_PROGRAMS = ("trace", "bytecode")
+PAGE_PROGRAMS = ("trace.py", "bytecode.py")
 
 BYTECODE = """
 import mindspore as ms
@@ -382,7 +382,7 @@ def test_bytecode_fails_where_only_a_part_is_compiled(tmp_path: Path) -> None:
 def test_programs_of_the_page(tmp_path: Path) -> None:
     """What docs/mindspore.md shows, which needs a file to be compiled from."""
     text = (ROOT / "docs/mindspore.md").read_text(encoding="utf-8")
-    trace, bytecode = (re.findall(rf"^```python\n# {name}\.py\n(.*?)^```", text, re.M | re.S) for name in PAGE_PROGRAMS)
+    trace, bytecode = (re.findall(rf"^```python\n# {name}\n(.*?)^```", text, re.M | re.S) for name in PAGE_PROGRAMS)
     assert run_program(tmp_path, trace[0]) == ["[3. 3.]", "[1. 1.]"]
     call, promised = re.findall(r"^(g\(x\))  # RuntimeError: (.*)$", bytecode[0], re.M)[0]
     caught = f"try:\n    {call}\nexcept RuntimeError as error:\n    print(str(error).splitlines()[0])"

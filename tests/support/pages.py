@@ -157,7 +157,7 @@ def vocab_parallel_cross_entropy(*given, vocab_size, **more):
         2: """
 mesh, model = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp")), Model()
 model(x).sum().backward()
-"""
+""",
     },
 }
 
