@@ -232,7 +232,7 @@ def losses_run_by_python(mesh: Any) -> None:
     close(settle(rows.transpose(0, 1)), x.transpose(0, 1))
     # Left to eager mode, which computes on DTensors: what changes the classes, and what a loss does not take.
     close(settle(logits).flatten(1), x.flatten(1))
-    for leaves in (lambda x: x.flatten(1), lambda x: x.view(2, -1), lambda x: x.to("cpu"), lambda x: x + 1):
+    for leaves in (lambda x: x.flatten(1), lambda x: x.view(2, -1), lambda x: x.to(device()), lambda x: x + 1):
         close(settle(leaves(x[..., part].clone().as_subclass(placed))), leaves(x))
     with loss_parallel():
         close(F.cross_entropy(rows.transpose(1, 2), ids), F.cross_entropy(x.transpose(1, 2), ids))
@@ -381,7 +381,7 @@ def transformers_llama(mesh: Any, backend: Any = None) -> None:
         "all_gather": 1,
     }  # as in eager mode, see test_huggingface
     fresh()
-    graphs = Graphs()
+    graphs = Graphs(copies=True)  # generate() does so where it fills the cache
     model.forward = torch.compile(model.forward, backend=backend or graphs.backend, fullgraph=True)
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
