@@ -16,7 +16,7 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index, Part, StoredTensor, read_index
 from hyper_parallel.checkpoint.nest import layout_of
 from hyper_parallel.checkpoint.progress import Progress
-from hyper_parallel.checkpoint.ranks import all_ranks, together
+from hyper_parallel.checkpoint.ranks import LOADING, all_ranks, together
 from hyper_parallel.checkpoint.saving import wait_for_saves
 from hyper_parallel.checkpoint.targets import Filling, Target
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, TensorFile, element_type
@@ -103,7 +103,11 @@ def load(
                 there = filling.index.tensors[target.stored]
                 read_into(target, there, files, platform)
                 progress.advance(there.nbytes)
-        filling.finish()
+        loading = LOADING.set(ranks.members)
+        try:
+            filling.finish()
+        finally:
+            LOADING.reset(loading)
 
     together(ranks, f"loading {path}", fill)
     directories.set_run(path.parent, filling.index.run)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.checkpoint.ranks import LOADING
 from hyper_parallel.core.dtensor.operations import counter
 from hyper_parallel.core.dtensor.operations.random import keep_states
 from hyper_parallel.platform import Platform, get_platform
@@ -86,7 +87,7 @@ class RandomState:
         """
         self.load_state_dict(states[min(rank, len(states) - 1)])
         if len(states) == world_size:
-            keep_states()
+            keep_states(LOADING.get())
             return
         digests = {hashlib.sha256(pickle.dumps(state)).digest() for state in states}
         if len(digests) > 1 and rank >= len(states):

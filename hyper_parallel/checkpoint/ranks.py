@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,9 +17,11 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.timeout import timeout_seconds
 
-__all__ = ["Alone", "Collective", "ThroughFiles", "Ranks", "all_ranks", "together"]
+__all__ = ["LOADING", "Alone", "Collective", "ThroughFiles", "Ranks", "all_ranks", "together"]
 
 T = TypeVar("T")
+#: The global ranks that load a checkpoint, while objects get their state; None outside of that.
+LOADING: ContextVar[tuple[int, ...] | None] = ContextVar("hyper_parallel_loading", default=None)
 #: Seconds to wait for other ranks where nobody has said how long: as torch does.
 _PATIENCE = 1800.0
 

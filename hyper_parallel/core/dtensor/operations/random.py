@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -77,10 +77,17 @@ def synchronize(mesh: DeviceMesh) -> None:
     share_state(mesh)
 
 
-def keep_states() -> None:
+def keep_states(members: Sequence[int] | None = None) -> None:
     """The states that generators have now are those that ranks are to go on with, as after a checkpoint was loaded:
-    no mesh that is there is given the state of its first rank."""
-    _SYNCHRONIZED.update(MESHES.values())
+    no mesh that is there is given the state of its first rank.
+
+    Args:
+        members: the ranks that call this; None is all of the world. Meshes with other ranks too are left as they are:
+            those would not know of it, and wait for the state that nobody sends.
+    """
+    for mesh in MESHES.values():
+        if members is None or set(mesh.ranks.flat) <= set(members):
+            _SYNCHRONIZED.add(mesh)
 
 
 def share_state(mesh: DeviceMesh) -> None:
