@@ -87,7 +87,9 @@ class RandomState:
         """
         self.load_state_dict(states[min(rank, len(states) - 1)])
         if len(states) == world_size:
-            keep_states(LOADING.get())
+            members, platform = LOADING.get(), get_platform()
+            if members is not None or (platform.world() is not None and platform.world_size() == world_size):
+                keep_states(members)  # otherwise nobody knows which ranks call this
             return
         digests = {hashlib.sha256(pickle.dumps(state)).digest() for state in states}
         if len(digests) > 1 and rank >= len(states):

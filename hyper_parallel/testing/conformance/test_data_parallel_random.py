@@ -44,9 +44,10 @@ def build(mesh: Any) -> Any:
 
 
 def forget_meshes() -> None:
-    """As if nothing had been drawn on any mesh."""
+    """As if nothing had been drawn on any mesh of the ranks that take part: others would not know of it."""
     for mesh in MESHES.values():
-        random._SYNCHRONIZED.discard(mesh)
+        if set(mesh.ranks.flat) <= set(range(spmd.world_size)):
+            random._SYNCHRONIZED.discard(mesh)
 
 
 def one_batch(mesh: Any, dp: Any, shard: Any, rows: int) -> None:

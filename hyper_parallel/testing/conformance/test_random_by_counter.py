@@ -16,6 +16,7 @@ from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replica
 from hyper_parallel.checkpoint import RandomState
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.operations import counter as requests
+from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.platform.contract import counter
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -217,9 +218,11 @@ def saved(mesh: Any) -> tuple[dict[str, Any], np.ndarray]:
 @job()
 def resumed(mesh: Any, state: dict[str, Any], wanted: np.ndarray) -> None:
     seed(1, mesh)
+    alike = set(random._SYNCHRONIZED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RandomState().load_state_of_ranks([state, state], mesh.get_rank(), mesh.size())
+    assert set(random._SYNCHRONIZED) == alike  # ranks beside these, on larger meshes, would not know of it
     got = hyper_parallel.randn(5, 3, device_mesh=mesh, placements=[Shard(1)])
     same(get_adapter().numpy(got), wanted, "after resuming", 1e-6)
     manual_seed(1, mesh)
