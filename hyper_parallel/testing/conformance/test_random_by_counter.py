@@ -231,7 +231,12 @@ def resumed(mesh: Any, state: dict[str, Any], wanted: np.ndarray) -> None:
             RandomState().load_state_dict(state)
 
 
+def on_which_nothing_is_drawn() -> None:
+    spmd.device_mesh(4, names=("never_drawn",))  # the first random operation on it would give all ranks one state
+
+
 def test_resume_with_other_ranks(pool: Any) -> None:
+    pool.run(4, on_which_nothing_is_drawn)
     state, wanted = pool.run(2, saved)[0]
     for world_size in (2, 3):
         pool.run(world_size, resumed, state, wanted)
