@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
@@ -76,6 +77,36 @@ def test_what_a_system_may_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def direct_in_name(file: disk.NewFile, on: bool) -> bool:
     """Stands for what sets the flag: blocks are used, and any number of bytes can be written."""
     return True
+
+
+def test_room_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, nothing is written; where a system cannot tell, files are written as ever."""
+    asked: list[int] = []
+
+    def reserving(answer: int) -> Any:
+        def reserve(file: int, mode: int, start: int, size: int) -> int:
+            asked.append(size)
+            ctypes.set_errno(answer)
+            return -1 if answer else 0
+
+        return lambda: reserve
+
+    monkeypatch.setattr(disk, "_fallocate", reserving(errno.ENOSPC))
+    with (
+        pytest.raises(CheckpointError, match="full cannot be written: No space left"),
+        disk.NewFile(tmp_path / "full", len(CONTENT)),
+    ):
+        pytest.fail("there is no room to write to")
+    for name, there in (("unknown", reserving(errno.EOPNOTSUPP)), ("missing", lambda: None)):
+        monkeypatch.setattr(disk, "_fallocate", there)
+        written(tmp_path / name, len(CONTENT), BLOCK)
+    written(tmp_path / "small", BLOCK, BLOCK)
+    assert asked == [len(CONTENT)] * 2
+
+
+def test_a_system_without_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
+    assert disk._fallocate.__wrapped__() is None
 
 
 def test_a_failure_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
