@@ -206,15 +206,24 @@ def _place(target: str) -> _Place:
     return _Entry(target) if target.endswith("]") else _Attribute(target)
 
 
-def _all_targets(patch: Patch, original: Any) -> list[str]:
-    """The targets, and where the loaded modules of the framework have the object besides."""
-    targets = list(patch.targets)
-    if patch.everywhere:
-        framework = targets[0].partition(".")[0]
-        for name, module in list(sys.modules.items()):
-            if module is not None and name.partition(".")[0] == framework:
-                targets += [f"{name}.{key}" for key, value in list(vars(module).items()) if value is original]
-    return list(dict.fromkeys(targets))
+def _all_targets(verified: Sequence[tuple[Patch, Any]]) -> list[list[str]]:
+    """For each patch and its original the targets, and where the loaded modules of the framework have the object
+    besides: one pass over these modules for all."""
+    keys = [(_framework(patch.targets[0]), id(original)) if patch.everywhere else None for patch, original in verified]
+    elsewhere: dict[tuple[str, int], list[str]] = {key: [] for key in keys if key is not None}
+    frameworks = {framework for framework, _ in elsewhere}
+    for name, module in list(sys.modules.items()):
+        framework = _framework(name)
+        if module is not None and framework in frameworks:
+            for key, value in list(vars(module).items()):
+                if (found := elsewhere.get((framework, id(value)))) is not None:
+                    found.append(f"{name}.{key}")
+    others = [() if key is None else elsewhere[key] for key in keys]
+    return [list(dict.fromkeys((*patch.targets, *more))) for (patch, _), more in zip(verified, others, strict=True)]
+
+
+def _framework(name: str) -> str:
+    return name.partition(".")[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- the set
@@ -285,10 +294,10 @@ class PatchSet:
     def _replace(self, patches: Sequence[Patch]) -> list[_Done]:
         """Install these patches, all or none."""
         done: list[_Done] = []
-        for patch, original in self._verified(patches):
+        verified = self._verified(patches)
+        for (patch, original), targets in zip(verified, _all_targets(verified), strict=True):
             replacement = patch.make(original)
-            for target in _all_targets(patch, original):
-                done.append(_Done(patch, _place(target), target, original, replacement))
+            done += [_Done(patch, _place(target), target, original, replacement) for target in targets]
         for i, change in enumerate(done):
             try:
                 change.place.write(change.replacement)
