@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -116,7 +118,13 @@ def optimizer(module: nn.Cell, name: str, rate: float) -> tuple[Any, Callable[[d
         made = nn.Momentum(list(named.values()), rate, 0.9)  # the same, where SGD has no kernel
     else:
         made = experimental.optim.SGD(list(named.values()), rate, 0.9)
-    return made, lambda grads: made(tuple(grads[name] for name in named))
+
+    def take(grads: dict[str, Any]) -> None:
+        # MindSpore compiles the steps of its optimizers, which takes seconds for each; the tests in tests/mindspore do.
+        with mock.patch.dict(os.environ, MS_JIT="0"):
+            made(tuple(grads[name] for name in named))
+
+    return made, take
 
 
 def clip(module: nn.Cell, grads: dict[str, Any], norm: float) -> dict[str, Any]:
