@@ -34,6 +34,8 @@ from hyper_parallel.checkpoint import load, save
 
 #: Megabytes of a large tensor, and how many small ones there are beside each.
 LARGE, SMALL = 64, 4
+#: Seconds between a save and a load from the disk: a disk may still be at work on what it has taken.
+SETTLING = 10
 OURS, DCP, PLAIN, DD = "hyper_parallel", "torch DCP", "safetensors of each shard", "dd of all of it"
 
 
@@ -203,6 +205,7 @@ def main(rank: int, size: int, folder: str, rounds: int, megabytes: int, place: 
             measured["save"][way.name] = timed(ranks, lambda way=way: way.save(tensors))  # type: ignore[misc]
             for kind in ("load, from the disk", "load, from memory"):
                 if kind == "load, from the disk" and rank == 0:
+                    time.sleep(SETTLING)
                     read_once(way.path)
                     forget(way.path)
                 got = {name: torch.empty_like(x) for name, x in tensors.items()}
@@ -235,7 +238,8 @@ def report(
         "checkpoint",
         f"{megabytes} MiB in float32, tensors of {LARGE} MiB and of 1 KiB, rows over {size} processes; all is on the "
         "disk when a save ends (fsync), and sums of all loaded bytes are compared. Milliseconds of the slowest rank; "
-        "from the disk: after the files were read once, and the system was asked to forget them.",
+        f"from the disk: {SETTLING} seconds later, after the files were read once, and the system was asked to forget "
+        "them.",
     )
     for kind, of_ways in times.items():
         table = Table(kind, ["way", "milliseconds", "MiB/s, median", f"time of {OURS} to this"])
