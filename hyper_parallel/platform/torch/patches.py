@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch import (
     transforms,
     wrappers,
 )
-from hyper_parallel.platform.torch.compiled import dynamo
+from hyper_parallel.platform.torch.compiled import dynamo, guards
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -230,6 +230,13 @@ PATCHES = PatchSet(
             dynamo.plain_inputs,
             check=takes("self gm example_inputs"),
             after=f"{_DYNAMO}.output_graph",
+        ),
+        _optional(
+            f"{_DYNAMO}.guards.CheckFunctionManager.__init__",
+            "compiled code takes longer to enter: it compares all that styles are made of, in every call",
+            guards.with_few_guards,
+            check=guards.is_manager,
+            after=f"{_DYNAMO}.guards",
         ),
         _patch(
             f"{_DYNAMO}.variables.torch.get_overridable_functions",

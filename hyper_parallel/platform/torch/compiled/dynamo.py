@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.compiled.comparisons import take_marks
 from hyper_parallel.platform.torch.compiled.placed import held_class
+from hyper_parallel.platform.torch.compiled.running import running
 from hyper_parallel.platform.torch.tensor import State, is_dtensor
 
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
@@ -100,22 +101,7 @@ def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         compiled = original(self, gm, example_inputs)
         if not held and compare is None:
             return compiled
-
-        def run(*args: Any) -> Any:
-            nonlocal compare
-            if compare is not None:
-                compare()
-                compare = None
-            return compiled(*_plain(args, held))
-
-        return run
+        # The caller keeps `run` from being compiled, and so what it calls: once is enough.
+        return running(importlib.import_module("torch._dynamo.eval_frame").innermost_fn(compiled), held, compare)
 
     return call_user_compiler
-
-
-def _plain(args: Any, held: list[int]) -> list[Any]:
-    new = list(args)
-    with no_dispatch():
-        for i in held:
-            new[i] = new[i][...]  # the quickest way to a view
-    return new

@@ -45,8 +45,13 @@ def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
 def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., Any] | None:
     """``run(module, args, kwargs)`` in place of the forward of ``module``: gives a reason, a string, where it does not
     apply."""
-    if how is None:
-        return None
+    run: Any = None if how is None else _make_run(module, how)
+    if run is not None:
+        run.of_style = True  # see `guards`
+    return run
+
+
+def _make_run(module: nn.Module, how: CompiledForward) -> Callable[..., Any] | None:
     cls = original_class(module)
     if how.kind in ("column", "row"):
         if cls is nn.Linear:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.compiled.running import localize
 from hyper_parallel.platform.torch.tensor import State, is_dtensor, layout_of, wrap
 
 __all__ = ["hooked_apply"]
@@ -26,10 +27,15 @@ def hooked_apply(found: Any) -> Any:
 
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = State.tensor_class
+        for x in args:
+            if type(x) is made:
+                localize(cls)
+                break
         result = original(cls, *args, **kwargs)
-        # A function may make DTensors of plain tensors, as checkpointing a parallelised module does.
-        for x in (*args, *result) if isinstance(result, tuple) else (*args, result):
-            if is_dtensor(x):
+        # Of plain tensors too a function may make DTensors, as checkpointing a parallelised module does.
+        for y in result if isinstance(result, tuple) else (result,):
+            if type(y) is made:
                 _hook_node(args, result if isinstance(result, tuple) else (result,))
                 break
         return result
@@ -62,7 +68,7 @@ class _EqualToOriginal:
 def _hook_node(args: tuple, results: tuple) -> None:
     outputs = [layout_of(y) for y in results]
     node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn is not None), None)
-    if node is None or not any(layout is not None for layout in outputs):
+    if node is None:
         return
     inputs = [layout_of(x) for x in args if isinstance(x, Tensor)]
 

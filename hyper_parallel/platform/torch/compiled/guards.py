@@ -1,0 +1,114 @@
+"""Guards of compiled frames: one for each style in place of one for everything that it is made of.
+
+Before each call torch's compiler compares what a frame has read while it was traced. A styled module reads much, almost
+all of which cannot change: the functions of this package, and what the function of a style holds, which is made once
+and replaced as a whole. So a frame compares which function that is. What can change stays guarded: parameters and their
+layouts, attributes of modules, hooks, a ``forward`` of an object's own, whether a mesh has had uneven shards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+__all__ = ["is_manager", "with_few_guards"]
+
+#: Modules of this backend, and classes of `placed`, as frames name them.
+_OWN = ("G['__import_hyper_parallel_dot_platform_dot_torch_dot_", "G['__subclass_Placed_")
+#: Where a module holds functions of styles: which say so by `of_style`.
+_HELD = re.compile(r"(\._compiled_run|\['_compiled_run'\]|_hooks\[list\(dict\.keys\(.*\)\)\[\d+\]\])$")
+_OF_CLASS = re.compile(r"dict\(type\((.+?)\)\.(?:__mro__\[\d+\]\.)?__dict__\)(?:\['(\w+)'\])?")
+#: What the way to a forward looks up. The classes that styles give modules have a ``__call__`` of their own, which
+#: torch's compiler follows step by step, as it does not that of `torch.nn.Module`.
+_CALLS = ("__call__", "_call_impl", "_compiled_call_impl")
+#: What may change below a function of a style.
+_CHANGES = "._has_uneven_shards"
+
+
+def is_manager(original: Any) -> str | None:
+    """A check for `Patch`."""
+    found = tuple(inspect.signature(original).parameters)[:3]
+    return None if found == ("self", "f_code", "output_graph") else f"takes {found} first"
+
+
+def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
+    """What stands for ``CheckFunctionManager.__init__``, which makes a function of the guards of a frame."""
+
+    @wraps(original)
+    def make(self: Any, f_code: Any, output_graph: Any, *args: Any, **kwargs: Any) -> None:
+        guards = getattr(output_graph, "guards", None)
+        if guards:
+            kept = _merged(list(guards), {"L": output_graph.local_scope, "G": output_graph.global_scope})
+            if len(kept) < len(guards):
+                guards.clear()
+                for guard in kept:
+                    guards.add(guard, collect_debug_stack=False)
+        original(self, f_code, output_graph, *args, **kwargs)
+
+    return make
+
+
+def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
+    """The guards to keep, and one on each function of a style."""
+    values: dict[str, Any] = {}
+
+    def value(name: str) -> Any:
+        if name not in values:
+            try:
+                values[name] = eval(name, scope)
+            except Exception:  # names of other things than the program's
+                values[name] = None
+        return values[name]
+
+    def style_of(source: Any) -> Any:
+        """The source of the style's function through which ``source`` goes; None outside of styles."""
+        outermost = None
+        for one in _chain(source):
+            if _HELD.search(one.name) and getattr(value(one.name), "of_style", False):
+                outermost = one
+        return outermost
+
+    def is_quick(name: str) -> bool:
+        return "_quick" in vars(type(value(name)))
+
+    laid_out = {guard.name for guard in guards if guard.name.endswith("._layout")}
+    kept: list[Any] = []
+    styles: dict[str, Any] = {}
+    for guard in guards:
+        name, how = guard.name, getattr(guard.create_fn, "keywords", {})
+        sources = [guard.originating_source, *([how["source_b"]] if "source_b" in how else [])]
+        if any(source.name.startswith(_OWN) for source in sources):
+            continue
+        found = [style for style in map(style_of, sources) if style is not None]
+        if found:
+            if name.endswith(_CHANGES):
+                kept.append(guard)
+            for style in found:
+                # A module's own attribute, rather than the entry of its dict, where both were read.
+                path = style.name.replace(".__dict__['_compiled_run']", "._compiled_run")
+                if path not in styles or path == style.name:
+                    styles[path] = style
+            continue
+        of_class = _OF_CLASS.match(name)
+        if of_class:
+            if (of_class[2] or how.get("key")) in (*_CALLS, "forward") and is_quick(of_class[1]):
+                continue
+        elif how.get("attr") in _CALLS and is_quick(name):
+            continue
+        elif guard.create_fn_name() == "TYPE_MATCH" and f"{name}._layout" in laid_out:
+            continue  # comparing a tensor compares its class
+        kept.append(guard)
+    if styles:
+        by_id = importlib.import_module("torch._dynamo.guards").GuardBuilder.ID_MATCH
+        kept += [style.make_guard(by_id) for style in styles.values()]
+    return kept
+
+
+def _chain(source: Any) -> Iterator[Any]:
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
