@@ -27,11 +27,13 @@ def take(
     size, whole = layout.local_shape[dim], layout.shape[dim]
     places = index - layout.local_offset[dim]
     elsewhere = (places < 0) | (places >= size)
-    known = (index >= 0) & (index < whole)  # of others the native operation says what it says on one device
+    unknown = (index < 0) | (index >= whole)
     if size == 0:
         # An element to take, which keeps the result connected to x: its backward may communicate.
         x = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim)
-    found = native((x, platform.masked_fill(places, elsewhere & known, 0)), static_args)
+    # What no rank has stays out of range: the native operation says what it says on one device.
+    places = platform.masked_fill(platform.masked_fill(places, elsewhere, 0), unknown, size + 1)
+    found = native((x, places), static_args)
     if along is not None:
         elsewhere = elsewhere.reshape([-1 if d == along else 1 for d in range(len(layout.shape))])
     return platform.masked_fill(found, elsewhere, 0)
