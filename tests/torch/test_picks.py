@@ -107,15 +107,15 @@ def placed(name: str, placements: tuple) -> list[Any]:
 
 def right() -> None:
     line, grid = spmd.device_mesh(4), spmd.device_mesh(2, 2)
-    for mesh, placements in (
-        (line, (Shard(0),)),
-        (line, (Shard(1),)),
-        (grid, (Shard(1), Shard(0))),
-        (grid, (Shard(0), Shard(0))),
-    ):
+    for mesh, placements in ((line, (Shard(0),)), (grid, (Shard(1), Shard(0)))):
         compare(mesh, placements, 5, {**CHOSEN, **AT_PLACES})
     few = ("masked_select", "masked_scatter of columns", "index_put of rows", "gather", "nonzero")
-    for mesh, placements, rows in ((grid, (Partial(), Shard(0)), 5), (line, (Shard(0),), 2)):
+    for mesh, placements, rows in (
+        (line, (Shard(1),), 5),
+        (grid, (Shard(0), Shard(0)), 5),
+        (grid, (Partial(), Shard(0)), 5),
+        (line, (Shard(0),), 2),
+    ):
         compare(mesh, placements, rows, {name: {**CHOSEN, **AT_PLACES}[name] for name in few})
 
 

@@ -84,7 +84,9 @@ def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: 
 
 def _result_shapes(op: NativeOp, operands: tuple, static_args: Any) -> tuple:
     shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in operands)
-    return _DISPATCH[0].result_shapes(op.name, shapes, static_args)
+    found = _DISPATCH[0].result_shapes(op.name, shapes, static_args)
+    # Where the data say a size, nothing is found in nothing.
+    return tuple(tuple(0 if size is None else size for size in shape) for shape in found)
 
 
 def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
@@ -181,6 +183,13 @@ def _unless_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) ->
     return op.call(func, operands, static_args)
 
 
+def _nothing_differs(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """Elements, places and counts of nothing: the kernels give what they gave before, or refuse."""
+    dtypes = (operands[0].dtype, ms.int64, ms.int64)
+    found = tuple(ops.zeros(s, t) for s, t in zip(_result_shapes(op, operands, static_args), dtypes, strict=False))
+    return found if len(found) > 1 else found[0]
+
+
 def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
     return operands[0] if nowhere and 0 not in operands[0].shape else _in_place(op, func, operands, static_args)
@@ -203,8 +212,9 @@ _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     # Ones or zeros have no gradient by what they are like, on no rank.
     "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
-    **dict.fromkeys(("expand", "getitem", "attention", "take"), nothing_taken),
-    **dict.fromkeys(("scatter", "index_write"), _written),
+    **dict.fromkeys(("expand", "getitem", "attention", "take", "masked_select"), nothing_taken),
+    **dict.fromkeys(("scatter", "index_write", "setitem", "index_add", "masked_scatter"), _written),
+    "unique_in_order": _nothing_differs,
     "pad": _unless_empty,
     "linear": _linear,
     "addmm": _addmm,

@@ -24,15 +24,15 @@ def take(
         along: the dimension of the result along which a 1-D index runs; None for an index of the result's shape.
     """
     x, index = operands
-    size, whole = layout.local_shape[dim], layout.shape[dim]
-    places = index - layout.local_offset[dim]
-    elsewhere = (places < 0) | (places >= size)
-    unknown = (index < 0) | (index >= whole)
+    size = layout.local_shape[dim]
+    places, elsewhere, is_negative, unknown = _places(platform, index, layout, dim)
     if size == 0:
         # An element to take, which keeps the result connected to x: its backward may communicate.
-        x = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim)
-    # What no rank has stays out of range: the native operation says what it says on one device.
-    places = platform.masked_fill(platform.masked_fill(places, elsewhere, 0), unknown, size + 1)
+        x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
+    places = platform.masked_fill(places, elsewhere, 0)
+    # What counts from the end still does, and what no rank has stays out of range, for the native operation may refuse it.
+    places = _either(platform, is_negative, places - size, places)
+    places = platform.masked_fill(places, unknown, size + 1)
     found = native((x, places), static_args)
     if along is not None:
         elsewhere = elsewhere.reshape([-1 if d == along else 1 for d in range(len(layout.shape))])
@@ -70,19 +70,25 @@ class Writing:
         cut = [(dim, number) for dim, number in self.dims if layout.shard_mesh_dims(dim)]
         for dim, number in cut:
             new = platform.cat([new, platform.zeros(replaced(platform.shape_of(new), dim, 1), new)], dim)
-            tensors[number] = _places(platform, tensors[number], layout, dim)
+            places, elsewhere, _, unknown = _places(platform, tensors[number], layout, dim)
+            places = platform.masked_fill(places, elsewhere, layout.local_shape[dim])
+            tensors[number] = platform.masked_fill(places, unknown, layout.local_shape[dim] + 1)
         new = native((new, value, *tensors), static_args)
         for dim, _ in cut:
             new = platform.narrow(new, dim, 0, layout.local_shape[dim])
         return native((x, new), ((Ellipsis,), *static_args[1:])) if self.in_place else platform.contiguous(new)
 
 
-def _places(platform: Any, index: Any, layout: Layout, dim: int) -> Any:
-    """``index`` in this rank's part, behind which is the spare row. What no rank has stays out of range."""
-    start, size, whole = layout.local_offset[dim], layout.local_shape[dim], layout.shape[dim]
-    is_negative = index < 0  # counts from the end
-    index = platform.masked_fill(index, is_negative, 0) + platform.masked_fill(index + whole, index >= 0, 0)
-    unknown = (index < 0) | (index >= whole)
-    places = index - start
-    places = platform.masked_fill(places, (places < 0) | (places >= size), size)
-    return platform.masked_fill(places, unknown, size + 1)
+def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
+    """Of an index into a sharded dimension: places in this rank's part; what does not lie there; what counts from the
+    end; what no rank has."""
+    size, whole = layout.local_shape[dim], layout.shape[dim]
+    is_negative = index < 0
+    index = _either(platform, is_negative, index + whole, index)
+    places = index - layout.local_offset[dim]
+    return places, (places < 0) | (places >= size), is_negative, (index < 0) | (index >= whole)
+
+
+def _either(platform: Any, where: Any, x: Any, y: Any) -> Any:
+    """Whole numbers ``x`` where that is true, else ``y``."""
+    return platform.masked_fill(y, where, 0) + platform.masked_fill(x, where == False, 0)  # noqa: E712
