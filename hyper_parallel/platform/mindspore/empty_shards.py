@@ -18,9 +18,9 @@ from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import Dispatch, NativeOp
 from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE, FLOATS
-from hyper_parallel.platform.mindspore.private import AutogradFunction, NoFallbackGuard, no_grad
+from hyper_parallel.platform.mindspore.private import AutogradFunction, NoFallbackGuard, is_recording, no_grad
 
-__all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules"]
+__all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules", "written_nothing"]
 
 #: Core's dispatcher, which knows the rules: set by `use_rules`.
 _DISPATCH: list[Dispatch] = []
@@ -46,6 +46,30 @@ class _Zeros(AutogradFunction):
         with NoFallbackGuard():
             zeros = [_Zeros.apply(tuple(x._shape), x.dtype, cotangent, *operands) for x in operands]
         return None, None, *zeros
+
+
+class _Written(AutogradFunction):
+    """A copy of ``x``, to which nothing of a value was written here: that has a gradient on other ranks, whose
+    collectives run here too. Saves nothing, since ``x`` is about to change."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        ctx.value = tuple(value._shape), value.dtype
+        return ops.zeros(tuple(x._shape), x.dtype) if 0 in x._shape else Tensor.copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple:
+        with NoFallbackGuard():
+            shape, dtype = ctx.value
+            return cotangent, connected_zeros(shape, dtype, (cotangent,))
+
+
+def written_nothing(x: Tensor, value: Any) -> Tensor | None:
+    """``x`` after a write that puts nothing of ``value`` there, if that gets a gradient; else None."""
+    if not (isinstance(value, Tensor) and is_recording() and value._requires_grad):
+        return None
+    Tensor.copy_(x, _Written.apply(x, value))
+    return x
 
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
@@ -183,16 +207,13 @@ def _unless_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) ->
     return op.call(func, operands, static_args)
 
 
-def _nothing_differs(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Elements, places and counts of nothing: the kernels give what they gave before, or refuse."""
-    dtypes = (operands[0].dtype, ms.int64, ms.int64)
-    found = tuple(ops.zeros(s, t) for s, t in zip(_result_shapes(op, operands, static_args), dtypes, strict=False))
-    return found if len(found) > 1 else found[0]
-
-
 def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
-    return operands[0] if nowhere and 0 not in operands[0].shape else _in_place(op, func, operands, static_args)
+    x, value = operands[:2]
+    if 0 not in x.shape:
+        return x if nowhere else op.call(func, operands, static_args)
+    written = written_nothing(x, value)
+    return _nothing_written(x) if written is None else written
 
 
 #: Operations whose results are zero, or have no elements, where an operand has none.
@@ -214,7 +235,7 @@ _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
     **dict.fromkeys(("expand", "getitem", "attention", "take", "masked_select"), nothing_taken),
     **dict.fromkeys(("scatter", "index_write", "setitem", "index_add", "masked_scatter"), _written),
-    "unique_in_order": _nothing_differs,
+    "unique_in_order": _flat,
     "pad": _unless_empty,
     "linear": _linear,
     "addmm": _addmm,

@@ -30,7 +30,7 @@ def take(
         # An element to take, which keeps the result connected to x: its backward may communicate.
         x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
     places = platform.masked_fill(places, elsewhere, 0)
-    # What counts from the end still does, and what no rank has stays out of range, for the native operation may refuse it.
+    # What counts from the end still does, and what no rank has stays out of range: the native operation may refuse it.
     places = _either(platform, is_negative, places - size, places)
     places = platform.masked_fill(places, unknown, size + 1)
     found = native((x, places), static_args)
