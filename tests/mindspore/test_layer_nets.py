@@ -14,6 +14,7 @@ from mindspore import Tensor, nn, ops
 from hyper_parallel import (
     CommDebugMode,
     DTensor,
+    PackedShard,
     Replicate,
     Shard,
     distribute_module,
@@ -197,6 +198,72 @@ def nets(name: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_nets(pool: Any, name: str) -> None:
     pool.run(4, nets, name)
+
+
+def _attention(**options: Any) -> nn.Cell:
+    ms.set_seed(1)
+    return nn.MultiheadAttention(_FEATURES, _HEADS, batch_first=True, **options)
+
+
+def attention_by_heads(path: str, cell: Any, mesh: Any) -> None:
+    """Projections in by heads, the one out by its input."""
+    if isinstance(cell, nn.MultiheadAttention):
+        for name in ("in_proj_weight", "in_proj_bias"):
+            if getattr(cell, name) is not None:
+                distribute_parameter(cell, name, mesh, [PackedShard(0, (_FEATURES,) * 3)])
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            if getattr(cell, name) is not None:
+                distribute_parameter(cell, name, mesh, [Shard(0)])
+        distribute_parameter(cell.out_proj, "weight", mesh, [Shard(1)])
+
+
+@on_mesh()
+def heads(mesh: Any) -> set[str]:
+    """Values, weights and gradients of attention by heads; which calls gather."""
+    x, other = _given(4, 6, _FEATURES), _given(4, 5, _FEATURES)
+    padding = np.zeros((4, 5), bool)
+    padding[:, 4:] = True
+    calls: dict[str, tuple[dict, Callable]] = {
+        "of itself": ({}, lambda cell, x, other, mask: cell(x, x, x)),
+        "of another": ({}, lambda cell, x, other, mask: cell(x, other, other * 2, average_attn_weights=False)),
+        "padded": ({"has_bias": False}, lambda cell, x, other, mask: cell(x, other, other, key_padding_mask=mask)),
+        "of other sizes": (
+            {"kdim": 4, "vdim": 4},
+            lambda cell, x, other, mask: cell(x, other[..., :4], other[..., 4:]),
+        ),
+        "masked": ({}, lambda cell, x, other, mask: cell(x, other, other, attn_mask=x[0, :, :5] * 2)),
+        "one more": (
+            {"add_zero_attn": True},
+            lambda cell, x, other, mask: cell(x, other, other, key_padding_mask=mask),
+        ),
+        "biased": ({"add_bias_kv": True}, lambda cell, x, other, mask: cell(x, x, x)),
+    }
+    gathering = set()
+    for name, (options, call) in calls.items():
+        alone, cell = _attention(**options), distribute_module(_attention(**options), mesh, attention_by_heads)
+        plain = (x, other, Tensor(padding))
+        given = tuple(distribute_tensor(t, mesh) for t in plain)
+
+        def loss(net: Any, tensors: tuple, call: Callable = call) -> Any:
+            y, weights = call(net, *tensors)
+            return (y * y).sum() + (weights * weights).sum()
+
+        with CommDebugMode() as mode:
+            got = call(cell, *given)
+        if mode.get_comm_counts().get("all_gather"):
+            gathering.add(name)
+        for mine, theirs in zip(got, call(alone, *plain), strict=True):
+            _close(mine, theirs, name)
+        _, wanted = ms.value_and_grad(loss, None, tuple(alone.trainable_params()))(alone, plain)
+        _, found = value_and_grad(loss, None, tuple(cell.trainable_params()))(cell, given)
+        for mine, theirs, p in zip(found, wanted, alone.trainable_params(), strict=True):
+            _close(mine, theirs, f"{name}: {p.name}")
+    return gathering
+
+
+def test_attention_by_heads(pool: Any) -> None:
+    """What MindSpore's own function computes, with heads and samples in one dimension, gathers."""
+    assert pool.run(2, heads) == [{"biased"}] * 2
 
 
 @on_mesh()

@@ -91,7 +91,7 @@ def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -
 
 # -------------------------------------------------------------------- rows
 def test_what_depends_on_all_values() -> None:
-    """Core runs these on whole tensors; the row itself runs what it is given, too."""
+    """The row itself runs what it is given."""
     x = np.float32([[0, 3, 0], [4, 0, 0]])
     assert run_row("NonZero", ops.nonzero, (Tensor(x),)).asnumpy().tolist() == np.argwhere(x).tolist()
     picked = run_row("MaskedSelect", ops.masked_select, (Tensor(x), Tensor(x > 0)))

@@ -106,6 +106,30 @@ MORE: dict[str, list[Callable[..., Any]]] = {
         lambda x, y, **_: torch.searchsorted(y.sort().values, x, right=True),
         lambda x, y, **_: torch.searchsorted(y, x, sorter=y.argsort()),
     ],
+    "masked_select": [lambda x, m, **_: torch.masked_select(x, m), lambda x, m, **_: x.masked_select(mask=m[0])],
+    "masked_scatter": [
+        lambda x, m, y, **_: x.masked_scatter(m, y),
+        lambda x, m, y, **_: torch.masked_scatter(x, mask=m[0], source=y),
+        lambda x, m, y, **_: x.masked_scatter_(m, y),
+    ],
+    "nonzero": [
+        lambda m, **_: m.nonzero(),
+        lambda i, **_: torch.argwhere(i),
+        lambda i, **_: torch.nonzero(i, as_tuple=True),
+        lambda i, **_: i.sum().nonzero(as_tuple=True),
+        lambda i, **_: torch.nonzero_static(i, size=3),
+        lambda i, **_: torch.nonzero_static(i, size=30, fill_value=7),
+        lambda i, m, v, **_: i.index_put((m[:, 0],), v.long()),
+    ],
+    "unique": [
+        lambda i, **_: i.unique(),
+        lambda i, **_: torch.unique(i, False, return_inverse=True, return_counts=True),
+        lambda i, **_: torch.unique(i, dim=1, return_counts=True),
+    ],
+    "unique_in_order": [
+        lambda i, **_: torch.unique_consecutive(i, return_inverse=True),
+        lambda i, **_: i.unique_consecutive(return_counts=True, dim=0),
+    ],
     "count": [
         lambda i, **_: i.flatten().bincount(),
         lambda i, x, **_: torch.bincount(i[0], weights=x[0], minlength=7),

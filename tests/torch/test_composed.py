@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hyper_parallel import (
     DTensor,
@@ -56,6 +57,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     "histc of one number": lambda y: torch.histc(y.detach() * 0 + 1, 3),
     "take_along_dim of the flat tensor": lambda x, i: torch.take_along_dim(x, i),
     "take_along_dim that stretches": lambda x, i: torch.take_along_dim(x, i[:1], dim=0),
+    "meshgrid of a list": lambda v, x: torch.meshgrid([v, x[:, 0]], indexing="ij")[0],
+    "tensordot that stretches the second": lambda x, z: torch.tensordot(x, z[:, :1], dims=([1], [1])),
+    "cross": lambda z: torch.cross(z, z.flip(0), dim=-1),
+    "cross without a dimension": lambda z: torch.cross(z, z.roll(1, 2) * 2),
+    "cross that stretches": lambda z: torch.linalg.cross(z, z[:1, :1] * 2),
+    "one_hot of as many classes as there are": lambda i: F.one_hot(i),
     "index_put through a mask": lambda x, m, s: x.index_put((m,), s),
     "index_put of columns": lambda x, i, s: x.index_put((i, i), s, accumulate=True),
     "repeat_interleave of rows": lambda x, i: x.repeat_interleave(i[:, 1], 0),
@@ -105,6 +112,11 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "addmv": lambda x: torch.addmv(x, x, x),
     "baddbmm": lambda x: torch.baddbmm(x.expand(3, 5, 6), x[None, :, :2], x[None, :2]),
     "tensordot": lambda x: torch.tensordot(x, x, dims=([0, 1], [0])),
+    "cross": lambda x: torch.cross(x, x),
+    "cross of others": lambda x: torch.linalg.cross(x[:, :3], x[0, :3]),
+    "nonzero_static": lambda x: torch.nonzero_static(x, size=-1),
+    "masked_select": lambda x: x.masked_select(x[:, :5] > 0),
+    "masked_scatter": lambda x: x.masked_scatter(x[:, :5] > 0, x),
     "multi_dot": lambda x: torch.linalg.multi_dot([x]),
     "multi_dot of a batch": lambda x: torch.linalg.multi_dot([x[None], x]),
     "norm": lambda x: torch.linalg.norm(x.reshape(5, 2, 3), 2),

@@ -524,10 +524,10 @@ INDEXING = [
     _set("abc,..c->abc", floats(5, 4, 3), floats(1, 1, 3), _S(0, 2)),
     _set("ab,_->ab", floats(5, 4), 3.0, ..., 1),
     _set("ab,->ab", floats(5, 4), floats(), ..., 1),
-    _set(".b,.b,.->.b", floats(5, 4), floats(3, 4), np.array([3, 0, 2])),
-    _set(".b,b,.->.b", floats(5, 4), floats(4), np.array([3, 0, 2])),
-    _set("a..,a.,.,.->a..", floats(4, 3, 5), floats(4, 2), _ALL, np.array([1, 0]), np.array([2, 4])),
-    _set(".b.,.b,.,.->.b.", floats(4, 3, 5), floats(2, 3), np.array([1, 0]), _ALL, np.array([2, 4])),
+    _set("ab,.b,.->ab", floats(5, 4), floats(3, 4), np.array([3, 0, 2])),
+    _set("ab,b,.->ab", floats(5, 4), floats(4), np.array([3, -5, 2])),
+    _set("abc,a.,.,.->abc", floats(4, 3, 5), floats(4, 2), _ALL, np.array([1, 0]), np.array([2, 4])),
+    _set("abc,.b,.,.->abc", floats(4, 3, 5), floats(2, 3), np.array([1, 0]), _ALL, np.array([2, 4])),
     Case("narrow", "a.->a.", (floats(5, 4),), (1, 1, 2), _narrow),
     Case("narrow", "a.->a.", (floats(5, 4),), (-1, -2, 2), _narrow),
     Case("narrow", "ab->ab", (floats(5, 4),), (0, 0, 5), _narrow),
@@ -535,11 +535,12 @@ INDEXING = [
     Case("gather", "a.,at->at", (floats(5, 4), ints(4, 5, 3)), (1,), _gather),
     Case("gather", ",.->.", (floats(), np.array([0])), (0,), lambda o, s: o[0][None]),
     Case("gather", ".b,tb->tb", (floats(5, 4), ints(5, 7, 4)), (-2,), _gather),
-    Case("gather", "a..,at.->at.", (floats(5, 4, 3), ints(4, 5, 2, 2)), (1,), _gather),
+    Case("gather", "ac.,at.->at.", (floats(5, 4, 3), ints(4, 5, 2, 2)), (1,), _gather),
     Case(
         "index_select", "a.c,t->atc", (floats(5, 4, 3), ints(4, 6)), (-2,), lambda o, s: np.take(o[0], o[1], axis=s[0])
     ),
     Case("index_select", "a.,->a.", (floats(5, 4), ints(4)), (1,), lambda o, s: np.take(o[0], o[1].reshape(1), axis=1)),
+    Case("index_select", "ac,t->at", (floats(5, 9), ints(9, 4)), (1,), lambda o, s: np.take(o[0], o[1], axis=1)),
     Case("index_select", ",.->", (floats(), np.array([0])), (0,), lambda o, s: o[0]),
     Case("one_hot", "ab->ab.", (ints(6, 5, 3),), (6,), lambda o, s: np.eye(s[0])[o[0]]),
 ]

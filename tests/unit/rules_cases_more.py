@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.platform.indexing import decode_index, encode_index
+from tests.unit.rules_cases_selection import SELECTION
 from tests.unit.rules_harness import Case
 
 __all__ = ["MORE"]
@@ -206,12 +207,12 @@ SCATTER = [
     Case("index_write", "a.,.,_->a.", (_floats(5, 4), _ints(4, 2), None), (1, "replace"), _index_write),
     Case("index_write", "a.,.,->a.", (_floats(5, 4), _ints(4, 2), _floats()), (1, "replace"), _index_write),
     Case("index_write", ",.,.->", (_floats(), np.array([0]), _floats(1)), (0, "replace"), _index_write),
-    _at("setitem", "a.,a.,.->a.", _floats(5, 4), _floats(5, 3), _ALL, _ORDER[:3]),
-    _at("setitem", ".b,b,.->.b", _floats(4, 5), _floats(5), _ORDER[:2]),
-    _at("index_add", "a.,at,t->a.", _floats(5, 4), _floats(5, 6), _ALL, _ints(4, 6)),
-    _at("index_add", ".b,b,.->.b", _floats(4, 5), _floats(5), _ints(4, 7)),
-    _at("index_add", "..c,tuc,tu,tu->..c", _floats(5, 4, 3), _floats(2, 3, 3), _ints(5, 2, 3), _ints(4, 2, 3)),
-    _at("index_add", "ab.,ab,->ab.", _floats(5, 2, 3), _floats(5, 2), slice(0, 5), _ALL, np.array(1)),
+    _at("setitem", "ab,a.,.->ab", _floats(5, 4), _floats(5, 3), _ALL, _ORDER[:3]),
+    _at("setitem", "ab,b,.->ab", _floats(4, 5), _floats(5), _ORDER[:2]),
+    _at("index_add", "ab,at,t->ab", _floats(5, 4), _floats(5, 6), _ALL, _ints(4, 6)),
+    _at("index_add", "ab,b,.->ab", _floats(4, 5), _floats(5), _ints(4, 7)),
+    _at("index_add", "abc,tuc,tu,tu->abc", _floats(5, 4, 3), _floats(2, 3, 3), _ints(5, 2, 3), _ints(4, 2, 3)),
+    _at("index_add", "abc,ab,->abc", _floats(5, 2, 3), _floats(5, 2), slice(0, 5), _ALL, np.array(1)),
     Case("take", "..,tu->tu", (_floats(5, 4), _ints(20, 3, 2)), (), lambda o, s: o[0].reshape(-1)[o[1]]),
     Case("put", "..,tu,tu->..", (_floats(5, 4), _ints(20, 3, 2), _floats(3, 2)), ("add",), _put),
     Case("put", "..,..,.->..", (_floats(5, 4), _ints(20, 3, 2), _floats(6)), ("add",), _put),
@@ -235,4 +236,4 @@ SEARCH = [
     Case("count", "a,a->.", (_ints(6, 5), _floats(5)), (6,), _count),
 ]
 
-MORE = [*BATCHED, *ALONG_LINEAR, *DIAGONAL, *WINDOWS, *SCATTER, *SEARCH]
+MORE = [*BATCHED, *ALONG_LINEAR, *DIAGONAL, *WINDOWS, *SCATTER, *SEARCH, *SELECTION]

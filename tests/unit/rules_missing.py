@@ -44,6 +44,9 @@ ACCEPTED: dict[tuple[str, str], str] = {
         "fused_attention",
         "operand 0 along dimension -3",
     ): "as attention, the length in front of the heads",
+    ("gather", "operand 0 along dimension -1"): "many elements are taken, whose sum over ranks is larger than x",
+    ("gather", "operand 0 along dimension -2"): "many elements are taken, likewise",
+    ("index_select", "operand 0 along dimension -2"): "many elements are taken, likewise",
     ("getitem", "operand 0 along dimension -2"): "a slice with a step, right where the step divides every part",
     ("nll_loss", "linear in operand 0"): "log-probabilities come from log_softmax, which gives no partial sum",
     ("searchsorted", "operand 0 along dimension -1"): "places in parts of a sequence add up: without a sorter only",
@@ -163,7 +166,7 @@ def _whole(labels: Any, shape: Any) -> dict[int, int]:
     """The dimensions without a label that have something to be cut, with their sizes."""
     if labels is None:
         return {}
-    return {d: n for d, (label, n) in enumerate(zip(labels, shape, strict=True)) if label is None and n > 1}
+    return {d: n for d, (label, n) in enumerate(zip(labels, shape, strict=True)) if label is None and (n or 0) > 1}
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ RIGHT = {
     # The largest elements of parts give the largest of all without it: what it adds is how ties share a gradient.
     ("amax", "call"),
     ("amin", "call"),
+    # Right where many elements are taken too; the sum of what ranks take is then larger than what they have.
+    ("index_select", "label added"),
     # Here ranks share the noise of a case.
     ("fused_attention", "call"),
     # Linear indeed, in some calls.

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 __all__ = ["TensorRole"]
 
 Tensor = Any
@@ -189,3 +191,8 @@ class TensorRole(ABC):
     @abstractmethod
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         """``x``, which may be overwritten, with ``source`` added where `gather` would read. Differentiable."""
+
+    def places(self: Any, values: np.ndarray, like: Tensor) -> Tensor:
+        """A new tensor with the values of an array of int64, on the device of ``like``, which may index tensors there.
+        That of the host's memory, unless a backend says more."""
+        return self.host_tensor(values)

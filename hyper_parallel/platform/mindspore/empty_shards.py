@@ -18,9 +18,9 @@ from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import Dispatch, NativeOp
 from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE, FLOATS
-from hyper_parallel.platform.mindspore.private import AutogradFunction, NoFallbackGuard, no_grad
+from hyper_parallel.platform.mindspore.private import AutogradFunction, NoFallbackGuard, is_recording, no_grad
 
-__all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules"]
+__all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules", "written_nothing"]
 
 #: Core's dispatcher, which knows the rules: set by `use_rules`.
 _DISPATCH: list[Dispatch] = []
@@ -46,6 +46,30 @@ class _Zeros(AutogradFunction):
         with NoFallbackGuard():
             zeros = [_Zeros.apply(tuple(x._shape), x.dtype, cotangent, *operands) for x in operands]
         return None, None, *zeros
+
+
+class _Written(AutogradFunction):
+    """A copy of ``x``, to which nothing of a value was written here: that has a gradient on other ranks, whose
+    collectives run here too. Saves nothing, since ``x`` is about to change."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        ctx.value = tuple(value._shape), value.dtype
+        return ops.zeros(tuple(x._shape), x.dtype) if 0 in x._shape else Tensor.copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple:
+        with NoFallbackGuard():
+            shape, dtype = ctx.value
+            return cotangent, connected_zeros(shape, dtype, (cotangent,))
+
+
+def written_nothing(x: Tensor, value: Any) -> Tensor | None:
+    """``x`` after a write that puts nothing of ``value`` there, if that gets a gradient; else None."""
+    if not (isinstance(value, Tensor) and is_recording() and value._requires_grad):
+        return None
+    Tensor.copy_(x, _Written.apply(x, value))
+    return x
 
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
@@ -84,7 +108,9 @@ def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: 
 
 def _result_shapes(op: NativeOp, operands: tuple, static_args: Any) -> tuple:
     shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in operands)
-    return _DISPATCH[0].result_shapes(op.name, shapes, static_args)
+    found = _DISPATCH[0].result_shapes(op.name, shapes, static_args)
+    # Where the data say a size, nothing is found in nothing.
+    return tuple(tuple(0 if size is None else size for size in shape) for shape in found)
 
 
 def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
@@ -183,7 +209,11 @@ def _unless_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) ->
 
 def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
-    return operands[0] if nowhere and 0 not in operands[0].shape else _in_place(op, func, operands, static_args)
+    x, value = operands[:2]
+    if 0 not in x.shape:
+        return x if nowhere else op.call(func, operands, static_args)
+    written = written_nothing(x, value)
+    return _nothing_written(x) if written is None else written
 
 
 #: Operations whose results are zero, or have no elements, where an operand has none.
@@ -203,8 +233,9 @@ _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     # Ones or zeros have no gradient by what they are like, on no rank.
     "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
-    **dict.fromkeys(("expand", "getitem", "attention", "take"), nothing_taken),
-    **dict.fromkeys(("scatter", "index_write"), _written),
+    **dict.fromkeys(("expand", "getitem", "attention", "take", "masked_select"), nothing_taken),
+    **dict.fromkeys(("scatter", "index_write", "setitem", "index_add", "masked_scatter"), _written),
+    "unique_in_order": _flat,
     "pad": _unless_empty,
     "linear": _linear,
     "addmm": _addmm,

@@ -14,6 +14,7 @@ import mindspore
 from hyper_parallel.platform.mindspore import autograd, graphs, observation
 from hyper_parallel.platform.mindspore.compiled import parsing
 from hyper_parallel.platform.mindspore.handlers import (
+    attention,
     clipping,
     entry_points,
     likes,
@@ -211,6 +212,14 @@ PATCHES = PatchSet(
             everywhere=True,
         ),
         *map(_loss, loss.LOSSES),
+        _patch(
+            "mindspore.ops.function.nn_func.multi_head_attention_forward",
+            "heads are counted together with samples, so that `nn.MultiheadAttention` cannot be parallel by heads",
+            calling(attention.attention_by_heads),
+            check=takes(attention.PARAMETERS),
+            everywhere=True,
+            required=False,
+        ),
         *map(_making_plain, plain_inside.MAKING_PLAIN),
         _patch(
             "mindspore.ops.function.math_func.nanmean",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,3 +92,7 @@ class LocalVerbs(Platform):
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         """See `Platform.scatter_add`."""
         return x.scatter_add_(dim, index.long(), source)
+
+    def places(self, values: np.ndarray, like: Tensor) -> Tensor:
+        """See `Platform.places`."""
+        return torch.from_numpy(values).to(like.device)

@@ -17,7 +17,8 @@ WIDTH = 120
 FORMS = ("forward", "backward", "in place", "sum in place", "out=")
 _NO_KERNEL = re.compile(r"unregistered|[Nn]ot found op|supports? Ascend|Create kernelmod|Not implement exception|: -+$")
 
-_PARAGRAPH = re.compile(r"^\*\*(Forward .+?)\*\* \(\d+\):(.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+_FIRST = "|".join(form.capitalize() for form in FORMS)
+_PARAGRAPH = re.compile(rf"^\*\*((?:{_FIRST}) .+?)\*\* \(\d+\):(.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 _VERDICT = re.compile(rf"(?:^|, )({'|'.join(FORMS)}) ({'|'.join(ORDER)})")
 
 

@@ -31,7 +31,7 @@ from hyper_parallel.core.dtensor.operations.operands import (
     refuse_foreign,
 )
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, CanonicalOp
-from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
+from hyper_parallel.core.dtensor.operations.strategy import Strategy, Unsized, solve
 from hyper_parallel.core.dtensor.operations.views import after_write, apart, before_write, forget_value
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform.contract import NativeOp
@@ -91,15 +91,16 @@ class _Plan:
         self.inplace = op.in_place
         localized = sharding.localize
         self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
-        aliasing = None if self.inplace else aliasing_of(canonical, layouts, static_args, strategy, name)
+        unsized = any(isinstance(result, Unsized) for result in strategy.results)
+        aliasing = None if self.inplace or unsized else aliasing_of(canonical, layouts, static_args, strategy, name)
         aliasing = aliasing or Aliasing(None, None)
         if aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
         self.copies, self.after = aliasing.copies, aliasing.after
         more = self.inplace or self.replacement or self.plain
         self.only_local = not more and self.mixes is None
-        self.result = self.results[0] if self.results else None
-        self.no_dispatch, self.wrap = mesh.platform.no_dispatch, mesh.platform.wrap
+        self.result: Any = self.results[0] if self.results else None
+        self.no_dispatch, self.wrap = mesh.platform.no_dispatch, _wrap_sized if unsized else mesh.platform.wrap
 
     def wrap_several(self, results: Any) -> Any:
         """Several results, in the tuple or list that the operation returned. The last ones may be unknown to the rule,
@@ -162,6 +163,12 @@ class _Plan:
         promoted = platform.wrap(platform.alias(x), replicated_layout(self.mesh, platform.shape_of(x)))
         promoted._origin = x
         return promoted
+
+
+def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
+    """`Platform.wrap` of what maybe tells its size only now."""
+    platform = result.mesh.platform
+    return platform.wrap(local, result.sized(platform.shape_of(local)) if isinstance(result, Unsized) else result)
 
 
 def _bind_read(

@@ -37,13 +37,15 @@ class OpSharding:
     Attributes:
         operands: for each operand the labels of its dimensions, or None for an operand that is no tensor.
         results: for each result the labels of its dimensions.
-        result_shapes: the global shape of each result.
+        result_shapes: the global shape of each result; None for a size that only the data say (how many elements are
+            not zero). Such a dimension is whole, and ``call`` gives it the same size on all ranks.
         terms: the operation as a sum of products: each term is a tuple of indices of operands in which it is linear,
             as ``((0, 1), (2,))`` for ``x * w + b``. Empty when the operation is not linear in anything.
         reduce: how a contracted label combines over ranks: ``"sum"``, ``"max"``, ``"min"``; ``"call"`` when ``call``
             combines the ranks itself and returns a replicated result; None when no label may be contracted.
         combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
-            is replicated there (the classes of a cross entropy, whose samples add up).
+            is replicated there (the classes of a cross entropy, whose samples add up). Of several results some may
+            have the label nevertheless, and are sharded (the places of elements among those that differ).
         localize: ``localize(static_args, operand_layouts, result_layouts) -> static_args`` gives the static arguments
             for the local call, where they speak of global sizes (the shape of a reshape). None: they stay.
         call: ``call(platform, native, operands, static_args, operand_layouts, result_layouts) -> result`` replaces the
@@ -67,7 +69,7 @@ class OpSharding:
 
     operands: tuple[tuple[Label | None, ...] | None, ...]
     results: tuple[tuple[Label | None, ...], ...]
-    result_shapes: tuple[tuple[int, ...], ...]
+    result_shapes: tuple[tuple[Any, ...], ...]
     terms: tuple[tuple[int, ...], ...] = ()
     reduce: str | None = None
     combined: tuple[Label, ...] = ()

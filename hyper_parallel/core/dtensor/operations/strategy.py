@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hyper_parallel.core.dtensor.communication.redistribute import redistribution_cost
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -20,6 +21,25 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Pl
 
 
 @dataclass(frozen=True)
+class Unsized:
+    """What is known of the layout of a result before the data say how large it is.
+
+    Attributes:
+        mesh, placements: as in a layout.
+        shape: global shape, with None for the sizes of whole dimensions that the data say.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int | None, ...]
+
+    def sized(self, local_shape: tuple[int, ...]) -> Layout:
+        """The layout of a result of which this rank has a part of ``local_shape``."""
+        sizes = zip(self.shape, local_shape, strict=True)
+        return get_layout(self.mesh, self.placements, tuple(here if size is None else size for size, here in sizes))
+
+
+@dataclass(frozen=True)
 class Strategy:
     """What an operation needs and gives.
 
@@ -27,12 +47,12 @@ class Strategy:
         operands: for each operand the layout it is read with, None for an operand that is no tensor.
         partial_grad_dims: for each operand the mesh dimensions over which its gradient comes back partial: there it is
             read through `partial_grad_view`.
-        results: the layout of each result.
+        results: the layout of each result, or `Unsized`.
     """
 
     operands: tuple[Layout | None, ...]
     partial_grad_dims: tuple[tuple[int, ...], ...]
-    results: tuple[Layout, ...]
+    results: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,8 @@ def solve(
         for i in range(len(layouts))
     )
     results = tuple(
-        get_layout(mesh, tuple(c.results[i] for c in chosen), shape) for i, shape in enumerate(sharding.result_shapes)
+        (Unsized if None in shape else get_layout)(mesh, tuple(c.results[i] for c in chosen), shape)
+        for i, shape in enumerate(sharding.result_shapes)
     )
     return Strategy(operands, partial, results)
 
@@ -233,16 +254,15 @@ def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None
     results: tuple[Placement, ...]
     if all(label in labels for labels in sharding.results):
         results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
-    elif any(label in labels for labels in sharding.results):
-        return None
     else:  # contracted
-        combined = label in sharding.combined
-        if sharding.reduce is None and not combined:
+        called = sharding.reduce == "call" or label in sharding.combined
+        if not called and (sharding.reduce is None or any(label in labels for labels in sharding.results)):
             return None
         # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
-        to_partial = {t[0] for t in sharding.terms if not any(label in (sharding.operands[i] or ()) for i in t)}
-        called = combined or sharding.reduce == "call"
-        results = (Replicate() if called else Partial(sharding.reduce or "sum"),) * len(sharding.results)
+        split = [any(label in (sharding.operands[i] or ()) for i in term) for term in sharding.terms]
+        to_partial = {t[0] for t, is_split in zip(sharding.terms, split, strict=True) if not (is_split or called)}
+        contracted = Replicate() if called else Partial(sharding.reduce or "sum")
+        results = tuple(shard.with_dim(own.index(label)) if label in own else contracted for own in sharding.results)
     operands = tuple(
         None
         if labels is None

@@ -14,23 +14,26 @@ from hyper_parallel.platform.mindspore.op_table import (
     layers,
     linalg,
     nn,
+    picks,
     random,
     reduction,
     scatter,
     shape,
 )
 from hyper_parallel.platform.mindspore.op_table.binding import Choose
-from hyper_parallel.platform.mindspore.op_table.composed import COMPOSED
+from hyper_parallel.platform.mindspore.op_table.composed import COMPOSED as _COMPOSED
 
 __all__ = ["COMPOSED", "OPS", "PASS_THROUGH", "RESULTS", "VARIANTS"]
 
 OPS: dict[str, NativeOp] = {}
-for _module in (elementwise, shape, reduction, nn, random, layers, linalg, scatter):
+for _module in (elementwise, shape, reduction, nn, random, layers, linalg, scatter, picks):
     OPS |= _module.OPS
 
 VARIANTS: dict[str, Choose] = {}
 for _module in (elementwise, shape, reduction, nn, scatter, composed):
     VARIANTS |= _module.VARIANTS
+
+COMPOSED = {**_COMPOSED, **picks.COMPOSED}
 
 RESULTS = {**nn.RESULTS, **random.RESULTS}
 

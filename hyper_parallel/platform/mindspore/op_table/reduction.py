@@ -150,8 +150,6 @@ OPS: dict[str, NativeOp] = by_name(
         **_REDUCTIONS,
         **_ALONG_A_DIM,
         # results that depend on all values
-        "NonZero MaskedSelect EqualExt Unique UniqueDim Unique2 ArgWhere": row(
-            "replicate", lambda func, args, kwargs: (args, ())
-        ),
+        "EqualExt UniqueDim Unique2": row("replicate", lambda func, args, kwargs: (args, ())),
     }
 )

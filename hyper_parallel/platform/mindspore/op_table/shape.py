@@ -11,7 +11,7 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
 from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.empty_shards import nothing_taken
+from hyper_parallel.platform.mindspore.empty_shards import nothing_taken, written_nothing
 from hyper_parallel.platform.mindspore.op_table.as_called import Given, as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
 from hyper_parallel.platform.mindspore.private import is_recording
@@ -160,6 +160,7 @@ def _setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     elif index == (...,):
         index = (slice(None),) * x.ndim
     if 0 in x.shape or has_empty_slice(static_args[0], x.shape):
+        written_nothing(x, operands[1])
         return x  # MindSpore fails where there is nothing to write
     if len(operands) > 2 and not _is_recorded(x, operands[1]):
         # For an index of tensors as well. What a slice writes reaches the base.

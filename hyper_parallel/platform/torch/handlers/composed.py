@@ -88,7 +88,23 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
     of_a, of_b = (dims_of(given) or () for given in map(tuple, dims))
     if len(of_a) != len(of_b):
         raise UnboundCallError
-    return _product(a, [d % a.dim() for d in of_a], b, [d % b.dim() for d in of_b])
+    of_a, of_b = tuple(d % a.dim() for d in of_a), tuple(d % b.dim() for d in of_b)
+    for i, k in zip(of_a, of_b, strict=True):  # a dimension of size 1 is stretched
+        if a.shape[i] == 1 != b.shape[k]:
+            b = b.sum(k, keepdim=True, dtype=b.dtype)
+        elif b.shape[k] == 1 != a.shape[i]:
+            a = a.sum(i, keepdim=True, dtype=a.dtype)
+    return _product(a, of_a, b, of_b)
+
+
+@composed(*find("cross", torch, Tensor))
+def cross(input: Any, other: Any, dim: int | None = None) -> Any:
+    """Products of vectors, which lie along the first dimension of size 3 where none is given."""
+    if dim is None:
+        dim = next((d for d, size in enumerate(input.shape) if size == 3), None)
+    if dim is None:
+        raise UnboundCallError  # torch words the error
+    return torch.linalg.cross(input, other, dim=dim)
 
 
 @composed(*find("kron"))

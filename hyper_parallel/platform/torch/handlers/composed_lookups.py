@@ -12,7 +12,6 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.handlers.composing import composed, number, replicated_like
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError, find
-from hyper_parallel.platform.torch.op_table.scatter import INDEX_ADD
 from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
 
 __all__: list[str] = []
@@ -89,13 +88,6 @@ def take_along_dim(input: Any, indices: Any, dim: Any = None) -> Any:
     shape = torch.broadcast_shapes(*((*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x in (input, indices)))
     x, index = (t.expand(*shape[:dim], t.shape[dim], *shape[dim + 1 :]) for t in (input, indices))
     return x.gather(dim, index)
-
-
-@handles(*find("index_put"))
-def index_put(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Written over, or added."""
-    adds = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
-    return dispatch(INDEX_ADD if adds else OP_TABLE[func], func, args, kwargs)
 
 
 @handles(*find("repeat_interleave"))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.handlers.composed_picks import without_masks
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
@@ -257,13 +258,7 @@ def set_item(x: Any, index: Any, value: Any) -> None:
     ):
         x.masked_fill_(mask.reshape((*mask.shape, *(1,) * (x.dim() - mask.dim()))), value)
     else:
-        x.copy_(dispatch(None, _with_item, (x, index, value), {}))
-
-
-def _with_item(x: Any, index: Any, value: Any) -> Any:
-    x = x.clone()
-    x[index] = value
-    return x
+        dispatch(OP_TABLE[Tensor.__setitem__], Tensor.__setitem__, (x, without_masks(items), value), {})
 
 
 @replaces(Tensor.copy_)

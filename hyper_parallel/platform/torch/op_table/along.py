@@ -43,10 +43,9 @@ def table() -> Table:
         **as_called("linspace logspace", "batched", "start end steps", _spaced, torch),
         **as_called("quantile nanquantile", "quantile", "input q dim keepdim", _quantiles),
         **rows("topk", "topk", "input k dim=-1 largest=True sorted=True"),
-        # What leaves the world of tensors, or whose result has a size that depends on the data.
+        # What leaves the world of tensors.
         **rows(
-            "item tolist numpy is_nonzero nonzero argwhere unique unique_consecutive masked_select "
-            "__bool__ __int__ __float__ __complex__ __index__ __array__",
+            "item tolist numpy is_nonzero __bool__ __int__ __float__ __complex__ __index__ __array__",
             "replicate",
             lambda func, args, kwargs: (args, (tuple(kwargs.items()),)),
             lambda func, operands, static_args: func(*operands, **dict(static_args[0])),

@@ -244,6 +244,7 @@ def _others() -> Table:
             "x1 x2 dim=1 eps=1e-8 -> x1 x2 | dim eps",
             lambda shapes, others: _across(shapes, others[0]),
         ),
+        **several("cross", "input other dim=-1 -> input other | dim", _crossed, torch.linalg, call=_cross),
         **_statistics("batch_norm"),
         **_statistics("instance_norm"),
         **several(
@@ -351,6 +352,21 @@ def _bag(func: Any, operands: tuple, others: tuple) -> Any:
     return func(
         ids, weight, offsets, mode=mode, per_sample_weights=own_weights, include_last_offset=last, padding_idx=padding
     )
+
+
+def _crossed(shapes: Shapes, others: tuple) -> str | None:
+    """A product of vectors, which are whole; what is stretched is whole too."""
+    ndim = len(shapes[0])
+    if any(len(shape) != ndim for shape in shapes) or not -ndim <= others[0] < ndim or ndim > len(_BATCH):
+        return None
+    letters = ["." if d == others[0] % ndim else letter for d, letter in enumerate(_BATCH[:ndim])]
+    common = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    own = ("".join(x if n == m else "." for x, n, m in zip(letters, s, common, strict=True)) for s in shapes)
+    return f"{','.join(own)}->{''.join(letters)}|01"
+
+
+def _cross(func: Any, operands: tuple, others: tuple) -> Any:
+    return torch.linalg.cross(*operands, dim=others[0])
 
 
 def _sampled_windows(shapes: Shapes, others: tuple) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index
 from hyper_parallel.platform.torch.op_table.as_called import Given, as_called
-from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, find
+from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, find, rows
 from hyper_parallel.platform.torch.op_table.index import encode
 
 __all__ = ["INDEX_ADD", "table"]
@@ -18,7 +18,7 @@ _AT = "input dim index source/src/value/tensor/tensor2"
 
 
 def table() -> Table:
-    """Rows of scatter, index_add and their relatives, of put, take, searchsorted, bucketize and isin."""
+    """Rows of scatter, index_add and their relatives, of put, take, searchsorted, bucketize, isin, and masks."""
     return {
         **as_called("scatter", "scatter", f"{_AT} reduce", _scattered),
         **as_called("scatter_add", "scatter", _AT, _at("add")),
@@ -31,6 +31,8 @@ def table() -> Table:
         **as_called("put", "put", "input index source accumulate", _put),
         **as_called("searchsorted", "searchsorted", f"sorted_sequence input {_SEARCH}", _searched, torch),
         **as_called("bucketize", "by_table", "input boundaries", _needs(0, 1), torch),
+        **rows("masked_select", "masked_select", "input mask -> input mask"),
+        **rows("masked_scatter", "masked_scatter", "input mask source -> input mask source"),
         **as_called("isin", "by_table", "elements test_elements", _of_elements, torch),
     }
 

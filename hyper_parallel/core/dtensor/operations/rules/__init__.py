@@ -31,6 +31,7 @@ from hyper_parallel.core.dtensor.operations.rules import (  # noqa: F401
     replicate,
     scatter,
     search,
+    selection,
     softmax,
     view,
 )

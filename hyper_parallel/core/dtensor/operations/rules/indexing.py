@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE, without_dots
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.dtensor.operations.rules import own_part
 from hyper_parallel.core.dtensor.operations.rules.labels import (
     Labels,
     Shape,
@@ -17,7 +19,9 @@ from hyper_parallel.core.dtensor.operations.rules.labels import (
     unary,
     whole,
 )
+from hyper_parallel.core.dtensor.operations.rules.own_part import Writing
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
+from hyper_parallel.core.dtensor.operations.rules.selection import rows_at_mask
 
 _LINEAR = ((0,),)
 
@@ -125,7 +129,10 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 
 @rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded."""
+    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded. A mask over the first
+    dimensions may be sharded with these."""
+    if len(static_args[0]) == 1 and _is_tensor(static_args[0][0]) and static_args[0][0][3]:
+        return rows_at_mask(shapes)
     found = analyse(shapes[0], static_args[0], shapes[1:])
     if found is None:
         return None
@@ -140,8 +147,14 @@ def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along are whole;
-    those that ints and slices cut may be sharded: each rank then writes what lies in its shard."""
+    """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
+    ints and slices cut, may be sharded: each rank then writes what lies in its shard. Those that are cut must be whole
+    where index tensors take part."""
+    return assigned(shapes, static_args, in_place=True)
+
+
+def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | None:
+    """The answer for ``x[index] = value``, written to x or to a copy of it."""
     x, value = shapes[:2]
     found = analyse(x, static_args[0], shapes[2:])
     if found is None:
@@ -161,8 +174,11 @@ def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
             label if size == full and label in found.x else None
             for size, (full, label) in zip(value[extra:], target, strict=True)
         )
-    labels, cut = found.x, _Cut.of(static_args[0], x, found)
-    if cut is not None:
+    labels: Labels = found.x
+    cut = writing(static_args[0], x, in_place) if found.tensors else _Cut.of(static_args[0], x, found)
+    if isinstance(cut, Writing):
+        labels = written_labels(labels, cut)
+    elif cut is not None:
         labels = tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
     return OpSharding(
         operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
@@ -173,6 +189,24 @@ def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
         call=None if cut is None else cut.write,
         native_if=None if cut is None else cut.is_whole,
     )
+
+
+def writing(index: tuple, x: Shape, in_place: bool) -> Writing:
+    """The dimensions of x along which the index tensors of an encoded index run."""
+    dims: list[tuple[int, int]] = []
+    dim = 0
+    for item in without_dots(index, len(x)):
+        if _is_tensor(item):
+            dims.append((dim, item[1]))
+        dim += item is not None
+    return Writing(tuple(dims), in_place)
+
+
+def written_labels(labels: Labels, to: Writing) -> Labels:
+    """``labels`` of x with those of the dimensions along which index tensors run."""
+    for dim, _ in to.dims:
+        labels = replaced(labels, dim, f"c{dim}")
+    return labels
 
 
 @dataclass(frozen=True)
@@ -286,28 +320,35 @@ def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("gather", "x, index", "dim")
 def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``result[i][j] = x[index[i][j]][j]`` for dim 0: x must be whole along dim, the index need not be."""
+    """``result[i][j] = x[index[i][j]][j]`` for dim 0. Where few elements are taken of x, it may be sharded along dim:
+    each rank takes what it has, and the results add up."""
     x, index = shapes
     if index is None:
         return None
     dim = axis(static_args[0], len(x))
     if len(x) != len(index):  # one element without dimensions goes with an index of one dimension
         own = ((None,) * len(x), (None,) * len(index))
-        return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if {len(x), len(index)} == {0, 1} else None
+        known = {len(x), len(index)} == {0, 1} or 0 in index  # without elements an index may have any shape
+        return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if known else None
     # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
     return OpSharding(
-        operands=(whole(labels, (dim,)), index_labels),
+        operands=(replaced(labels, dim, "c" if 2 * math.prod(index) <= math.prod(x) else None), index_labels),
         results=(index_labels,),
         result_shapes=(tuple(index),),
         terms=_LINEAR,
+        reduce="sum",
+        call=lambda platform, native, given, static_args, layouts, _: own_part.take(
+            platform, native, given, static_args, layouts[0], dim
+        ),
+        native_if=lambda layouts: not layouts[0].shard_mesh_dims(dim),
     )
 
 
 @rule("index_select", "x, index (1-D)", "dim")
 def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[:, index]`` for dim 1 and an index of one dimension."""
+    """``x[:, index]`` for dim 1 and an index of one dimension. See `gather`."""
     x, index = shapes
     if index is None or len(index) > 1:
         return None
@@ -315,11 +356,17 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
     labels = whole(named(x), (dim,))
     # An index without dimensions counts as one of one element, and so does x.
     place, size = ("t", index[0]) if index and x else (None, 1)
+    few = index and x and 2 * size <= x[dim]
     return OpSharding(
-        operands=(labels, (place,) * len(index)),
+        operands=(replaced(labels, dim, "c") if few else labels, (place,) * len(index)),
         results=(replaced(labels, dim, place) if x else (),),
         result_shapes=(replaced(x, dim, size) if x else (),),
         terms=_LINEAR,
+        reduce="sum",
+        call=lambda platform, native, given, static_args, layouts, _: own_part.take(
+            platform, native, given, static_args, layouts[0], dim, along=dim
+        ),
+        native_if=lambda layouts: not layouts[0].shard_mesh_dims(dim),
     )
 
 

@@ -10,5 +10,5 @@ from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 @rule("replicate", "any number", gathers=True)
 def replicate(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Results of unknown number, type and shape (``item``, ``equal``, ``nonzero``): there is nothing to say."""
+    """Results that are no tensors, or of unknown number and type (``item``, ``tolist``): there is nothing to say."""
     return None

@@ -1,7 +1,7 @@
 """Writing or adding elements at places that index tensors name, into a copy; and taking them out by flat index.
 
-Dimensions along which an index runs are whole. What is *added* may be sharded along the index: each rank adds its
-share, and the result is a partial sum.
+Dimensions along which an index runs are whole, but for what square brackets write. What is *added* may be sharded along
+the index: each rank adds its share, and the result is a partial sum.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.indexing import analyse, setitem_
+from hyper_parallel.core.dtensor.operations.rules.indexing import analyse, assigned, writing, written_labels
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, axis, named, replaced, whole
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
@@ -67,12 +67,16 @@ def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _written(shapes, labels, ("t",), replaced(labels, dim, "t"), how)
 
 
-rule("setitem", "x, value, index tensors", "index as `encode_index` gives it")(setitem_)
+@rule("setitem", "x, value, index tensors", "index as `encode_index` gives it")
+def setitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """A copy with ``x[index] = value``; see `setitem_`."""
+    return assigned(shapes, static_args, in_place=False)
 
 
 @rule("index_add", "x, value, index tensors", "index as `encode_index` gives it")
 def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index] += value``, each time that an element is named."""
+    """``x[index] += value``, each time that an element is named. Dimensions along index tensors may be sharded, as in
+    `setitem_`."""
     x, value = shapes[:2]
     found = analyse(x, static_args[0], shapes[2:])
     if found is None or value is None or len(value) > len(found.shape):
@@ -81,13 +85,17 @@ def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if any(size not in (1, full) for size, (full, _) in zip(value, target, strict=True)):
         return None
     own = tuple(label if size == full else None for size, (full, label) in zip(value, target, strict=True))
+    to = writing(static_args[0], x, in_place=False)
+    labels = written_labels(found.x, to)
     return OpSharding(
-        operands=(found.x, own, *(tuple(n if n in own else None for n in labels) for labels in found.tensors)),
-        results=(found.x,),
+        operands=(labels, own, *(tuple(n if n in own else None for n in labels) for labels in found.tensors)),
+        results=(labels,),
         result_shapes=(tuple(x),),
         terms=((0,), (1,)),
         reduce="sum",
         localize=found.localize(),
+        call=to.write,
+        native_if=to.is_whole,
     )
 
 

@@ -1,0 +1,90 @@
+"""Operations whose results have sizes that the data say, masks, and writes at the places that index tensors name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.indexing import decode_index, encode_index
+from hyper_parallel.platform.mindspore.op_table.binding import Bound, by_name, row
+
+__all__ = ["COMPOSED", "OPS"]
+
+OPS: dict[str, NativeOp] = by_name(
+    {
+        "NonZero ArgWhere": row("nonzero", "x -> x"),
+        "MaskedSelect": row("masked_select", "x mask -> x mask"),
+        "MaskedScatter": row("masked_scatter", "x mask source -> x mask source"),
+        # In the order in which they come first; with the place of each.
+        "Unique": row(
+            "unique_in_order", lambda func, args, kwargs: (args, (None, True, False)), lambda func, xs, how: func(*xs)
+        ),
+    }
+)
+
+
+def _dispatch(row: NativeOp, func: Any, args: tuple, *others: Any) -> Any:
+    found = next(x for x in args if getattr(x, "_layout", None) is not None)
+    return type(found)._dispatch(row, func, (*args, *others), {})
+
+
+# -------------------------------------------------------------------- those that differ from the one before
+def _asked(func: Any, operands: tuple, static_args: tuple) -> Any:
+    dim, places, counts = static_args
+    found = func(*operands, places, counts, dim)
+    asked = [y for y, wanted in zip(found, (True, places, counts), strict=True) if wanted]
+    return tuple(asked) if len(asked) > 1 else asked[0]
+
+
+_CONSECUTIVE = row("unique_in_order", lambda func, args, kwargs: (args[:1], args[1:]), _asked)
+
+
+def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
+    """MindSpore looks at what was asked for and leaves the others alone."""
+    x, places, counts, dim = args
+    found = _dispatch(_CONSECUTIVE, func, (x,), dim, bool(places), bool(counts))
+    remaining = iter(found if isinstance(found, tuple) else (found,))
+    return tuple(next(remaining) if wanted else None for wanted in (True, places, counts))
+
+
+def _nonzero_columns(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``nonzero(x, as_tuple=True)``."""
+    places = ops.nonzero(args[0])
+    return tuple(places[:, d] for d in range(args[0].ndim))
+
+
+# -------------------------------------------------------------------- index_put
+def _bind_index_put(func: Any, args: tuple, kwargs: dict) -> Bound:
+    x, value, *indices = args
+    tensors, encoded = encode_index(tuple(indices), lambda i: isinstance(i, Tensor), lambda i: False)
+    return (x, value, *tensors), (encoded,)
+
+
+def _call_index_put(func: Any, operands: tuple, static_args: tuple) -> Any:
+    x, value, *tensors = operands
+    return func(x, value, decode_index(static_args[0], tensors))
+
+
+_WRITTEN = row("setitem", _bind_index_put, _call_index_put, by_function=True)
+_ADDED = row("index_add", _bind_index_put, _call_index_put, by_function=True)
+
+
+def _index_put(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Written over, or added; of a mask its places are taken."""
+    x, value, indices = args
+    tensors: list[Any] = []
+    for index in indices:
+        tensors += _nonzero_columns(None, (index,), {}) if index.dtype == ms.bool_ else [index]
+    return _dispatch(_ADDED if func.prim.accumulate else _WRITTEN, func, (x, value, *tensors))
+
+
+#: Primitive -> composition, as in `composed`.
+COMPOSED: dict[str, Callable[[Any, tuple, dict], Any]] = {
+    "UniqueConsecutive": _unique_consecutive,
+    "NonZeroExt": _nonzero_columns,
+    "IndexPut": _index_put,
+}

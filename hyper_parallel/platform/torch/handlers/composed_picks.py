@@ -1,0 +1,95 @@
+"""Functions whose results have sizes that the data say: what is not zero, what differs, classes, masks in indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.handlers.composing import composed, number
+from hyper_parallel.platform.torch.op_table import OP_TABLE
+from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError, find
+from hyper_parallel.platform.torch.op_table.scatter import INDEX_ADD
+from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
+
+__all__ = ["without_masks"]
+
+
+def _bind(func: Any, args: tuple, kwargs: dict) -> Bound:
+    return args[:1], args[1:]
+
+
+_NONZERO = NativeOp("nonzero", _bind, lambda func, xs, how: torch.nonzero(xs[0]))
+_UNIQUE = NativeOp("unique", _bind, lambda func, xs, how: torch.unique(xs[0], True, how[1], how[2], how[0]))
+_IN_ORDER = NativeOp(
+    "unique_in_order",
+    _bind,
+    # Torch takes these by name only, whatever its signature says.
+    lambda func, xs, how: torch.unique_consecutive(xs[0], return_inverse=how[1], return_counts=how[2], dim=how[0]),
+)
+
+
+@composed(*find("nonzero argwhere"))
+def nonzero(input: Any, *, as_tuple: bool = False) -> Any:
+    """The places of elements that are not zero."""
+    if as_tuple and not input.dim():
+        input = input.unsqueeze(0)
+    places = dispatch(_NONZERO, torch.nonzero, (input,), {})
+    return places.unbind(1) if as_tuple else places
+
+
+@composed(*find("nonzero_static"))
+def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
+    """So many places of elements that are not zero, and a number where there are not so many."""
+    if size < 0:
+        raise UnboundCallError
+    places = nonzero(input)
+    missing = size - places.shape[0]
+    return places[:size] if missing <= 0 else F.pad(places, (0, 0, 0, missing), value=fill_value)
+
+
+@composed(*find("unique"))
+def unique(
+    input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """The elements that differ. Without order they may come in any, so also in this one."""
+    return dispatch(_UNIQUE, torch.unique, (input, dim, bool(return_inverse), bool(return_counts)), {})
+
+
+@composed(*find("unique_consecutive"))
+def unique_consecutive(
+    input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """The elements that differ from the one before."""
+    given = (input, dim, bool(return_inverse), bool(return_counts))
+    return dispatch(_IN_ORDER, torch.unique_consecutive, given, {})
+
+
+@handles(*find("one_hot"))
+def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
+    """How many classes there are, if nobody says it, the largest element says: one all-reduce of a number."""
+    given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
+    x: Any = given.get("input", given.get("tensor"))
+    if given.get("num_classes", -1) != -1 or not is_dtensor(x) or not x.numel():
+        return dispatch(OP_TABLE[func], func, args, kwargs)
+    return F.one_hot(x, number(x.amax()) + 1)
+
+
+def without_masks(index: tuple) -> tuple:
+    """An index with the places of what is true in place of each mask that is distributed."""
+    found: list[Any] = []
+    for item in index:
+        is_mask = is_dtensor(item) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
+        found += nonzero(item, as_tuple=True) if is_mask else [item]
+    return tuple(found)
+
+
+@handles(*find("index_put"))
+def index_put(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Written over, or added."""
+    adds = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
+    if len(args) > 1:
+        args = (args[0], without_masks(tuple(args[1])), *args[2:])
+    return dispatch(INDEX_ADD if adds else OP_TABLE[func], func, args, kwargs)
