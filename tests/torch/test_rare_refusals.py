@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from hyper_parallel import DeviceMesh, Shard, distribute_tensor, fully_shard, register_sharding
+from hyper_parallel import DeviceMesh, Shard, distribute_tensor, fully_shard, register_sharding, replicate
 from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from hyper_parallel.core.dtensor.operations import custom_ops
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
@@ -76,6 +76,49 @@ def keywords_without_a_bind(mesh: Any) -> None:
         custom_ops._CUSTOM.clear()
 
 
+class Again(torch.autograd.Function):
+    """A checkpointing of one's own, of what was recorded: backward runs through that, and through what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layer: nn.Module) -> Any:
+        ctx.x, ctx.layer = x.detach().requires_grad_(), layer
+        with torch.enable_grad():
+            ctx.y = layer(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with torch.enable_grad():
+            again = ctx.layer(ctx.x)
+        for y in (ctx.y, again):
+            torch.autograd.backward(y, gradients[0])
+        return ctx.x.grad, None
+
+
+class Twice(nn.Module):
+    """Two layers that share their weight."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.layer, self.other, self.again = nn.Linear(4, 4), nn.Linear(4, 4), again
+        self.other.weight = self.layer.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.other(Again.apply(x, self.layer) if self.again else self.layer(x))
+
+
+def computed_again(mesh: Any) -> None:
+    model = replicate(Twice(again=True).to(device()), mesh, bucket_cap_mb=1e-6)
+    model(torch.ones(2, 4, device=device(), requires_grad=True)).sum().backward()
+
+
+def untied(mesh: Any) -> None:
+    """One of the places of a parameter gets another, laid out alike."""
+    unit: Any = fully_shard(Twice().to(device()), mesh=mesh)
+    unit.other.weight = nn.Parameter(unit.layer.weight.detach().clone())
+    unit(torch.ones(2, 4, device=device()))
+
+
 def row_of_nothing(mesh: Any) -> None:
     """As an author of a backend may misspell the operation of a row."""
     row = NativeOp("no_such_operation", lambda func, args, kwargs: (args, ()), lambda func, operands, static: operands)
@@ -103,6 +146,8 @@ WRONG: list[tuple[Callable[[Any], None], str]] = [
     (other_dtype, "RuntimeError: addr_: result type torch.float32 can't be cast"),
     (changed_while_whole, "RuntimeError: Linear under fully_shard: a parameter was changed while it was whole: call"),
     (state_of_another_shape, "ValueError: weight.exp_avg has shape (4, 4), given is (2, 2)"),
+    (computed_again, "RuntimeError: a gradient has come to a module under replicate after its bucket was sent"),
+    (untied, "ValueError: Twice under fully_shard: something has taken the place of its parameter"),
     (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is no canonical"),
     (nothing_distributed, "TypeError: add was intercepted without a DTensor among its arguments"),
     (
