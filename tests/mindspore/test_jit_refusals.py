@@ -71,7 +71,10 @@ def recomputed(net: Any) -> Any:
 
 #: name -> what makes the net of a mesh, and words of why it cannot be in a graph. Found before anything is compiled.
 HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "fully_shard": (lambda mesh: nn.SequentialCell(fully_shard(dense(), mesh=mesh)), "this kind of module, is not traced"),
+    "fully_shard": (
+        lambda mesh: nn.SequentialCell(fully_shard(dense(), mesh=mesh)),
+        "this kind of module, is not traced",
+    ),
     "a hook": (lambda mesh: hooked(styled(mesh, dense(), ColwiseParallel())), "it has hooks"),
     "another parameter": (
         lambda mesh: other_parameter(styled(mesh, dense(), ColwiseParallel())),
@@ -97,7 +100,10 @@ HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda mesh: styled(mesh, dense(), RowwiseParallel(packed=2, input_layouts=Replicate())),
         "it has several matrices in one, and its input is whole",
     ),
-    "a parameter of its own": (lambda mesh: styled(mesh, Scaled(), NoParallel()), "it holds 'scale', which is not known"),
+    "a parameter of its own": (
+        lambda mesh: styled(mesh, Scaled(), NoParallel()),
+        "it holds 'scale', which is not known",
+    ),
     "padding": (
         lambda mesh: styled(
             mesh, mint.nn.Embedding(UNITS, FEATURES, padding_idx=0), ColwiseParallel(output_layouts=Replicate())
@@ -115,7 +121,9 @@ HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
             mesh,
             dense(),
             PrepareModuleInput(
-                input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"x": Replicate()}, use_local_output=True
+                input_kwarg_layouts={"x": Shard(0)},
+                desired_input_kwarg_layouts={"x": Replicate()},
+                use_local_output=True,
             ),
         ),
         "a style converts inputs that are given by keyword",
@@ -221,7 +229,9 @@ def test_inputs_that_a_graph_is_not_right_for(pool: Any) -> None:
     first, second = pool.run(2, shapes)
     assert first == second
     wanted = {name: words for name, (*_, words) in SHAPES.items()}
-    wanted["of any length"] = "ValueError: '0' in a graph needs to know the shape of its input, which is (None, 8): leave"
+    wanted["of any length"] = (
+        "ValueError: '0' in a graph needs to know the shape of its input, which is (None, 8): leave"
+    )
     assert {name: text for name, text in first.items() if not text.startswith(wanted[name])} == {}
 
 
@@ -270,4 +280,6 @@ def test_outside_of_graphs(pool: Any) -> None:
         assert text.startswith(words) and "got 'nccl': leave it out of backend_override" in text, text
     first, second = pool.run(2, partial_statistics)
     assert first == second
-    assert first.startswith("ValueError: batch_norm writes into an operand in place, running statistics that are"), first
+    assert first.startswith("ValueError: batch_norm writes into an operand in place, running statistics that are"), (
+        first
+    )
