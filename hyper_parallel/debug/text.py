@@ -65,8 +65,8 @@ def format_table(
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     folds = sorted((i for i in range(len(head)) if i not in right), key=lambda i: -widths[i])
-    for i in folds if width is not None else ():
-        over = sum(widths) + 2 * (len(head) - 1) - width
+    for i in folds:
+        over = 0 if width is None else sum(widths) + 2 * (len(head) - 1) - width
         if over > 0 and widths[i] > _NARROW:
             widths[i] = max(widths[i] - over, _NARROW)
     lines = []
