@@ -10,7 +10,7 @@ prints appears when it has ended, and stays in ``build/gate/logs``.
 ``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports for
 browsers stay in ``build/gate/<backend>/html``. Ends with a table, which is also written to
 ``build/gate/table.{json,md}``, and exits non-zero if any test failed, a part ran no test or an area is under its
-threshold.
+threshold. After all backends, also if there is an error that the tests of none came to (``ci/raises.py``).
 
 A backend that cannot live in one environment with the others is given with its interpreter.
 A backend whose device is simulated (`SIMULATORS`) runs on the real one where that is set up. One whose device is faked
@@ -261,6 +261,19 @@ def run_parts(root: Path, backends: dict[str, str], at_once: int) -> list[Row]:
     return [future.result() for future in (unit, *rows)]
 
 
+def missed_errors(root: Path, rows: list[Row], whole: bool) -> bool:
+    """Whether the tests of all backends together have left out an error that the library raises; prints which.
+
+    Args:
+        whole: whether all backends were asked for. Nothing is known where one of them has not run.
+    """
+    if not whole or any(row.left_out for row in rows) or not (root / "ci" / "raises.py").exists():
+        return False
+    print("\n== raises", flush=True)
+    command = [sys.executable, "-m", "ci.raises", str(root / BUILD)]
+    return bool(subprocess.run(command, cwd=root, check=False).returncode)
+
+
 def main() -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -277,10 +290,13 @@ def main() -> int:
     results.stamp(root, rows)
     results.write(root / BUILD / "table.json", rows)
     (root / BUILD / "table.md").write_text(results.markdown(rows), encoding="utf-8")
+    missed = missed_errors(root, rows, whole=set(backends) == set(known))
     print("\n" + results.terminal(rows))
+    if missed:
+        print("\nFAIL: errors that no test came to, listed above the table")
     passed, failed, skipped = (sum(getattr(row, key) for row in rows) for key in ("passed", "failed", "skipped"))
     print(f"\n{passed} passed, {failed} failed, {skipped} skipped", flush=True)
-    return 1 if any(row.problem for row in rows) else 0
+    return 1 if missed or any(row.problem for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import hyper_parallel
 from hyper_parallel.cli.output import show
-from hyper_parallel.debug.text import format_table
+from hyper_parallel.debug.text import TERMINAL, format_table
 from hyper_parallel.platform import available_platforms, get_platform
 from hyper_parallel.platform.versions import is_tested, tested_versions
 
@@ -58,6 +58,10 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, TERMINAL, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print `environment`; 0 where some backend can be used."""
     found = environment()
@@ -72,10 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append((mark, name, what))
     packages = ", ".join(f"{name} {v}" for name, v in found["packages"].items() if v)
     lines = [
-        f"hyper-parallel {found['hyper_parallel']}, Python {found['python']} ({sys.executable}), {found['system']}",
-        f"packages: {packages}",
+        _wrapped(f"hyper-parallel {found['hyper_parallel']}, Python {found['python']} on {found['system']}"),
+        sys.executable,
+        _wrapped(f"packages: {packages}"),
         "",
-        format_table(("", "backend", ""), rows),
+        format_table(("", "backend", ""), rows, width=TERMINAL),
         "",
         "* is used here; HYPER_PARALLEL_PLATFORM chooses another" if found["selected"] else found["selected_error"],
     ]
@@ -86,6 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
             seen.add(tuple(patches))
             framework = name.partition("-")[0]
             text = f"patched in {framework} when its first DTensor is made (docs/patches.md): {', '.join(patches)}"
-            lines.append(textwrap.fill(text, 110, subsequent_indent="    ", break_long_words=False))
+            lines.append(_wrapped(text))
     show("\n".join(lines), found, arguments.json)
     return 0 if any(entry["available"] for entry in found["backends"].values()) else 1

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.cli.output import UsageError, show
-from hyper_parallel.debug.text import format_seconds, format_table
+from hyper_parallel.debug.text import TERMINAL, format_seconds, format_table
 from hyper_parallel.platform import available_platforms, get_platform
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.pool import JobError, WorkerPool
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         for r in results
     ]
     right = all(r["right"] for r in results)
-    text = format_table(("backend", "check", "", "", "time"), rows, right=[4])
+    text = format_table(("backend", "check", "", "", "time"), rows, right=[4], width=TERMINAL)
     text += f"\n\n{arguments.processes} ranks: {'all is right' if right else 'something is wrong, see above'}"
     for r in results:
         if not r["right"]:

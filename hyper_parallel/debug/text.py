@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["format_bytes", "format_seconds", "format_table"]
+__all__ = ["TERMINAL", "format_bytes", "format_seconds", "format_table"]
+
+#: Columns of a terminal that nobody has made wider.
+TERMINAL = 80
+#: The least to which a column is folded.
+_NARROW = 16
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -38,8 +44,17 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def format_table(head: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()) -> str:
+def format_table(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = (), width: int | None = None
+) -> str:
     """Columns as wide as their widest cell; those of the indices ``right`` end at one place.
+
+    Args:
+        head: names of the columns.
+        rows: cells.
+        right: indices of columns.
+        width: of a line. Where that is not enough, the widest of the other columns is folded between words, and after
+            it the next.
 
     Example:
         >>> print(format_table(("module", "bytes"), [("up", 12), ("down", 4)], right=[1]))
@@ -49,8 +64,25 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequ
     """
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    folds = sorted((i for i in range(len(head)) if i not in right), key=lambda i: -widths[i])
+    for i in folds:
+        over = 0 if width is None else sum(widths) + 2 * (len(head) - 1) - width
+        if over > 0 and widths[i] > _NARROW:
+            widths[i] = max(widths[i] - over, _NARROW)
     lines = []
     for row in cells:
-        line = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(line).rstrip())
+        folded = [_folded(c, w) if i in folds else [c] for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        for k in range(max(map(len, folded))):
+            texts = [parts[k] if k < len(parts) else "" for parts in folded]
+            line = [
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(texts, widths, strict=True))
+            ]
+            lines.append("  ".join(line).rstrip())
     return "\n".join(lines)
+
+
+def _folded(cell: str, width: int) -> list[str]:
+    """The lines of a cell, as it is where it fits."""
+    if len(cell) <= width:
+        return [cell]
+    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.plan import path_matches
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.description import describe_on
-from hyper_parallel.debug.text import format_bytes, format_seconds, format_table
+from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table
 from hyper_parallel.planning.layers import module_at, repeated_layers
 from hyper_parallel.planning.machines import Machine, machine_of
 from hyper_parallel.planning.step import DryStep, MeshLike, mesh_of
@@ -157,16 +158,17 @@ class DryRun:
         ]
         lines = [f"{shape}: one of {size} ranks, {self.machine}", "", format_table(("memory", ""), memory, right=[1])]
         head = ("communication over", "collectives", "bytes", "sent", "at least")
-        lines += ["", format_table(head, traffic, right=(2, 3, 4)), ""]
+        lines += ["", format_table(head, traffic, right=(2, 3, 4), width=TERMINAL), ""]
         if self.seconds is None:
             lines.append("time: not known, the framework does not tell of its operations")
         else:
             assert self.flops is not None
-            lines.append(
+            time = (
                 f"time: at least {format_seconds(self.seconds_overlapped)} a step with all but tp hidden, "
                 f"{format_seconds(self.seconds)} with nothing hidden; {format_seconds(self.compute_seconds)} of it to "
                 f"compute {self.flops / 1e12:.4g} TFLOP"
             )
+            lines.append(textwrap.fill(time, TERMINAL))
         lines += [f"! the plan's {k!r} matches no module{'; ' + v if v else ''}" for k, v in self.unmatched.items()]
         return "\n".join(lines)
 

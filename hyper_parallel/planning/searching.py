@@ -9,7 +9,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.debug.svg import COLOURS, Svg
-from hyper_parallel.debug.text import format_bytes, format_seconds, format_table
+from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table
 from hyper_parallel.planning.estimate import DryRun, Memory, dry_run
 from hyper_parallel.planning.layers import cut_to, repeated_layers
 from hyper_parallel.planning.machines import Machine, machine_of
@@ -103,7 +103,7 @@ class SearchResult:
                 )
             )
         head = ("dp", "tp", "plan", "recompute", "peak", "hidden", "not hidden", "")
-        return format_table(head, rows, right=(0, 1, 4, 5, 6))
+        return format_table(head, rows, right=(0, 1, 4, 5, 6), width=TERMINAL)
 
     __repr__ = __str__
 

@@ -152,6 +152,22 @@ def test_all_results_of_add_rms_norm(pool: Any) -> None:
 
 
 @on_mesh(2)
+def rotation_by_a_matrix(mesh: Any) -> str:
+    """``rotate`` is refused, on all ranks alike, and before anything is sent."""
+    import torch_npu
+
+    given = [distribute_tensor(randn(*shape), mesh, [R]) for shape in ((4, 2, 5, 6), (5, 6), (5, 6), (6, 6))]
+    with pytest.raises(TypeError) as refused:
+        torch_npu.npu_rotary_mul(*given[:3], rotate=given[3])
+    return str(refused.value)
+
+
+def test_rotation_by_a_matrix(pool: Any) -> None:
+    words = "npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave it out"
+    assert pool.run(2, rotation_by_a_matrix) == [words, words]
+
+
+@on_mesh(2)
 def operator_without_rule(mesh: Any) -> None:
     import torch_npu
 

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hyper_parallel import get_platform
 from tests.simulated_npu import preload
 
 pytestmark = pytest.mark.skipif(not preload.is_simulated(), reason="the NPUs here are real, and of one kind")
@@ -116,3 +118,11 @@ def test_bfloat16_is_refused(chip: str, ranks: int) -> None:
     if ranks > 1:
         for name in first.keys() - set(NOT_COLLECTIVES):
             assert first[name].startswith(f"{name} of a tensor of shape "), first[name]
+
+
+def test_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, where coverage sees it."""
+    platform = get_platform()
+    monkeypatch.setitem(vars(platform), "_has_bfloat16", False)
+    with pytest.raises(TypeError, match=r"empty of shape \(2,\), and its dtype is torch.bfloat16, which this NPU"):
+        platform.factory("empty", (2,), None, torch.bfloat16)

@@ -293,6 +293,17 @@ def errors() -> None:
     with pytest.raises(TypeError, match=r"quantised.*up_proj.weight'.*dequantize\(\)"):
         parallelize_model(quantised, mesh)
     refused(ValueError, r"needs a 1-D mesh", mesh=two_dimensions)
+    grouped = build("llama, one key-value head")
+    del grouped.model.layers[0].self_attn.num_key_value_groups
+    with pytest.raises(
+        ValueError, match=r"1 key and value heads for 2 ranks, and LlamaAttention has no attribute num_key"
+    ):
+        parallelize_model(grouped, mesh)
+    experts = parallelize_model(build("mixtral"), mesh, expert_parallel=True).model.layers[0].mlp.experts
+    with pytest.raises(
+        ValueError, match=r"take hidden states, indices of experts and weights.*MixtralExperts got others"
+    ):
+        experts(torch.ones(3, 32, device=device()))
 
 
 @on_mesh()

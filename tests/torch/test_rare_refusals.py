@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from hyper_parallel import Shard, distribute_tensor, fully_shard, register_sharding
+from hyper_parallel import DeviceMesh, Shard, distribute_tensor, fully_shard, register_sharding, replicate
 from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from hyper_parallel.core.dtensor.operations import custom_ops
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.debug import CommDebugMode
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.dry import dry_world
+from hyper_parallel.platform.torch import collectives, native_meshes
+from hyper_parallel.platform.torch.tensor import dispatch
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import device
 
@@ -68,12 +77,79 @@ def keywords_without_a_bind(mesh: Any) -> None:
         custom_ops._CUSTOM.clear()
 
 
+class Again(torch.autograd.Function):
+    """A checkpointing of one's own, of what was recorded: backward runs through that, and through what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layer: nn.Module) -> Any:
+        ctx.x, ctx.layer = x.detach().requires_grad_(), layer
+        with torch.enable_grad():
+            ctx.y = layer(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with torch.enable_grad():
+            again = ctx.layer(ctx.x)
+        for y in (ctx.y, again):
+            torch.autograd.backward(y, gradients[0])
+        return ctx.x.grad, None
+
+
+class Twice(nn.Module):
+    """Two layers that share their weight."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.layer, self.other, self.again = nn.Linear(4, 4), nn.Linear(4, 4), again
+        self.other.weight = self.layer.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.other(Again.apply(x, self.layer) if self.again else self.layer(x))
+
+
+def untied(mesh: Any) -> None:
+    """One of the places of a parameter gets another, laid out alike."""
+    unit: Any = fully_shard(Twice().to(device()), mesh=mesh)
+    unit.other.weight = nn.Parameter(unit.layer.weight.detach().clone())
+    unit(torch.ones(2, 4, device=device()))
+
+
+def row_of_nothing(mesh: Any) -> None:
+    """As an author of a backend may misspell the operation of a row."""
+    row = NativeOp("no_such_operation", lambda func, args, kwargs: (args, ()), lambda func, operands, static: operands)
+    dispatch(row, torch.special.entr, (sharded(mesh, 4),), {})
+
+
+def nothing_distributed(mesh: Any) -> None:
+    dispatch(None, torch.add, (1, 2), {})
+
+
+def groups_after_forward_of_a_part(mesh: Any) -> None:
+    """Of four ranks in a world of eight, of which the others would have to make the groups too."""
+    with dry_world(8):
+        part = DeviceMesh(None, range(4))
+        fully_shard(nn.Linear(4, 4), mesh=part, reshard_after_forward=2)
+
+
+def destroyed_group(mesh: Any) -> None:
+    native_meshes.make_mesh(np.arange(2), None, [lambda: None], None, mesh.device_type)
+
+
 WRONG: list[tuple[Callable[[Any], None], str]] = [
     (mesh_of_another_device, "ValueError: DeviceMesh("),
     (larger_result, "RuntimeError: addr_: the result has shape (4, 4), and cannot replace (4,)"),
     (other_dtype, "RuntimeError: addr_: result type torch.float32 can't be cast"),
     (changed_while_whole, "RuntimeError: Linear under fully_shard: a parameter was changed while it was whole: call"),
     (state_of_another_shape, "ValueError: weight.exp_avg has shape (4, 4), given is (2, 2)"),
+    (untied, "ValueError: Twice under fully_shard: something has taken the place of its parameter"),
+    (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is no canonical"),
+    (nothing_distributed, "TypeError: add was intercepted without a DTensor among its arguments"),
+    (
+        groups_after_forward_of_a_part,
+        "ValueError: fully_shard(reshard_after_forward=2) makes new groups of ranks, in which all ranks",
+    ),
+    (destroyed_group, "RuntimeError: this mesh belongs to a process group that was destroyed: make a new mesh"),
     (
         keywords_without_a_bind,
         "TypeError: special_entr.default was called with keywords: give register_sharding a bind",
@@ -101,3 +177,44 @@ def test_each_is_an_error_on_all_ranks(pool: Any) -> None:
     assert [
         text if text.startswith(e) else f"{text!r}, not {e!r}" for text, e in zip(first, expected, strict=True)
     ] == first
+
+
+def elsewhere() -> str:
+    """What a functional collective says on the one rank of two that is not part of its mesh."""
+    meshes = [DeviceMesh(None, [rank]) for rank in range(2)]
+    other = meshes[dist.get_rank() == 0]
+    try:
+        all_reduce(torch.ones(2, device=device()), "sum", other)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_collective_of_other_ranks(pool: Any) -> None:
+    for text in pool.run(2, elsewhere):
+        assert text.startswith("this rank is not part of DeviceMesh(") and "takes part in no collective over it" in text
+
+
+def test_a_torch_that_sorts_the_ranks_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As others than the newest may: they cannot make the group."""
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, timeout=None: None)
+    assert collectives._ordered([0, 1]) == {}
+    with pytest.raises(ValueError, match=r"the ranks \[1, 0\] .* do not ascend.*make the mesh of ascending ranks"):
+        collectives._ordered([1, 0])
+
+
+@on_mesh()
+def computed_again(mesh: Any) -> str:
+    model = replicate(Twice(again=True).to(device()), mesh, bucket_cap_mb=1e-6)
+    try:
+        model(torch.ones(2, 4, device=device(), requires_grad=True)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.skipif(os.environ.get("HYPER_PARALLEL_FAST") == "0", reason="without the short ways it comes in time, and is right")
+def test_a_gradient_that_comes_after_its_bucket_was_sent(pool: Any) -> None:
+    first, second = pool.run(2, computed_again)
+    assert first == second
+    assert first.startswith("a gradient has come to a module under replicate after its bucket was sent: something")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.cli import launch
+from hyper_parallel.cli import launch, selftest
 from hyper_parallel.cli.main import main, parser
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, object_at, plan_of
@@ -35,6 +35,18 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     entry = found["backends"][PLATFORM]
     assert entry["available"] and entry["devices"] >= 1 and entry["patches"]
     assert all(entry["reason"] for entry in found["backends"].values() if not entry["available"])
+
+
+def test_they_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 columns, but for a path, or a name, that is longer."""
+    what = "forward: 2 all_gather, 2 reduce_scatter; backward: 2 all_gather, 2 reduce_scatter, 4 all_reduce"
+    checked = {"platform": PLATFORM, "check": "parallel block", "right": True, "what": what, "seconds": 1.5}
+    monkeypatch.setattr(selftest, "_check", lambda name, processes: [checked, {**checked, "what": "11"}])
+    text = said(capsys, "test")
+    assert max(map(len, text.splitlines())) <= 80 and "2 ranks: all is right" in text
+    assert all(word in text for word in what.split())
+    lines = said(capsys, "env").splitlines()
+    assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []
 
 
 def test_python_m() -> None:

@@ -30,6 +30,26 @@ def test_numbers() -> None:
     assert format_table(("a", "n"), [("up", 12), ("down", 4)], right=[1]) == "a      n\nup    12\ndown   4"
 
 
+def test_tables_as_wide_as_a_terminal() -> None:
+    """The widest column is folded between words, then the next; what ends at one place never is."""
+    rows = [("up", "forward: 2 all_gather, 2 reduce_scatter", 12), ("down", "nothing", 4)]
+    table = format_table(("module", "what", "n"), rows, right=[2], width=32)
+    assert table.splitlines() == [
+        "module  what                   n",
+        "up      forward: 2            12",
+        "        all_gather, 2",
+        "        reduce_scatter",
+        "down    nothing                4",
+    ]
+    assert format_table(("module", "what", "n"), rows, right=[2], width=80) == format_table(
+        ("module", "what", "n"), rows, right=[2]
+    )
+    cells = ("one two three four five six", "seven eight nine ten")
+    both = format_table(("a", "b"), [cells], width=34)
+    assert max(map(len, both.splitlines())) <= 34
+    assert sorted(both.split()) == sorted(["a", "b", *cells[0].split(), *cells[1].split()])
+
+
 def test_a_trace(tmp_path: Path) -> None:
     trace = CommTrace()
     trace.collectives += [collective("all_reduce", 0.002), collective("all_reduce", 0.004)]

@@ -131,3 +131,10 @@ def test_errors_that_no_test_reached(tmp_path: Path) -> None:
     (package / "testing" / "b.py").write_text("raise ValueError\n", encoding="utf-8")
     assert raises.unreached(package, {"package/a.py": {1, 2, 3}}) == (2, ["package/a.py:8: raise TypeError('b')"])
     assert raises.unreached(package, {"package/a.py": {3, 8}}) == (2, [])
+    # What has to stay, until it is gone or a test comes to it.
+    kept = {("a.py", "TypeError('b')"): "why", ("a.py", "TypeError('c')"): "why"}
+    assert raises.unreached(package, {"package/a.py": {3}}, kept) == (2, [])
+    assert raises.outdated(package, {"package/a.py": {3}}, kept) == [("a.py", "TypeError('c')")]
+    assert raises.outdated(package, {"package/a.py": {3, 8}}, kept) == [*kept]
+    assert all(reason.endswith(".") for reason in raises.KEPT.values())
+    assert [entry for entry in raises.outdated(raises.PACKAGE, {}) if entry] == []

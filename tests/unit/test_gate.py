@@ -105,6 +105,21 @@ def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
     assert f"| demo (CPU) | 1 | 0 | 0 | 66.6% | - | 100% | {least}% / - / 100% |" in (build / "table.md").read_text()
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_errors_that_no_test_came_to(tmp_path: Path, status: int) -> None:
+    """After all backends the gate asks `ci/raises.py`; after some of them it does not."""
+    root = project(tmp_path, 60, PASSES)
+    (root / "ci").mkdir()
+    asked = "import pathlib, sys\nassert pathlib.Path(sys.argv[1], 'demo', 'combined').is_dir()\n"
+    (root / "ci" / "raises.py").write_text(f"{asked}print('asked')\nsys.exit({status})\n")
+    found, output = run_gate(root, "demo")
+    assert found == status and "asked" in output, output
+    assert ("FAIL: errors that no test came to" in output) == bool(status)
+    (root / "platform" / "other").mkdir()
+    found, output = run_gate(root, "demo")
+    assert found == 0 and "asked" not in output, output
+
+
 @pytest.mark.parametrize(
     "areas",
     [

@@ -10,16 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hyper_parallel.checkpoint import CheckpointError, disk, values
+from hyper_parallel.checkpoint import CheckpointError, disk, targets, values
 from hyper_parallel.checkpoint.directories import Draft
 from hyper_parallel.checkpoint.saving import AsyncSave
 from hyper_parallel.checkpoint.tensor_files import TensorFile
 from hyper_parallel.cli import launch
 from hyper_parallel.cli.main import main
+from hyper_parallel.core.dtensor import native_meshes
+from hyper_parallel.core.dtensor.operations import counter
 from hyper_parallel.namesake import refuse_namesake
 
 
@@ -52,6 +55,25 @@ def unknown_kind(folder: Path) -> None:
     values.decode({values.KIND: "date", "value": "today"})
 
 
+def no_such_dtype(folder: Path) -> None:
+    """Of a backend that has few."""
+    index: Any = SimpleNamespace(find=lambda name: name, tensors={"x": SimpleNamespace(dtype="bfloat16")})
+    filling: Any = SimpleNamespace(index=index, platform=SimpleNamespace(dtypes={}, name="mine"))
+    targets.Filling.new_tensor(filling, "x", None)
+
+
+def no_counter(folder: Path) -> None:
+    """Of a backend that names no dtypes."""
+    mesh: Any = SimpleNamespace(platform=SimpleNamespace(dtypes={}, name="mine"))
+    counter.request(mesh, True)
+
+
+def slice_elsewhere(folder: Path) -> None:
+    root: Any = SimpleNamespace(get_coordinate=lambda: None, get_rank=lambda: 3)
+    known: Any = SimpleNamespace(names=("tp",))
+    native_meshes.slice_like(root, known)
+
+
 def namesake(folder: Path) -> None:
     (folder / "hyper_parallel" / "collectives").mkdir(parents=True)
     refuse_namesake([str(folder)])
@@ -65,6 +87,9 @@ def namesake(folder: Path) -> None:
         (taken, FileExistsError, "b is there already"),
         (not_shared, CheckpointError, "save to a file system that all ranks share"),
         (unknown_kind, CheckpointError, "'date' is unknown"),
+        (no_such_dtype, targets._MisfitError, "tensor 'x' is of bfloat16, which mine does not have"),
+        (no_counter, TypeError, "mine has no counter-based generator: leave parallel_rng out"),
+        (slice_elsewhere, ValueError, "a slice of a mesh without this rank: .* is without rank 3"),
         (namesake, ImportError, "Take an environment for each.*pip uninstall hyper-parallel"),
     ],
     ids=lambda case: getattr(case, "__name__", ""),

@@ -82,4 +82,4 @@ def _importable(cls: type) -> type:
             found = getattr(found, name, None)
         if found is base and issubclass(base, nn.Module):
             return base
-    raise AssertionError("torch.nn.Module can be imported")
+    return nn.Module

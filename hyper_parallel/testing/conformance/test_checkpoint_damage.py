@@ -122,11 +122,11 @@ def swap(path: Path) -> None:
         put("files", name, (path / name).stat().st_size)(path)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, file: str) -> None:
     """One bit of the data."""
-    content = bytearray((path / SECOND).read_bytes())
+    content = bytearray((path / file).read_bytes())
     content[-1] ^= 1
-    (path / SECOND).write_bytes(content)
+    (path / file).write_bytes(content)
 
 
 def replaced_by(name: str) -> Callable[[Path], None]:
@@ -274,7 +274,7 @@ def damaged(mesh: Any, directory: str) -> dict[str, str]:
 
 
 @spmd.on_mesh()
-def flipped(mesh: Any, directory: str) -> str:
+def flipped(mesh: Any, directory: str) -> list[str]:
     """A bit of the data is found where checksums were saved and are compared."""
     ranks, path = Collective(mesh), Path(directory) / "flipped"
     save(state_of(mesh), path, mesh=mesh)
@@ -282,12 +282,15 @@ def flipped(mesh: Any, directory: str) -> str:
         load(state_of(mesh), path, mesh=mesh, verify=True)
     path = save(state_of(mesh), path, mesh=mesh, checksums=True, overwrite=True)
     load(state_of(mesh, 0), path, mesh=mesh, verify=True)
-    ranks.gather(None)
-    if mesh.get_rank() == 0:
-        flip(path)
-    ranks.gather(None)
-    load(state_of(mesh, 0), path, mesh=mesh)
-    return load_error(path, mesh, verify=True)
+    found = []
+    for file in (SECOND, FIRST):
+        ranks.gather(None)
+        if mesh.get_rank() == 0:
+            flip(path, file)
+        ranks.gather(None)
+        load(state_of(mesh, 0), path, mesh=mesh)
+        found.append(load_error(path, mesh, verify=True))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -303,4 +306,7 @@ def test_damaged(pool: Any, tmp_path: Path, world_size: int) -> None:
 
 def test_checksums(pool: Any, tmp_path: Path) -> None:
     messages = pool.run(2, flipped, str(tmp_path))
-    assert messages[0] == messages[1] and f"{SECOND}: entry 'a[3:6, :]' is damaged" in messages[0]
+    assert messages[0] == messages[1]
+    one, both = messages[0]
+    assert f"{SECOND}: entry 'a[3:6, :]' is damaged" in one and FIRST not in one
+    assert f"{FIRST}: entry" in both and "is damaged, its checksum is another one" in both

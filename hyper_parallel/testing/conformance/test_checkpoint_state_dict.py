@@ -86,6 +86,17 @@ def moved(name: str) -> None:
     shifted = {n: distribute_tensor(x, other, [Replicate()], src_data_rank=None) for n, x in states[0][0].items()}
     with fails(ValueError, "is on", "given is a DTensor on"):
         set_model_state_dict(model, shifted)
+    if optimizer is None:
+        return
+    elsewhere = {
+        name: {
+            key: distribute_tensor(x, other, [Replicate()], src_data_rank=None) if getattr(x, "shape", ()) else x
+            for key, x in row.items()
+        }
+        for name, row in states[0][1]["state"].items()
+    }
+    with fails(ValueError, "is on", "given is a DTensor on"):
+        set_optimizer_state_dict(model, optimizer, {**states[0][1], "state": elsewhere})
 
 
 @spmd.on_mesh(4)

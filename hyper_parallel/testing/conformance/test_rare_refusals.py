@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from hyper_parallel import (
+    DeviceMesh,
     PackedShard,
     Partial,
     Replicate,
@@ -15,6 +17,7 @@ from hyper_parallel import (
     fully_shard,
     init_device_mesh,
 )
+from hyper_parallel.checkpoint import save
 from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
@@ -71,6 +74,48 @@ def _of_optimizers(platform: Any) -> dict[str, Any]:
             lambda: get_optimizer_state_dict(other, optimizer)
         ),
     }
+
+
+def _taken_while_gathered(mesh: Any) -> None:
+    """A parameter is replaced while what was there is under way."""
+    adapter = get_adapter()
+    unit: Any = fully_shard(adapter.linear_module(4, 4), mesh=mesh)
+    handle = unit.unshard(async_op=True)
+    unit.weight = adapter.linear_module(4, 4).weight
+    handle.wait()
+
+
+@on_mesh()
+def taken(mesh: Any) -> str:
+    try:
+        _taken_while_gathered(mesh)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_parameter_that_is_replaced_while_it_is_gathered(pool: Any) -> None:
+    for text in pool.run(2, taken):
+        assert "something has taken the place of its parameter 'weight'. Copy values into" in text, text
+
+
+def saved_without_the_others(directory: str) -> str:
+    """Each rank saves alone what lies on both."""
+    whole, alone = DeviceMesh(None, [0, 1]), [DeviceMesh(None, [rank]) for rank in range(2)]
+    if whole.get_coordinate() is None:  # a rank of the pool that was not asked for, which takes part in making groups
+        return ""
+    state = {"x": distribute_tensor(get_adapter().tensor(floats(4, 4)), whole, [Shard(0)])}
+    try:
+        save(state, Path(directory) / str(whole.get_rank()), mesh=alone[whole.get_rank()])
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_some_ranks_save(pool: Any, tmp_path: Path) -> None:
+    for rank, text in enumerate(pool.run(2, saved_without_the_others, str(tmp_path))):
+        assert f"and of the ranks that save, [{rank}], none has some part of it: let all ranks of its mesh save" in text
+    assert not any(tmp_path.iterdir()), "nothing was written"
 
 
 @on_mesh(1, 2, names=("dp", "tp"))

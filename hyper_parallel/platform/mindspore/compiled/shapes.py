@@ -36,8 +36,10 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
 
     def check(shape: tuple[int, ...], dtype: Any) -> bool:
         ndim = len(shape)
-        if -1 in shape or -2 in shape:
-            raise ValueError(f"{label!r} in a graph needs to know the shape of its input, which is {shape}")
+        if not all(isinstance(length, int) and length >= 0 for length in shape):  # None is one that varies
+            raise ValueError(
+                f"{label!r} in a graph needs to know the shape of its input, which is {shape}: leave dynamic shapes out"
+            )
         if size == 1:
             return True
         if device_target() == "CPU" and dtype not in _REDUCED:

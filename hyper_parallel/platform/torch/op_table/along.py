@@ -64,8 +64,6 @@ def _spaced(given: Given) -> tuple:
 
 
 def _quantiles(given: Given) -> tuple:
-    if given.numbers[0] != 0:
-        raise UnboundCallError
     return given.values.get(2), bool(given.values.get(3, False))
 
 
