@@ -213,9 +213,7 @@ def computed_again(mesh: Any) -> str:
     return "nothing"
 
 
-@pytest.mark.skipif(
-    os.environ.get("HYPER_PARALLEL_FAST") == "0", reason="without the short ways it comes in time, and is right"
-)
+@pytest.mark.skipif(os.environ.get("HYPER_PARALLEL_FAST") == "0", reason="without short ways it comes in time")
 def test_a_gradient_that_comes_after_its_bucket_was_sent(pool: Any) -> None:
     first, second = pool.run(2, computed_again)
     assert first == second
