@@ -72,6 +72,10 @@ class Slices:
         mine, others = ({dim for entry in mesh._along for dim in entry} for mesh in (self, other))
         return mine.isdisjoint(others)
 
+    def contains(self, other: Slices) -> bool:
+        """Whether both are slices of one mesh, and this one has all dimensions of the other."""
+        return self.get_root_mesh() is other.get_root_mesh() and set(other._along) <= set(self._along)
+
     def __getitem__(self: _Mesh, mesh_dim_names: str | int | Sequence[str | int]) -> _Mesh:
         """The mesh of this rank along some dimensions, by name or index: ``mesh["tp"]``, ``mesh["dp", "tp"]``,
         ``mesh[0]``.

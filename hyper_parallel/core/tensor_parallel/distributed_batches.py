@@ -1,28 +1,35 @@
 """Tensor-parallel modules in a batch that is distributed over other dimensions of the mesh: data parallelism.
 
-On the mesh ("dp", "tp"), a DTensor on ``mesh["dp"]`` arrives at a module whose style works on ``mesh["tp"]``. Each rank
-gives the module its part of the batch as a plain tensor, and what the module returns is this rank's part of a DTensor
-that is placed as the input. So between styled modules, and in the loss, operations see the batch of all ranks.
+On the mesh ("dp", "tp"), a DTensor on ``mesh["dp"]`` arrives at a module whose style works on ``mesh["tp"]``: to the
+style, each rank's part of it is a plain tensor. A DTensor on both dimensions is, to the style, one on ``mesh["tp"]`` of
+which each row of ranks has its own. What comes back is put together the same way: a plain tensor is this rank's part
+of a DTensor on ``mesh["dp"]``, and a DTensor on ``mesh["tp"]`` one on both dimensions. So between styled modules, and
+in the loss, operations see the batch of all ranks.
 
-A cotangent of what is placed `Shard` is the shard of it, on both sides; parameters get this rank's summand. So this is
-for modules under data parallelism, which adds these up, and says so in `SUMMED_OVER`.
+A cotangent of what is placed `Shard` is the shard of it, on both sides; parameters get this rank's summand. So modules
+with parameters take such batches under data parallelism alone, which adds these up, and says so in `SUMMED_OVER`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
+from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.layouts.nesting import nest
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 
-__all__ = ["SUMMED_OVER", "OtherMeshError", "run_on_parts"]
+__all__ = ["SUMMED_OVER", "OtherMeshError", "convert_part", "run_on_parts"]
 
 #: The mesh over which gradients of the parameters of the modules that run are summed; None where nobody does.
 SUMMED_OVER: ContextVar[DeviceMesh | None] = ContextVar("hyper_parallel_summed_over", default=None)
+
+_PART = "part of a batch"
 
 
 class OtherMeshError(ValueError):
@@ -37,14 +44,16 @@ def run_on_parts(
     Args:
         run: a call of the module with plain inputs.
         module: the module.
-        args, kwargs: its inputs. DTensors are on one mesh: another slice of the mesh that ``mesh`` is a slice of. The
-            first that is `Shard` along all of its dimensions is the batch, of which the results have the dimension too;
-            others may be `Replicate`. Where the first input is replicated, it is cut along its first dimension.
+        args, kwargs: its inputs. DTensors are on another slice of the mesh that ``mesh`` is a slice of, the same for
+            all, or on that and ``mesh``. The first that is `Shard` along all dimensions of that slice is the batch, of
+            which the results have the dimension too; others may be `Replicate`. Where the first input is replicated, it
+            is cut along its first dimension.
         mesh: of the style.
         error: what was raised because of an input that is not on it.
 
     Returns:
-        What the module returns, with a DTensor that is placed as that input in place of each plain tensor.
+        What the module returns, with a DTensor that is placed as that input in place of each plain tensor, and on both
+        meshes in place of each DTensor on ``mesh``.
 
     Raises:
         OtherMeshError: ``error``, where no input lies so, or nobody adds up gradients.
@@ -57,77 +66,227 @@ def run_on_parts(
     batch, name = _batch_of((*args, *kwargs.values()), mesh), module_label(module)
     if batch is None:
         raise error
-    output = run(
-        module, *[_part(x, batch, name) for x in args], **{key: _part(x, batch, name) for key, x in kwargs.items()}
-    )
+
+    def part(x: Any) -> Any:
+        return _part_with(batch, x, mesh, name) if isinstance(x, DTensor) else x
+
+    output = run(module, *map(part, args), **{key: part(x) for key, x in kwargs.items()})
     if isinstance(output, (tuple, list)):
-        whole = [_whole(y, batch, name) for y in output]
+        whole = [_result(y, batch, mesh, name) for y in output]
         return type(output)(*whole) if hasattr(output, "_fields") else type(output)(whole)
-    return _whole(output, batch, name)
+    return _result(output, batch, mesh, name)
 
 
-def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Any:
-    """The first input that is sharded along all dimensions of its mesh, which lies beside ``mesh``; None without."""
+def convert_part(
+    x: Any,
+    mesh: DeviceMesh,
+    convert: Callable[[Any], Any],
+    localize: Callable[[Any], Any] | None,
+    what: str,
+    error: OtherMeshError,
+) -> Any:
+    """``convert`` of this rank's part of a DTensor that is distributed beside ``mesh`` too, put together again: how it
+    lies there stays as it is.
+
+    Args:
+        x: the DTensor.
+        mesh: of the style.
+        convert: gives a DTensor on ``mesh`` for a plain tensor, or a DTensor there.
+        localize: makes a plain tensor of that; None leaves it.
+        what: names the tensor in messages.
+        error: what is raised where it is not distributed so.
+
+    Raises:
+        OtherMeshError: ``error``.
+        ValueError: where the plain tensor would have a part of a dimension that is distributed beside ``mesh``.
+    """
+    split = _SPLITS[x._layout, mesh]
+    if split is None or any(p.is_partial() for p in split.beside.placements):
+        raise error
+    part = _kept_part(x, split, mesh)
+    y = convert(_on(mesh, x.to_local(), split.own, split.beside.local_shape) if part is None else part)
+    if localize is not None:
+        (placed,) = y.placements
+        if mesh.size() > 1 and any(p.is_shard() and placed.is_shard(p.dim) for p in split.beside.placements):
+            raise ValueError(
+                f"{what} is placed {list(split.beside.placements)} on {split.beside.mesh}, and the style would give a "
+                f"plain part of it, placed {[placed]} on {mesh}: use_local_output=False (use_local_input for what "
+                "PrepareModuleInputOutput gives the module) gives DTensors that are cut twice, or cut another dimension"
+            )
+        y = localize(y)
+    return _whole(y, split.beside, mesh, what)
+
+
+class _Split(NamedTuple):
+    """How a DTensor lies on other dimensions of the root than that of a style's mesh, and on that."""
+
+    #: On the other dimensions. Its local part is what the ranks of the style's mesh share.
+    beside: Layout
+    #: How they share it; None where it is a plain tensor to them.
+    own: Placement | None
+
+
+def _split(key: tuple[Layout, DeviceMesh]) -> _Split | None:
+    layout, mesh = key
+    both = layout.mesh
+    if both.is_beside(mesh):
+        return _Split(layout, None)
+    if both.ndim == 1 or not both.contains(mesh):
+        return None
+    at = both.index_of(mesh, 0)
+    others = [mesh_dim for mesh_dim in range(both.ndim) if mesh_dim != at]
+    # How each lies by itself: the order of the cuts, which strides say, is compared below.
+    alone = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in layout.placements]
+    beside = get_layout(both._at(tuple(others)), tuple(alone[mesh_dim] for mesh_dim in others), layout.shape)
+    try:
+        same = nest(beside, mesh, [alone[at]], layout.shape) is layout
+    except ValueError:  # a `PackedShard` that another dimension cuts before
+        same = False
+    return _Split(beside, alone[at]) if same else None
+
+
+#: (layout of a DTensor, 1-D mesh of a style) -> how it lies beside that, or None where it does not.
+_SPLITS: Table = Table(_split, 1 << 12, "layouts beside the meshes of styles")
+
+
+def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
+    """How the first input lies that is sharded along all dimensions beside ``mesh``; None without."""
     for x in inputs:
-        if isinstance(x, DTensor) and x.device_mesh.is_beside(mesh):
-            placements = x.placements
+        split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) else None
+        if split is not None:
+            placements = split.beside.placements
             if all(type(p) is Shard and p is placements[0] for p in placements):
-                return x
+                return split.beside
     return None
 
 
 def _cut(args: tuple, mesh: DeviceMesh) -> tuple:
     """``args``, the first of them sharded where it is replicated: operations leave a batch of one sample so."""
-    x = args[0] if args else None
-    if not isinstance(x, DTensor) or not x.device_mesh.is_beside(mesh) or x._layout.ndim < 2:
+    x: Any = args[0] if args else None
+    split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) and x._layout.ndim > 1 else None
+    if split is None or any(p is not Replicate() for p in split.beside.placements):
         return args
-    if any(p is not Replicate() for p in x.placements):
-        return args
-    return (x.redistribute(placements=[Shard(0)] * x.device_mesh.ndim), *args[1:])
+    if split.own is None:
+        return (x.redistribute(placements=[Shard(0)] * x.device_mesh.ndim), *args[1:])
+    if split.own.is_shard(0):
+        return args  # which this rank's part of the batch would be a part of
+    at = x.device_mesh.index_of(mesh, 0)
+    return (x.redistribute(placements=[p if i == at else Shard(0) for i, p in enumerate(x.placements)]), *args[1:])
 
 
-def _part(x: Any, batch: Any, name: str) -> Any:
-    """This rank's part of an input. What is replicated is used with each rank's part of the batch."""
-    if not isinstance(x, DTensor):
-        return x
-    if x.device_mesh is not batch.device_mesh or any(p.is_partial() for p in x.placements):
+def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
+    """This rank's part of an input, as a style on ``mesh`` takes it. What is replicated is used with each rank's part
+    of the batch."""
+    split = _SPLITS[x._layout, mesh]
+    if split is None or split.beside.mesh is not batch.mesh or any(p.is_partial() for p in split.beside.placements):
         raise ValueError(
             f"an input of {name} is placed {list(x.placements)} on {x.device_mesh}, and another "
-            f"{list(batch.placements)} on {batch.device_mesh}: redistribute it, x.redistribute(mesh, [Shard(0)]) or "
+            f"{list(batch.placements)} on {batch.mesh}: redistribute it, x.redistribute(mesh, [Shard(0)]) or "
             "[Replicate()]"
         )
-    local = x.to_local(grad_placements=[Partial() if p is Replicate() else p for p in x.placements])
-    if x.placements != batch.placements or not _is_empty(batch):
-        return local
-    # A sample of zeros instead: not every framework's layers are right without samples, in backward above all. What
-    # it gives is dropped, so its cotangents are zeros.
-    platform, dim = x.device_mesh.platform, batch.placements[0].dim
-    shape = list(x._layout.local_shape)
-    shape[dim] = 1
+    beside, own = split
+    of_batch = beside.placements == batch.placements
+    if of_batch and not _is_empty(batch):
+        part = _kept_part(x, split, mesh)
+        if part is None:
+            part = _on(mesh, x.to_local(), own, beside.local_shape)
+            _keep_part(x, part, mesh)
+        return part
+    summands = [Partial() if p is Replicate() else p for p in x.placements]
+    if own is not None:
+        at = x.device_mesh.index_of(mesh, 0)
+        summands[at] = x._layout.cotangent.placements[at]
+    local, shape = x.to_local(grad_placements=summands), list(beside.local_shape)
+    if of_batch:
+        # A sample of zeros instead: not every framework's layers are right without samples, in backward above all. What
+        # it gives is dropped, so its cotangents are zeros.
+        platform, dim = mesh.platform, _batch_dim(batch)
+        shape[dim] = 1
+        added = shape if own is None else get_layout(mesh, (own,), tuple(shape)).local_shape
+        with platform.no_dispatch():
+            local = platform.cat([local, platform.zeros(added, local)], dim)
+    return _on(mesh, local, own, shape)
+
+
+def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
+    """Let modules that read the same ``x`` share what sums up the gradient of its ``part`` over ``mesh``."""
+    with mesh.platform.no_dispatch():
+        mesh.platform.write_cache(x, (_PART, mesh), part)
+
+
+def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
+    """What `_keep_part` was given, where cotangents of both are alike; else None."""
+    platform = mesh.platform
+    if not all(isinstance(p, Shard) for p in split.beside.placements):
+        return None
     with platform.no_dispatch():
-        return platform.cat([local, platform.zeros(shape, local)], dim)
+        part = platform.read_cache(x, (_PART, mesh))
+        return part if part is not None and platform.requires_grad(part) is platform.requires_grad(x) else None
 
 
-def _is_empty(batch: Any) -> bool:
+def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int]) -> Any:
+    """A plain tensor as it is, or as a DTensor on ``mesh`` where it is a part of one."""
+    return local if own is None else DTensor.from_local(local, mesh, [own], shape=shape)
+
+
+def _is_empty(batch: Layout) -> bool:
     """Whether this rank, and with it all that are tensor parallel with it, has no sample."""
-    return not batch._layout.local_shape[batch.placements[0].dim]
+    return not batch.local_shape[_batch_dim(batch)]
 
 
-def _whole(y: Any, batch: Any, name: str) -> Any:
-    platform, layout = batch.device_mesh.platform, batch._layout
+def _batch_dim(batch: Layout) -> int:
+    """The dimension of the samples."""
+    shard: Any = batch.placements[0]
+    dim: int = shard.dim
+    return dim
+
+
+def _result(y: Any, batch: Layout, mesh: DeviceMesh, name: str) -> Any:
+    platform, dim = mesh.platform, _batch_dim(batch)
     if not platform.is_tensor(y):
         return y
-    dim, local = layout.placements[0].dim, layout.local_shape
-    if _is_empty(batch) and not isinstance(y, DTensor) and len(y.shape) > dim:
-        with platform.no_dispatch():
-            y = platform.narrow(y, dim, 0, 0)
-    if isinstance(y, DTensor) or len(y.shape) <= dim or y.shape[dim] != local[dim]:
-        what = f"a DTensor on {y.device_mesh}" if isinstance(y, DTensor) else "a plain tensor"
+    if _is_empty(batch) and len(y.shape) > dim:
+        own, shape = None, list(y.shape)
+        if isinstance(y, DTensor) and y.device_mesh is mesh:
+            own, y = y.placements[0], y.to_local()
+        if not isinstance(y, DTensor):
+            shape[dim] = 0
+            with platform.no_dispatch():
+                y = platform.narrow(y, dim, 0, 0)
+            y = _on(mesh, y, own, shape)
+    return _whole(y, batch, mesh, f"what {name} has returned")
+
+
+def _whole(y: Any, beside: Layout, mesh: DeviceMesh, what: str) -> Any:
+    """The DTensor of which ``y``, a plain tensor or a DTensor on ``mesh``, is the part of a row of ranks.
+
+    Args:
+        y: the part.
+        beside: how another tensor lies beside ``mesh``, of which the result has the dimensions that are sharded.
+        mesh: of the style.
+        what: names it in messages.
+
+    Raises:
+        ValueError: where ``y`` does not have these.
+    """
+    distributed, shape = isinstance(y, DTensor), list(y.shape)
+    dims = {p.dim for p in beside.placements if isinstance(p, Shard)}
+    if (distributed and y.device_mesh is not mesh) or any(
+        len(shape) <= dim or shape[dim] != beside.local_shape[dim] for dim in dims
+    ):
+        where = f"is on {y.device_mesh}" if distributed else "is a plain tensor"
         raise ValueError(
-            f"{name} was called with a batch of {layout.shape[dim]} in dimension {dim}, of which this rank has "
-            f"{local[dim]}, and returned {what} of shape {tuple(y.shape)}: return plain tensors "
-            "(use_local_output=True) with the same dimension, or call the module with plain tensors"
+            f"{what}, of shape {tuple(shape)}, {where}, and is no part of a batch of shape {tuple(beside.shape)} "
+            f"placed {list(beside.placements)} on {beside.mesh}, of which this rank's has the shape "
+            f"{tuple(beside.local_shape)}: give a plain tensor, or a DTensor on {mesh}, with the same dimension, or "
+            "call the module with plain tensors"
         )
-    shape = list(y.shape)
-    shape[dim] = layout.shape[dim]
-    return DTensor.from_local(y, layout.mesh, layout.placements, shape=shape)
+    for dim in dims:
+        shape[dim] = beside.shape[dim]
+    layout = get_layout(beside.mesh, beside.placements, tuple(shape))
+    if distributed:
+        layout = nest(layout, mesh, y.placements, shape)
+    local = y.to_local() if distributed else y
+    x = DTensor.from_local(local, layout.mesh, layout.placements, shape=shape)
+    _keep_part(x, y, mesh)
+    return x

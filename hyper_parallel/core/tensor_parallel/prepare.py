@@ -20,6 +20,7 @@ from hyper_parallel.core.tensor_parallel.convert import (
     to_placement,
     too_few_inputs,
 )
+from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError, convert_part
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 
 
@@ -105,7 +106,12 @@ class PrepareModuleInput(ParallelStyle):
             y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
             if y is None:
                 what = f"input {key!r} of {module_label(module)}"
-                y = to_placement(x, mesh, layout, desired, what, taker=module)
+                try:
+                    y = to_placement(x, mesh, layout, desired, what, taker=module)
+                except OtherMeshError as error:
+                    local = self.use_local_output
+                    inputs[key] = _prepared_beside(x, mesh, layout, desired, what, module, local, error)
+                    continue
             inputs[key] = to_output(y, mesh, None, True, "") if self.use_local_output else y
         return tuple(positional), named
 
@@ -160,7 +166,11 @@ class PrepareModuleOutput(ParallelStyle):
         return convert_outputs(module, output, self.output_layouts, self._prepare, self, mesh)
 
     def _prepare(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        placed = to_placement(y, mesh, self.output_layouts[i], self.desired_output_layouts[i], what, taker=module)
+        given, desired = self.output_layouts[i], self.desired_output_layouts[i]
+        try:
+            placed = to_placement(y, mesh, given, desired, what, taker=module)
+        except OtherMeshError as error:
+            return _prepared_beside(y, mesh, given, desired, what, module, self.use_local_output, error)
         return to_output(placed, mesh, None, self.use_local_output, what)
 
 
@@ -223,3 +233,31 @@ class PrepareModuleInputOutput(ParallelStyle):
         self.prepare_module_input._apply(module, device_mesh)
         self.prepare_module_output._apply(module, device_mesh)
         return module
+
+
+def _prepared_beside(
+    x: Any,
+    mesh: DeviceMesh,
+    given: Placement | None,
+    desired: Placement | None,
+    what: str,
+    taker: Any,
+    local: bool,
+    error: OtherMeshError,
+) -> Any:
+    """An input or output that is distributed beside ``mesh``, which stays so.
+
+    Args:
+        x: the DTensor.
+        mesh, given, desired, what, taker: as `to_placement` takes them.
+        local: give a DTensor that lies on other dimensions than that of ``mesh`` alone: plain tensors to the style.
+        error: what is raised where it is not distributed so.
+    """
+    return convert_part(
+        x,
+        mesh,
+        lambda part: to_placement(part, mesh, given, desired, what, taker=taker),
+        (lambda y: to_output(y, mesh, None, True, what)) if local else None,
+        what,
+        error,
+    )

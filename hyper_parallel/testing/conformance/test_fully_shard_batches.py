@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hyper_parallel import (
     DTensor,
     ModuleStyle,
     Partial,
+    Placement,
     Replicate,
     RowwiseParallel,
     Shard,
@@ -42,12 +44,20 @@ def blocks(mesh: Any, rows: int) -> Any:
     )
 
 
-def compare(mesh: Any, build: Any, shard: Any, batch: np.ndarray, loss_of: Any, targets: Any = None) -> Any:
+def compare(
+    mesh: Any,
+    build: Any,
+    shard: Any,
+    batch: np.ndarray,
+    loss_of: Any,
+    targets: Any = None,
+    cut: Sequence[Placement] | None = None,
+) -> Any:
     """Loss and gradients of one step on the distributed batch are those of the single device."""
     adapter = get_adapter()
     single, sharded = (adapter.load(build(), np.random.default_rng(5)) for _ in range(2))
     shard(sharded)
-    cut = [Shard(0)] * mesh.ndim
+    cut = [Shard(0)] * mesh.ndim if cut is None else cut
 
     def reference(x: Any) -> Any:
         loss = loss_of(adapter.call(single, x), None if targets is None else adapter.tensor(targets))
@@ -277,10 +287,14 @@ def not_parts(mesh: Any) -> None:
     for given in (*everywhere, placed([Replicate(), Shard(0)], mesh)):
         with fails(ValueError, "the style works on"):
             adapter.call(alone, given)
-    with pytest.raises(ValueError, match="the style works on"):
-        adapter.call(fully_shard(styled(), mesh=mesh["dp"]), placed([Partial()], mesh["dp"]))
-    with pytest.raises(ValueError, match="use_local_output=True"):
-        adapter.call(fully_shard(styled(use_local_output=False), mesh=mesh["dp"]), placed([Shard(0)], mesh["dp"]))
+    for given in (placed([Partial()], mesh["dp"]), placed([Replicate(), Shard(0)], mesh)):
+        with pytest.raises(ValueError, match="the style works on"):
+            adapter.call(fully_shard(styled(), mesh=mesh["dp"]), given)
+    on_both = adapter.call(fully_shard(styled(use_local_output=False), mesh=mesh["dp"]), placed([Shard(0)], mesh["dp"]))
+    assert on_both.device_mesh is mesh and on_both.placements == (Shard(0), Shard(1))
+    elsewhere = styled(output_layouts=Shard(0), use_local_output=True)
+    with pytest.raises(ValueError, match="is no part of a batch"):
+        adapter.call(fully_shard(elsewhere, mesh=mesh["dp"]), placed([Shard(0)], mesh["dp"]))
 
 
 def test_what_is_no_part_of_a_batch(pool: Any) -> None:
