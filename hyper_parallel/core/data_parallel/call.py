@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
-__all__ = ["Call", "versions_of"]
+__all__ = ["Call", "chosen", "versions_of"]
+
+_VERSION = attrgetter("_version")
 
 
 class Call:
@@ -40,7 +43,8 @@ class Call:
         Args:
             runs: see `Platform.before_backward`.
         """
-        return _any(self.gives, runs) and not _any(self.returns, runs)
+        # Mostly it comes through the results, which answers alone.
+        return not _any(self.returns, runs) and _any(self.gives, runs)
 
     def check_whole(self, what: str) -> None:
         """Raise RuntimeError, in a backward that has not come to the results, when the whole parameters that it has
@@ -68,6 +72,11 @@ def _any(contexts: Sequence[Any], runs: Callable[[Any], bool]) -> bool:
     return any(ctx is not None and runs(ctx) for ctx in (ref() for ref in contexts))
 
 
+def chosen(xs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
+    """``xs[i]`` for each of ``indices``, which ascend: mostly all."""
+    return xs if len(indices) == len(xs) else [xs[i] for i in indices]
+
+
 def versions_of(parameters: Sequence[Any]) -> list[int]:
     """How often each has been written to."""
-    return [p._version for p in parameters]
+    return list(map(_VERSION, parameters))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 from hyper_parallel.core.data_parallel.blocks import Block, columns_of
@@ -28,6 +30,7 @@ class FlatBuffer:
 
     Attributes:
         reduce_dtype: see there.
+        is_reduced_as_read: whether that is ``dtype``.
         comms: what does its collectives.
         part: while the parameters are sharded over fewer ranks than those of ``mesh``, this rank's part of `whole`, and
             the mesh of these ranks, in its last dimension.
@@ -39,6 +42,7 @@ class FlatBuffer:
         self.mesh, self.platform, self.blocks = mesh, mesh.platform, list(blocks)
         self._dim, self._size = mesh.ndim - 1, mesh.shape[-1]
         self._dtype, self.reduce_dtype = dtype, reduce_dtype
+        self.is_reduced_as_read = dtype == reduce_dtype
         self._columns = columns_of([b.sent for b in blocks])
         self._length = sum(b.sent for b in blocks)
         self._room = columns_of([b.room for b in blocks])
@@ -220,7 +224,7 @@ class FlatBuffer:
         selection = self._selections.get(key)
         if selection is None:
             selection = self._selections[key] = Selection(self, [self.blocks[i] for i in key])
-        used = [g is not None for g in cotangents]
+        used = list(map(is_not, cotangents, repeat(None)))
         rows = selection.rows_of(cotangents, used)
         return Reduction(self.mesh, selection, used, rows, op, self.comms)
 
@@ -246,14 +250,19 @@ class Selection:
         self.shapes = [b.local_shape for b in blocks] if all(b.local_count == b.reduced for b in blocks) else None
         self.cut = None if fast is None or self.shapes is None else fast.cut(self.shapes)
         self._pack = None
-        if fast is not None and size > 1 and all(b.in_order and b.reduced for b in blocks):
+        if (
+            fast is not None
+            and size > 1
+            and buffer.is_reduced_as_read
+            and all(b.in_order and b.reduced for b in blocks)
+        ):
             self._pack = fast.pack_rows
         self._ones: Any = None  # flags of parameters that this rank has used
 
     def rows_of(self, cotangents: Sequence[Any], used: Sequence[bool]) -> Any:
         """The rows of all ranks, one after the other."""
         platform, size, dtype = self.platform, self._size, self._dtype
-        if self._pack is not None and all(used) and {g.dtype for g in cotangents} == {dtype}:
+        if self._pack is not None and all(used):
             xs = list(cotangents)
             if self._flags:
                 if self._ones is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.data_parallel.call import chosen
 from hyper_parallel.core.dtensor.communication.coalesce import sum_together
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Gradients:
         def deliver() -> None:
             add = _add_to_gradients if platform.fast is None else platform.fast.add_to_gradients
             with platform.no_dispatch():
-                add([parameters[i] for i in indices], shards())
+                add(chosen(parameters, indices), shards())
 
         model.delayed.append((reduction, deliver))
         return nothing

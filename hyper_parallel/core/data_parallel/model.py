@@ -38,6 +38,8 @@ class Model:
         is_last_backward: whether gradients are to be complete after the next backward.
         abandoned: how often what was under way was forgotten.
         delayed: reductions that nobody has waited for, each with a function that waits and delivers the gradients.
+        nests: whether a backward pass has begun within one that is running, as reentrant checkpointing has it; known
+            where the platform tells the beginning.
         one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
     """
 
@@ -46,7 +48,7 @@ class Model:
         self.is_last_backward = True
         self.abandoned = 0
         self.delayed: list[Any] = []
-        self.one_loss = False
+        self.nests = self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
         #: In the order in which their forwards began: of the last step, and of this one.
         self._order: Sequence[Unit] = ()
@@ -143,6 +145,7 @@ class Model:
         """A backward pass begins. Where it comes to parameters of a call around what the call has returned, as for an
         auxiliary loss that was set as an attribute, nothing else will tell when they have to be whole. So it is with
         calls of which gradients were taken that have gradients themselves."""
+        self.nests = bool(self._passes)
         for unit, ref in self._calls:
             call = ref()
             if call is not None and (call.again or call.comes_around(runs)):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, getitem, is_, setitem
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
 __all__ = ["Places", "Slot"]
+
+_LAYOUT = attrgetter("_layout")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Slot:
 
 
 class Places:
-    """The slots of the module objects of a unit. It keeps none of the modules alive.
+    """The slots of the module objects of a unit. It keeps none of the modules alive, but their tables of parameters.
 
     Args:
         modules: those of the unit.
@@ -45,15 +47,20 @@ class Places:
     """
 
     def __init__(self, platform: Any, modules: Sequence[Any], slots: Sequence[Slot], what: str) -> None:
-        self._own, self._what = platform.own_parameters, what
-        self._slots = [
-            (weakref.ref(_module_at(modules[slot.root], slot.path)), slot.name, slot.index, slot.layout)
-            for slot in slots
-        ]
-        self._described = slots
+        self._what, self._described = what, slots
+        holders = [_module_at(modules[slot.root], slot.path) for slot in slots]
+        #: By slot: the table in which its module looks, which is its own as long as it lives, the name there, the
+        #: layout of the shard, and which parameter it is: None where each has one slot, in their order.
+        self._tables = [platform.own_parameters(holder) for holder in holders]
+        self._names, self._layouts = [slot.name for slot in slots], [slot.layout for slot in slots]
+        indices = [slot.index for slot in slots]
+        self._indices = None if indices == list(range(len(slots))) else indices
+        self._gone: list[Any] = []
+        self._holders = [weakref.ref(holder, self._gone.append) for holder in holders]
         self._count = 1 + max((slot.index for slot in slots), default=-1)
-        #: The parameters, while something else stands in their place.
+        #: The parameters, while something else stands in their place, and that, by index.
         self._shards: list[Any] | None = None
+        self._shown: Sequence[Any] = ()
 
     @property
     def holds_others(self) -> bool:
@@ -68,24 +75,41 @@ class Places:
         """
         if self._shards is not None:
             return self._shards
-        found: list[Any] = [None] * self._count
-        own = self._own
-        for holder, name, index, layout in self._slots:
-            module = holder()
-            p: Any = None if module is None else own(module).get(name)
-            if getattr(p, "_layout", None) is not layout:
-                raise self._taken(name, index)
-            found[index] = p
-        return found
+        self._check_holders()
+        try:
+            found = list(map(getitem, self._tables, self._names))
+            as_planned = all(map(is_, map(_LAYOUT, found), self._layouts))
+        except (KeyError, AttributeError):  # nothing is there, or something plain
+            as_planned = False
+        if not as_planned:
+            raise self._taken([getattr(x, "_layout", None) for x in self._found()], self._layouts)
+        if self._indices is None:
+            return found
+        by_index: list[Any] = [None] * self._count
+        for i, x in zip(self._indices, found, strict=True):
+            by_index[i] = x
+        return by_index
 
-    def _taken(self, name: str, index: int) -> ValueError:
-        slot = next(s for s in self._described if s.index == index and s.name == name)
+    def _by_slot(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        return tensors if self._indices is None else [tensors[i] for i in self._indices]
+
+    def _found(self) -> list[Any]:
+        """By slot, what is there; None for nothing."""
+        return [table.get(name) for table, name in zip(self._tables, self._names, strict=True)]
+
+    def _check_holders(self) -> None:
+        if self._gone:
+            raise self._taken([holder() is None for holder in self._holders], [False] * len(self._holders))
+
+    def _taken(self, found: Sequence[Any], wanted: Sequence[Any]) -> ValueError:
+        """The error for the first slot in which the two differ."""
+        at = next(i for i, (x, y) in enumerate(zip(found, wanted, strict=True)) if x is not y)
         return ValueError(
-            f"{self._what}: something has taken the place of its parameter {slot}. Copy values into the parameter that "
-            "is there instead"
+            f"{self._what}: something has taken the place of its parameter {self._described[at]}. Copy values into the "
+            "parameter that is there instead"
         )
 
-    def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> tuple[Any, list[Any]]:
+    def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:
         """Let modules find these tensors, by index; returns what `take_back` wants.
 
         Args:
@@ -95,30 +119,33 @@ class Places:
         Raises:
             ValueError: as `parameters`.
         """
-        before, own, found = self._shards, self._own, []
-        if before is None:
-            self._shards = parameters = self.parameters() if parameters is None else parameters
-        else:
-            parameters = None
-        try:
-            for holder, name, index, _ in self._slots:
-                module = holder()
-                table: Any = {} if module is None else own(module)
-                x = table.get(name)
-                if parameters is not None and x is not parameters[index]:
-                    raise self._taken(name, index)
-                found.append((table, name, x))
-                table[name] = tensors[index]
-        except ValueError:
-            self.take_back((before, found))
-            raise
-        return before, found
+        before = self._shards, self._shown
+        if self._shards is None:
+            if parameters is None:
+                parameters = self.parameters()
+            else:
+                self._check_holders()
+                wanted = self._by_slot(parameters)
+                try:
+                    unchanged = all(map(is_, map(getitem, self._tables, self._names), wanted))
+                except KeyError:
+                    unchanged = False
+                if not unchanged:
+                    raise self._taken(self._found(), wanted)
+            self._shards = parameters
+        self._shown = tensors
+        self._write(tensors)
+        return before
 
-    def take_back(self, kept: tuple[Any, list[Any]]) -> None:
+    def take_back(self, before: Any) -> None:
         """Let modules find what they found before a `put`."""
-        self._shards, found = kept
-        for table, name, x in found:
-            table[name] = x
+        found: Any = self._shards if before[0] is None else before[1]
+        self._shards, self._shown = before
+        self._write(found)
+
+    def _write(self, tensors: Sequence[Any]) -> None:
+        # `setitem` returns None each time, so `any` comes to the last of them, without a loop in Python.
+        any(map(setitem, self._tables, self._names, self._by_slot(tensors)))
 
 
 def _module_at(module: Any, path: str) -> Any:

@@ -11,6 +11,7 @@ from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Replicate
 
 __all__ = ["Plan"]
 
@@ -43,6 +44,12 @@ class Plan:
         keeps_dtype: Sequence[bool] = (),
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
+        #: The index and the layout of each that is read as a DTensor, and whether some ranks of that have the same.
+        self.distributed = [
+            (i, layout, any(p is Replicate() for p in layout.placements))
+            for i, layout in enumerate(inner)
+            if layout is not None
+        ]
         self.shapes, self.dims, self.fewer = tuple(shapes), tuple(dims), fewer
         self.keeps_dtype = tuple(keeps_dtype) or (False,) * len(self.shapes)
         self.reshard_after_forward, self.mp_policy, self.offload_policy = (

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batch, whole_for_all
 from hyper_parallel.core.data_parallel.borders import Guard, cast
-from hyper_parallel.core.data_parallel.call import Call
+from hyper_parallel.core.data_parallel.call import Call, chosen
 from hyper_parallel.core.data_parallel.computed_again import Inside
-from hyper_parallel.core.data_parallel.gradients import Gradients, let_wait, with_waiting
+from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.results import Results
@@ -115,7 +114,8 @@ class Unit:
         if self.post_optim_event is not None:
             event, self.post_optim_event = self.post_optim_event, None
             event.wait()
-        token, summed = RUNNING.set((*running, self)), SUMMED_OVER.set(self.plan.mesh if model.one_loss else None)
+        token = RUNNING.set((*running, self))
+        summed = None if running else SUMMED_OVER.set(self.plan.mesh if model.one_loss else None)
         beside = BESIDE.set(model.meshes_beside(module)) if outermost and model.one_loss else None
         complete = False
         try:
@@ -124,7 +124,8 @@ class Unit:
             return output if policy.output_dtype is None else cast(output, policy.output_dtype, platform)
         finally:
             RUNNING.reset(token)
-            SUMMED_OVER.reset(summed)
+            if summed is not None:
+                SUMMED_OVER.reset(summed)
             if beside is not None:
                 BESIDE.reset(beside)
             if outermost:
@@ -157,9 +158,8 @@ class Unit:
             return forward(module, *args, **kwargs)
         with platform.no_dispatch():
             parameters = self.parameters.shards()
-            trained = [[i for i in members if parameters[i].requires_grad] for members in self.parameters.members]
-            # One answers for all: they differ in what `trained` says, and that is the same for those in it.
-            asked = any(platform.requires_grad(parameters[of_buffer[0]]) for of_buffer in trained if of_buffer)
+            trained, one = self.parameters.trained(parameters)
+            asked = one is not None and platform.requires_grad(parameters[one])
             recorded = asked or any(map(platform.requires_grad, inputs))
             call = Call(parameters, trained, recorded, running)
             first, shared = True, self._together.call_of(module, asked, again)
@@ -234,33 +234,27 @@ class Unit:
                 views = buffer.lasting_views(values[b])
                 if len(trained) < len(members):
                     views = [x for i, x in zip(members, views, strict=True) if i in trained]
+                if len(trained) == len(found):  # the only buffer
+                    found = list(self._views((call, b, views), *call.parameters))
+                    break
                 new = self._views((call, b, views), *[call.parameters[i] for i in trained])
                 for i, x in zip(trained, new, strict=True):
                     found[i] = x
         return self._as_read(found, call.waiting)
 
-    def _as_read(self, xs: Sequence[Any], waiting: list[Any]) -> list[Any]:
+    def _as_read(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
         """Whole tensors as modules read them: as DTensors where a tensor-parallel style has made them such.
 
         Args:
-            xs: new plain tensors, one of each parameter.
+            xs: new plain tensors, one of each parameter; the list is changed.
             waiting: takes what `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
         """
-        found = self._tensor_parallel(list(xs), waiting)
+        found = self.parameters.as_planned(xs, waiting)
         if self.model is not None and self.model.one_loss:
             for i, inner in enumerate(self.plan.inner):
                 if inner is None:
                     found[i] = whole_for_all(found[i], self.plan.mesh)
         return found
-
-    def _tensor_parallel(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
-        """``xs`` themselves, with those as DTensors."""
-        wrap = self.platform.wrap
-        for i, inner in enumerate(self.plan.inner):
-            if inner is not None:
-                xs[i] = x = wrap(xs[i], inner)
-                x._collect = partial(let_wait, waiting, i)
-        return xs
 
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
         ctx.call, ctx.buffer, views = static
@@ -277,7 +271,7 @@ class Unit:
         given: Sequence[Any] = cotangents
         if call.waiting:
             given = with_waiting(call.waiting, trained, cotangents)
-        delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*[call.parameters[i] for i in trained])
+        delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*chosen(call.parameters, trained))
         return self._reduce(b, call.parameters, trained, given, delay)
 
     def _check_reached(self, call: Call) -> None:
@@ -323,7 +317,7 @@ class Unit:
         leaves = self._leaves
         if self.model.one_loss:
             with self.platform.no_dispatch(), self.platform.with_grad():
-                leaves = self._as_read(leaves, self._waiting)
+                leaves = self._as_read(list(leaves), self._waiting)
         self.parameters.show(leaves, call.parameters)
 
     def _make_leaves(self, call: Call) -> list[Any]:
@@ -332,7 +326,7 @@ class Unit:
         for buffer, members in zip(self.parameters.buffers, self.parameters.members, strict=True):
             for i, x in zip(members, buffer.views(buffer.whole), strict=True):
                 found[i] = x
-        found = self._tensor_parallel(found, self._waiting)
+        found = self.parameters.as_planned(found, self._waiting)
         self._trained_leaves = {i for trained in call.trained for i in trained}
         for i in self._trained_leaves:
             found[i].requires_grad_()
@@ -348,8 +342,9 @@ class Unit:
         self.parameters.is_open = False
         self._awaited = -1
         self.parameters.hide()
+        assert self.model is not None
         # Of what was computed again and differentiated on its own, as reentrant checkpointing does.
-        if self.platform.accumulates_gradients:
+        if self.platform.accumulates_gradients and (not self.platform.tells_beginning or self.model.nests):
             with self.platform.no_dispatch():
                 given = {i for i in self._trained_leaves if self._leaves[i].grad is not None}
             if given or self._waiting:

@@ -6,17 +6,22 @@ While the unit runs, in forward and in backward, its parameters are whole: views
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from hyper_parallel.core.data_parallel.call import versions_of
+from hyper_parallel.core.data_parallel.call import chosen, versions_of
 from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.gradients import let_wait
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 __all__ = ["UnitParameters"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class UnitParameters:
@@ -46,6 +51,8 @@ class UnitParameters:
         self.scope: str | None = None
         self.comms = Comms()
         self._dtypes: list[Any] | None = None
+        self._asked: list[bool] | None = None
+        self._trained: tuple[list[list[int]], int | None] = [], None
         #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
         self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
@@ -67,8 +74,27 @@ class UnitParameters:
             self.buffers, self.members = self._plan.buffers(parameters)
             for buffer in self.buffers:
                 buffer.comms = self.comms
-            self._dtypes = dtypes
+            self._dtypes, self._asked = dtypes, None
         return parameters
+
+    def trained(self, parameters: Sequence[Any]) -> tuple[list[list[int]], int | None]:
+        """Of each buffer, the indices of those of ``parameters`` that gradients are asked for, not to be changed; and
+        one of them, which answers for all whether gradients are recorded now."""
+        asked = list(map(_REQUIRES_GRAD, parameters))
+        if asked != self._asked:
+            found = [[i for i in members if asked[i]] for members in self.members]
+            self._asked, self._trained = asked, (found, next((i for of_buffer in found for i in of_buffer), None))
+        return self._trained
+
+    def as_planned(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
+        """Whole parameters, new plain tensors by index: ``xs`` itself, with DTensors where a tensor-parallel style has
+        made them such. ``waiting`` takes what `coalesce_gradients` leaves to be summed over tensor-parallel ranks."""
+        wrap = self._platform.wrap
+        for i, layout, is_shared in self._plan.distributed:
+            xs[i] = x = wrap(xs[i], layout)
+            if is_shared:
+                x._collect = partial(let_wait, waiting, i)
+        return xs
 
     def show(self, wholes: Sequence[Any], shards: list[Any] | None = None) -> None:
         """Let modules find these tensors, until `hide`."""
@@ -119,7 +145,7 @@ class UnitParameters:
             if again and buffer.part is not None:
                 buffer.start_from_part()
             else:
-                buffer.start([parameters[i] for i in members], again)
+                buffer.start(chosen(parameters, members), again)
 
     def drop(self) -> None:
         """Forget what was begun and not needed."""

@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = [
-    *("NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
+    *("ADDING", "NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
     *("address_of", "as_plain", "hook_of", "make_apply", "name_of", "shape_of", "stride_of", "telling_engine"),
 ]
 
@@ -27,6 +27,7 @@ __all__ = [
 _view_as, _detach = Tensor.view_as, Tensor.detach
 shape_of, stride_of, address_of = Tensor.shape.__get__, Tensor.stride, Tensor.data_ptr
 is_grad_enabled = torch.is_grad_enabled
+_PLAIN = frozenset({Tensor, type(None)})
 
 #: What an entry of a `Cache` says that is to be compared, besides the version, which ``x.data = y`` does not change:
 #: whether the view that was kept still has the data of ``x``; or nothing, because assigning data to a DTensor clears
@@ -132,12 +133,12 @@ class AutogradVerbs(Platform):
             if BACKWARD_WRAPPERS:
                 ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             with no_dispatch():
-                return tuple([y.detach() for y in forward(ctx, static, *xs)])
+                return tuple(map(_detach, forward(ctx, static, *xs)))
 
         def run_backward(ctx: Any, *cotangents: Tensor) -> Any:
             call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
             with no_dispatch():
-                given = [g if g is None or type(g) is Tensor else as_plain(g) for g in cotangents]
+                given = cotangents if _PLAIN.issuperset(map(type, cotangents)) else map(as_plain, cotangents)
                 return (None, *call(ctx, *given))
 
         apply = make_apply(name_of(forward), run_forward, run_backward)
@@ -249,6 +250,9 @@ class AutogradVerbs(Platform):
 
 #: What is to be called when a backward pass begins.
 _WATCHERS: list[weakref.WeakMethod] = []
+#: The passes that run, by their `graph_task`, of which it is known that they add to the gradient of each leaf they come
+#: to: those of ``backward`` without ``inputs``.
+ADDING: set[int] = set()
 
 
 def telling_engine(run: Callable) -> Callable:
@@ -259,16 +263,19 @@ def telling_engine(run: Callable) -> Callable:
     def telling(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not _WATCHERS:
             return run(t_outputs, *args, **kwargs)
-        told: list[bool] = []
+        told: list[int] = []
+        adds = kwargs.get("accumulate_grad", False) and not (args[3] if len(args) > 3 else kwargs.get("inputs", True))
 
         def runs(node: Any) -> bool:
             # Torch does not count the node that a backward begins with among those of its graph.
-            return any(node is root for root in roots) or will_execute(node)
+            return will_execute(node) or any(node is root for root in roots)
 
         def begin(cotangent: Any) -> None:
             if told:
                 return
-            told.append(True)
+            told.append(graph_task())
+            if adds:
+                ADDING.add(told[0])
             for watcher in tuple(_WATCHERS):
                 callback = watcher()
                 if callback is None:
@@ -288,6 +295,7 @@ def telling_engine(run: Callable) -> Callable:
         try:
             return run(t_outputs, *args, **kwargs)
         finally:
+            ADDING.difference_update(told)
             for handle in handles:
                 handle.remove()
 

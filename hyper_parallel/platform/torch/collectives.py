@@ -194,6 +194,8 @@ class CommunicationVerbs(Platform):
             refuse_transforms(local)
         backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
         if collective == "all_gather":
+            if local.dtype in self.moved_dtypes:
+                return backend._allgather_base(out, local)
             return backend._allgather_base(self._movable(out), self._movable(local))
         if collective == "reduce_scatter":
             return backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op])

@@ -93,6 +93,8 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
         "set_": handlers.composite.set_method,
+        #: Whether torch reads the gradient of a parameter in backward, so that it has to be complete there.
+        "_read_in_backward": False,
         "_is_flat_param": wrappers.refuse_flat_parameter,
         **checkpoints.PROTOCOL,
         **make_methods({f: handler for f, handler in computing.items() if f not in HANDLERS}, recover),

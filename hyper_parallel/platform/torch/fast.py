@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from hyper_parallel.platform.contract import Fast, LinearCollective
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorFunction
 from hyper_parallel.platform.torch import overlap
 from hyper_parallel.platform.torch.autograd import (
+    ADDING,
     NOTHING,
     SAME_AS_VIEW,
     Cache,
@@ -34,6 +36,7 @@ from hyper_parallel.platform.torch.private import (
     any_autocast,
     chunk_cat,
     current_node,
+    graph_task,
     saved_tensor_hooks,
     set_order,
     will_execute,
@@ -44,6 +47,8 @@ __all__ = ["TorchFast"]
 
 _detach, is_grad_enabled = Tensor.detach, torch.is_grad_enabled
 _PLAIN = frozenset({Tensor, type(None)})
+_IS_LEAF, _HOOKS, _READ = map(attrgetter, ("is_leaf", "_post_accumulate_grad_hooks", "_read_in_backward"))
+_NODE = itemgetter(0)
 
 
 class TorchFast(Fast):
@@ -110,17 +115,18 @@ class TorchFast(Fast):
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
-        # What runs now is the function's own backward; next to it are the nodes that accumulate, if these are leaves.
+        with no_dispatch():
+            if not all(map(_IS_LEAF, parameters)) or any(map(_HOOKS, parameters)) or any(map(_READ, parameters)):
+                return False
+        if graph_task() in ADDING:
+            return True
+        # What runs now is the function's own backward; next to it are the nodes that accumulate.
         node = current_node()
         edges = () if node is None else node.next_functions
         if len(edges) != len(parameters):
             return False
-        with no_dispatch():
-            for x in parameters:
-                if not x.is_leaf or "_read_in_backward" in x.__dict__ or x._post_accumulate_grad_hooks:
-                    return False
         try:
-            return all(map(will_execute, [edge[0] for edge in edges]))
+            return all(map(will_execute, map(_NODE, edges)))
         except RuntimeError:
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
@@ -144,28 +150,25 @@ class TorchFast(Fast):
 
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """See `Fast.in_one_storage`."""
-        if flat is not None:
-            at, size = address_of(flat), flat.element_size()
-            for x, length in zip(xs, lengths, strict=True):
-                # Torch says 0 for tensors without elements.
-                if address_of(x) != at and x.numel():
-                    break
-                at += length * size
-            else:
-                return flat
+        known: Any = flat
+        if known is not None and list(map(address_of, xs)) == known.addresses:
+            return flat
         if any(x.is_meta or x.is_pinned() or not x.is_contiguous() for x in xs):
             return None
         locals_ = [_detach(x).as_subclass(Tensor) for x in xs]
-        flat = locals_[0].new_zeros(sum(lengths))
-        for x, local, part in zip(xs, locals_, flat.split_with_sizes(list(lengths)), strict=True):
+        new: Any = locals_[0].new_zeros(sum(lengths))
+        for x, local, part in zip(xs, locals_, new.split_with_sizes(list(lengths)), strict=True):
             place = part.narrow(0, 0, local.numel()).view(local.shape)
             place.copy_(local)
             x.data = place
-        return flat
+        new.addresses = list(map(address_of, xs))
+        return new
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
         """See `Fast.pack_rows`."""
-        return chunk_cat([x if x.is_contiguous() else x.contiguous() for x in xs], 0, size)
+        if not all(map(Tensor.is_contiguous, xs)):
+            xs = [x.contiguous() for x in xs]
+        return chunk_cat(xs, 0, size)
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]]:
         """See `Fast.cut`. By strides it is half of `narrow` and `view`."""
