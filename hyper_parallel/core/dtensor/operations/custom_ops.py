@@ -44,7 +44,7 @@ def register_sharding(op: Any, rule: Rule | None = None, bind: Callable[..., tup
         >>> def cross(shapes, static_args):  # vectors in the last dimension, which must be whole
         ...     labels = (*range(len(shapes[0]) - 1), None)
         ...     return OpSharding(operands=(labels, labels), results=(labels,), result_shapes=(shapes[0],))
-        >>> register_sharding(torch.linalg.cross, cross)
+        >>> register_sharding(torch.ops.aten.linalg_cross.default, cross)
         >>> @register_sharding(torch.ops.aten.erfinv.default)
         ... def erfinv(x):
         ...     return [([Shard(dim)], [Shard(dim)]) for dim in range(x.ndim)]
