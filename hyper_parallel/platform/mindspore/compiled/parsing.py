@@ -31,6 +31,7 @@ from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distribu
 
 __all__ = [
     "checked_answer",
+    "checked_cell",
     "checked_compile",
     "checked_jit",
     "checked_jit_compile",
@@ -100,8 +101,32 @@ def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs:
     return phase
 
 
+def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the call of a cell in graph mode."""
+    if not is_dispatching():
+        return original(cell, *args, **kwargs)
+    used: list[nn.Cell] = []
+    what = f"{type(cell).__name__} in graph mode"
+    found = next(reachable((args, kwargs, cell), used), None)
+    if found is not None:
+        raise graph_error(what, found, _ABOUT)
+    if not used:
+        return original(cell, *args, **kwargs)
+    root = stand_in(cell) if has_stand_in(cell) else cell
+    kept = root.phase
+    # Graphs are kept by this name, as in `checked_jit`.
+    root.phase = f"{cell.phase}.{'.'.join([str(number_of(part)) for part in used])}"
+    try:
+        with _Parsing(what):
+            return original(root, *args, **kwargs)
+    finally:
+        root.phase = kept
+
+
 def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for compiling a cell, in graph mode."""
+    """Stands for compiling a cell: in `checked_cell` as `checked_jit_compile` does, elsewhere without DTensors."""
+    if _Parsing.functions:
+        return checked_jit_compile(original, executor, cell, *args, **kwargs)
     refuse(f"{type(cell).__name__} in graph mode", _IN_GRAPH_MODE, args, kwargs, cell)
     return original(executor, cell, *args, **kwargs)
 
