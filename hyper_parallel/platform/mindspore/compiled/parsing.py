@@ -127,7 +127,8 @@ def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **
     """Stands for compiling a cell: in `checked_cell` as `checked_jit_compile` does, elsewhere without DTensors."""
     if _Parsing.functions:
         return checked_jit_compile(original, executor, cell, *args, **kwargs)
-    refuse(f"{type(cell).__name__} in graph mode", _IN_GRAPH_MODE, args, kwargs, cell)
+    if is_dispatching():  # else it is an optimizer's step, for the local tensors
+        refuse(f"{type(cell).__name__} in graph mode", _IN_GRAPH_MODE, args, kwargs, cell)
     return original(executor, cell, *args, **kwargs)
 
 
