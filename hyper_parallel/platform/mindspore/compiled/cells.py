@@ -18,7 +18,6 @@ __all__ = [
     "compiled_hook",
     "has_stand_in",
     "is_leaf",
-    "memory_of",
     "number_of",
     "set_compiled_forward",
     "share_compiled_inputs",
@@ -87,12 +86,11 @@ def _state(cell: nn.Cell) -> tuple[Any, ...]:
     for part in parts:
         state += (id(part), vars(part).get("_graph_form"), len(_hooks(part)))
         # A graph goes on reading the memory that a parameter had when it was made.
-        state += [(id(p), getattr(p, "_layout", None), memory_of(p)) for p in part._params.values() if p is not None]
+        state += [(id(p), getattr(p, "_layout", None), _memory(p)) for p in part._params.values() if p is not None]
     return tuple(state)
 
 
-def memory_of(p: Any) -> int:
-    """Where a parameter's local tensor is."""
+def _memory(p: Any) -> int:
     with NoDispatch():
         return int(p.untyped_storage().data_ptr())
 

@@ -8,7 +8,6 @@ such as a name that is computed, where the parser comes across it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.graph._parse.namespace import ClassMemberNamespace, ClosureNamespace
 
-from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, is_leaf, memory_of, number_of, stand_in
+from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, is_leaf, number_of, stand_in
 from hyper_parallel.platform.mindspore.compiled.forwards import GraphCell, NotTracedError
 from hyper_parallel.platform.mindspore.compiled.reaching import (
     GRADIENTS,
@@ -112,9 +111,7 @@ def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs:
 def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for the call of a cell in graph mode."""
     if not is_dispatching():
-        # An optimizer's step, for the local tensors. Its graph would go on with the memory that they had.
-        with _named(cell, str(hash(tuple(map(memory_of, cell.get_parameters()))))):
-            return original(cell, *args, **kwargs)
+        return original(cell, *args, **kwargs)
     used: list[nn.Cell] = []
     what = f"{type(cell).__name__} in graph mode"
     found = next(reachable((args, kwargs, cell), used), None)
@@ -123,23 +120,15 @@ def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
     if not used:
         return original(cell, *args, **kwargs)
     root = stand_in(cell) if has_stand_in(cell) else cell
-    root.phase = cell.phase
+    kept = root.phase
+    # Graphs are kept by this name, as in `checked_jit`.
+    root.phase = f"{cell.phase}.{'.'.join([str(number_of(part)) for part in used])}"
     try:
-        with _Parsing(what), _named(root, ".".join([str(number_of(part)) for part in used])):
+        with _Parsing(what):
             return original(root, *args, **kwargs)
     finally:
         _expect_gradients(used)
-
-
-@contextmanager
-def _named(cell: nn.Cell, name: str) -> Iterator[None]:
-    """While graphs of ``cell`` are kept by another name, as in `checked_jit`."""
-    kept = cell.phase
-    cell.phase = f"{kept}.{name}"
-    try:
-        yield
-    finally:
-        cell.phase = kept
+        root.phase = kept
 
 
 def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **kwargs: Any) -> Any:
