@@ -111,7 +111,7 @@ def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs:
 def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for the call of a cell in graph mode."""
     if not is_dispatching():
-        return original(cell, *args, **kwargs)
+        return original(cell, *args, **kwargs)  # an optimizer's step, for the local tensors
     used: list[nn.Cell] = []
     what = f"{type(cell).__name__} in graph mode"
     found = next(reachable((args, kwargs, cell), used), None)
