@@ -103,7 +103,7 @@ def test_llama(pool: Any) -> None:
 
 
 @on_mesh()
-def training(mesh: Any) -> tuple[list[float], list[float], str]:
+def training(mesh: Any) -> tuple[list[float], list[float], list[str]]:
     """Losses of steps of the unsharded network in PyNative mode, and of the sharded one in graph mode: a parameter gets
     another value on the way, there in place, as MindSpore's optimizers go on with the memory they know, here in other
     memory."""
@@ -128,7 +128,11 @@ def training(mesh: Any) -> tuple[list[float], list[float], str]:
     with graph_mode():
         in_graph = steps(net, lambda p, value: p.set_data(value))
         # What graphs give is not marked as gradients, and could be parts of them.
-        clipped = error_of(ops.clip_by_global_norm, (Tensor(np.ones((UNITS // 2, FEATURES), np.float32)),))
+        part = Tensor(np.ones((UNITS // 2, FEATURES), np.float32))
+        clipped = [error_of(ops.clip_by_global_norm, (part,))]
+    (marked,) = ms.grad(lambda x: net(x).sum(), None, [net.up.weight])(x)
+    with graph_mode():
+        clipped.append(error_of(ops.clip_by_global_norm, (marked,)))
     in_graph.append(float((net(x) ** 2).sum().asnumpy()))  # and PyNative mode sees what graphs have written
     return [*unsharded, unsharded[-1]], in_graph, clipped
 
@@ -136,4 +140,5 @@ def training(mesh: Any) -> tuple[list[float], list[float], str]:
 def test_training(pool: Any) -> None:
     for unsharded, in_graph, clipped in pool.run(2, training):
         np.testing.assert_allclose(in_graph, unsharded, rtol=1e-5)
-        assert "ValueError: ops.clip_by_global_norm got a plain tensor of shape (6, 8), the shape of" in clipped
+        assert "ValueError: _ClipByGlobalNorm got a plain tensor of shape (6, 8), the shape of" in clipped[0]
+        assert "ValueError: _ClipByGlobalNorm in graph mode got a rank's part of a gradient" in clipped[1]

@@ -26,6 +26,7 @@ from hyper_parallel.platform.mindspore.compiled.reaching import (
     refuse,
 )
 from hyper_parallel.platform.mindspore.compiled.shapes import pending_comparisons
+from hyper_parallel.platform.mindspore.handlers.clipping import refuse_parts
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.handlers.optimizers import run_compiled_step
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
@@ -118,6 +119,7 @@ def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
     if found is not None:
         raise graph_error(what, found, _ABOUT)
     if not used:
+        refuse_parts(cell, args[0] if args else None)
         return original(cell, *args, **kwargs)
     root = stand_in(cell) if has_stand_in(cell) else cell
     kept = root.phase
