@@ -223,22 +223,25 @@ def in_graph_mode(mesh: Any) -> list[str]:
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
         return [
-            error_of(net, ids),
-            error_of(net.up, Tensor(np.ones((2, 8), np.float32))),
             error_of(nn.ReLU(), x),
-            error_of(UsesNet(), ids),
             error_of(HoldsTensor(x), plain),
+            error_of(nn.TrainOneStepCell(net, nn.SGD(net.trainable_params())), ids),
+            error_of(nn.AdaFactor(net.trainable_params()), tuple(net.trainable_params())),
+            error_of(UsesNet().compile, ids),  # not called, as for export
         ]
     finally:
         ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
-def test_graph_mode_is_refused(pool: Any) -> None:
+def test_what_graph_mode_refuses(pool: Any) -> None:
     for errors in pool.run(2, in_graph_mode):
-        assert all("in graph mode uses " in e and "work in PyNative mode" in e for e in errors), errors
-        assert all("or use mindspore.jit in PyNative mode, whose graphs can hold modules" in e for e in errors), errors
-        assert errors[0].startswith("RuntimeError: Net in graph mode uses the distributed parameter")
-        assert errors[2].startswith("RuntimeError: ReLU in graph mode uses a DTensor")
+        assert all("in a graph uses " in e or "in graph mode uses " in e for e in errors), errors
+        assert all("work in PyNative mode, without jit. Use" in e for e in errors), errors
+        assert all("In graph mode and in graphs of jit's capture_mode='ast' they" in e for e in errors[:4]), errors
+        assert errors[0].startswith("RuntimeError: ReLU in graph mode uses a DTensor")
+        assert errors[2].startswith("RuntimeError: TrainOneStepCell in graph mode uses the distributed parameter")
+        assert errors[3].startswith("RuntimeError: AdaFactor in graph mode uses ")
+        assert "or call the cell in graph mode" in errors[4]
 
 
 @on_mesh()

@@ -88,8 +88,8 @@ class GroupVerbs:
             return
         if ms.get_context("mode") == ms.GRAPH_MODE:
             raise RuntimeError(
-                "MindSpore is in graph mode, and distributed tensors work in PyNative mode: call "
-                "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first"
+                "MindSpore is in graph mode, and process groups are made in PyNative mode: call "
+                "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first, and set graph mode afterwards"
             )
         if self._destroyed:
             raise RuntimeError(

@@ -245,6 +245,7 @@ PATCHES = PatchSet(
             required=False,
         ),
         _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, calling(parsing.checked_jit)),
+        _patch("mindspore.nn.Cell.compile_and_run", _IN_A_GRAPH, calling(parsing.checked_cell)),
         _patch("mindspore.graph.api._CellGraphExecutor.compile", _IN_A_GRAPH, calling(parsing.checked_compile)),
         _patch("mindspore.graph.api._JitExecutor.compile", _IN_A_GRAPH, calling(parsing.checked_jit_compile)),
         _patch("mindspore.graph._parse.resolve_symbol", _IN_A_GRAPH, calling(parsing.checked_resolution)),

@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.graph._parse.namespace import ClassMemberNamespace, ClosureNamespace
 
-from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, number_of, stand_in
+from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, is_leaf, number_of, stand_in
 from hyper_parallel.platform.mindspore.compiled.forwards import GraphCell, NotTracedError
 from hyper_parallel.platform.mindspore.compiled.reaching import (
     GRADIENTS,
@@ -26,11 +26,14 @@ from hyper_parallel.platform.mindspore.compiled.reaching import (
     refuse,
 )
 from hyper_parallel.platform.mindspore.compiled.shapes import pending_comparisons
+from hyper_parallel.platform.mindspore.handlers.clipping import refuse_parts
+from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.handlers.optimizers import run_compiled_step
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
 __all__ = [
     "checked_answer",
+    "checked_cell",
     "checked_compile",
     "checked_jit",
     "checked_jit_compile",
@@ -38,10 +41,10 @@ __all__ = [
 ]
 
 _ABOUT = (
-    ". In graphs of jit's capture_mode='ast' they may be parameters of modules with styles, between which plain "
-    "tensors pass: docs/compile.md lists what such graphs can hold"
+    ". In graph mode and in graphs of jit's capture_mode='ast' they may be parameters of modules with styles, between "
+    "which plain tensors pass: docs/compile.md lists what such graphs can hold"
 )
-_IN_GRAPH_MODE = ", or use mindspore.jit in PyNative mode, whose graphs can hold modules with styles"
+_NOT_CALLED = ", or call the cell in graph mode: graphs that are made without a call cannot hold modules with styles"
 _SOMETHING = "a function or cell that is compiled"
 
 
@@ -87,7 +90,13 @@ def checked_jit(original: Callable, executor: Any, *args: Any, **kwargs: Any) ->
         with _Parsing(what):
             return original(executor, *args, **kwargs)
     finally:
+        _expect_gradients(used)
         executor._cell_cache_key_extend, executor.obj, executor.fn = kept
+
+
+def _expect_gradients(used: list[nn.Cell]) -> None:
+    """What a graph gives may be the local parts of gradients, which no backward has marked."""
+    LocalGradients.expect(p for cell in used if is_leaf(cell) for p in cell._params.values())
 
 
 def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +109,36 @@ def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs:
     return phase
 
 
+def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the call of a cell in graph mode."""
+    if not is_dispatching():
+        return original(cell, *args, **kwargs)  # an optimizer's step, for the local tensors
+    used: list[nn.Cell] = []
+    what = f"{type(cell).__name__} in graph mode"
+    found = next(reachable((args, kwargs, cell), used), None)
+    if found is not None:
+        raise graph_error(what, found, _ABOUT)
+    if not used:
+        refuse_parts(cell, args[0] if args else None)
+        return original(cell, *args, **kwargs)
+    root = stand_in(cell) if has_stand_in(cell) else cell
+    kept = root.phase
+    # Graphs are kept by this name, as in `checked_jit`.
+    root.phase = f"{cell.phase}.{'.'.join([str(number_of(part)) for part in used])}"
+    try:
+        with _Parsing(what):
+            return original(root, *args, **kwargs)
+    finally:
+        _expect_gradients(used)
+        root.phase = kept
+
+
 def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for compiling a cell, in graph mode."""
-    refuse(f"{type(cell).__name__} in graph mode", _IN_GRAPH_MODE, args, kwargs, cell)
+    """Stands for compiling a cell: in `checked_cell` as `checked_jit_compile` does, elsewhere without DTensors."""
+    if _Parsing.functions:
+        return checked_jit_compile(original, executor, cell, *args, **kwargs)
+    if is_dispatching():  # else it is an optimizer's step, for the local tensors
+        refuse(f"{type(cell).__name__} in a graph", _NOT_CALLED, args, kwargs, cell)
     return original(executor, cell, *args, **kwargs)
 
 

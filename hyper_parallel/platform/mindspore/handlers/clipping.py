@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, nn
+from mindspore.ops.function.clip_func import _ClipByGlobalNorm
 
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients, layout_of_gradient
 from hyper_parallel.platform.mindspore.private import is_recording
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
-__all__ = ["clipping", "looking", "norm_of_all"]
+__all__ = ["clipping", "looking", "norm_of_all", "refuse_parts"]
 
 #: Orders of norms that can be computed of parts and added up. MindSpore adds up powers of numbers with their signs, so
 #: the sum of a part may be negative, and has no root.
@@ -80,6 +81,15 @@ def looking(plain: Callable, inputs: Any) -> Any:
     with InterceptedTensor._core.implicit_replication():
         answer = plain(whole)
     return answer.full_tensor() if isinstance(answer, InterceptedTensor) else answer
+
+
+def refuse_parts(cell: Any, given: Any) -> None:
+    """Raise ValueError where a graph of ``cell``, if it clips, would take parts of gradients for whole ones."""
+    if isinstance(cell, (_ClipByGlobalNorm, nn.ClipByNorm)):
+        name = type(cell).__name__
+        for tensor in given if isinstance(given, (tuple, list)) else [given]:
+            if _layout_of(tensor, name) is not None:
+                raise ValueError(f"{name} in graph mode got a rank's part of a gradient: clip in PyNative mode")
 
 
 def _layout_of(tensor: Any, name: str = "") -> Any:

@@ -8,6 +8,7 @@ ranks' parts count.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from mindspore import Tensor
@@ -30,8 +31,7 @@ class LocalGradients:
             return result
         several = isinstance(weights, (tuple, list))
         sources = tuple(weights) if several else (weights,)
-        layouts = [getattr(source, "_layout", None) for source in sources]
-        cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
+        layouts = cls.expect(sources)
         found: Any = result
         if several and len(found) == 2 and isinstance(found[1], (tuple, list)):
             found = found[1]  # after the gradients of inputs
@@ -46,6 +46,13 @@ class LocalGradients:
                 else:
                     cls.mark_one(gradient, mine)
         return result
+
+    @classmethod
+    def expect(cls, sources: Iterable[Any]) -> list[Any]:
+        """Layouts of what gradients may be of, which plain tensors of the program may be parts of from now on."""
+        layouts = [getattr(source, "_layout", None) for source in sources]
+        cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
+        return layouts
 
     @staticmethod
     def mark_one(gradient: Any, layout: Any) -> None:
