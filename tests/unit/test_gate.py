@@ -113,8 +113,8 @@ def test_errors_that_no_test_came_to(tmp_path: Path, status: int) -> None:
     asked = "import pathlib, sys\nassert pathlib.Path(sys.argv[1], 'demo', 'combined').is_dir()\n"
     (root / "ci" / "raises.py").write_text(f"{asked}print('asked')\nsys.exit({status})\n")
     found, output = run_gate(root, "demo")
-    assert found == status and "asked" in output, output
-    assert ("FAIL: errors that no test came to" in output) == bool(status)
+    assert found == 0 and "asked" in output, output
+    assert ("errors that no test came to are listed above" in output) == bool(status)
     (root / "platform" / "other").mkdir()
     found, output = run_gate(root, "demo")
     assert found == 0 and "asked" not in output, output

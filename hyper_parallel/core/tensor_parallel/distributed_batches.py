@@ -245,15 +245,14 @@ def _result(y: Any, batch: Layout, mesh: DeviceMesh, name: str) -> Any:
     platform, dim = mesh.platform, _batch_dim(batch)
     if not platform.is_tensor(y):
         return y
-    if _is_empty(batch) and len(y.shape) > dim:
+    if _is_empty(batch) and len(y.shape) > dim and (not isinstance(y, DTensor) or y.device_mesh is mesh):
         own, shape = None, list(y.shape)
-        if isinstance(y, DTensor) and y.device_mesh is mesh:
+        shape[dim] = 0
+        if isinstance(y, DTensor):
             own, y = y.placements[0], y.to_local()
-        if not isinstance(y, DTensor):
-            shape[dim] = 0
-            with platform.no_dispatch():
-                y = platform.narrow(y, dim, 0, 0)
-            y = _on(mesh, y, own, shape)
+        with platform.no_dispatch():
+            y = platform.narrow(y, dim, 0, 0)
+        y = _on(mesh, y, own, shape)
     return _whole(y, batch, mesh, f"what {name} has returned")
 
 

@@ -180,8 +180,13 @@ def between_modules(mesh: Any, rows: int) -> None:
         return adapter.mean(adapter.square(y))
 
     x = np.random.default_rng(3).standard_normal((rows, 3, 6)).astype(np.float32)
-    compare(mesh, lambda: adapter.Mlp(6, 5), shard, x, loss_of, cut=[Shard(0), SEQUENCE])
-    assert seen[-1].device_mesh is mesh and seen[-1].placements == (Shard(0), SEQUENCE)
+    for over_dp in (Shard(0), R):  # what is replicated is cut
+        compare(mesh, lambda: adapter.Mlp(6, 5), shard, x, loss_of, cut=[over_dp, SEQUENCE])
+        assert seen[-1].device_mesh is mesh and seen[-1].placements == (Shard(0), SEQUENCE)
+    alone = parallelize_module(adapter.Mlp(6, 5), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(alone, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="the style works on"):
+        adapter.call(alone, distribute_tensor(adapter.tensor(x), mesh, [R, Shard(0)], src_data_rank=None))
 
 
 @pytest.mark.parametrize("rows", [4, 3, 1])
