@@ -8,7 +8,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from mindspore import COOTensor, CSRTensor, Parameter, Tensor, mint, nn
+import numpy as np
+from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn
 
 from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import dense, is_dense
@@ -64,7 +65,11 @@ class ModuleVerbs:
         memory = memoryview(values)
         if not memory.nbytes:
             return mint.empty(tuple(shape), dtype=dtype)
-        return Tensor(Tensor.convert_bytes_to_tensor(memory.tobytes(), tuple(shape), dtype))
+        element = np.dtype(dtype_to_nptype(dtype))
+        if element.kind not in "biufc":  # NumPy itself has no such type
+            return Tensor(Tensor.convert_bytes_to_tensor(memory.tobytes(), tuple(shape), dtype))
+        writable = bytearray(memory) if memory.readonly else memory  # the tensor has this memory, and is written to
+        return Tensor.from_numpy(np.frombuffer(writable, element).reshape(tuple(shape)))
 
     def free_storage(self, x: Any) -> None:
         x.untyped_storage().resize_(0)
