@@ -13,9 +13,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import cast
 
+import numpy as np
+
 from hyper_parallel.checkpoint.errors import CheckpointError
 
-__all__ = ["BLOCK", "NewFile", "make_directory", "remove_tree", "rename", "step", "sync_directory"]
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK",
+    "NewFile",
+    "address_of",
+    "make_directory",
+    "remove_tree",
+    "rename",
+    "step",
+    "sync_directory",
+]
 
 #: Called before each step with its kind ("make", "open", "write", "sync", "rename", "remove", "barrier") and the file
 #: or directory. None outside of tests, which let a rank die there, or the disk be full.
@@ -41,8 +53,13 @@ def make_directory(path: Path) -> None:
 DIRECT_FROM = 32 << 20
 #: Bytes that are read or written by one call. A system reads ahead of calls of this size, and not of much larger ones.
 BLOCK = 8 << 20
-#: What blocks and their places must be multiples of.
-_ALIGNMENT = 4096
+#: What blocks, and their places in memory and in the file, must be multiples of.
+ALIGNMENT = 4096
+
+
+def address_of(data: memoryview) -> int:
+    """Of the first byte in memory."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 @functools.cache
@@ -115,6 +132,15 @@ class NewFile:
             self._put(left)
             return
         with memoryview(self._block) as block:
+            if len(left) >= BLOCK and (address_of(left) - self._filled) % ALIGNMENT == 0:
+                # It lies in memory as it will in the file: written from there.
+                head = -self._filled % ALIGNMENT
+                block[self._filled : self._filled + head] = left[:head]
+                self._put(block[: self._filled + head])
+                end = len(left) - (len(left) - head) % ALIGNMENT
+                for start in range(head, end, BLOCK):
+                    self._put(left[start : min(start + BLOCK, end)])
+                self._filled, left = 0, left[end:]
             while left:
                 count = min(len(left), BLOCK - self._filled)
                 block[self._filled : self._filled + count] = left[:count]
@@ -133,7 +159,7 @@ class NewFile:
                 if error.errno != errno.EINVAL or self._block is None or not self._set_direct(False):
                     raise
                 continue
-            if count % _ALIGNMENT and self._block is not None:
+            if count % ALIGNMENT and self._block is not None:
                 self._set_direct(False)  # what is left does not begin at a place where it could
             left = left[count:]
 

@@ -82,13 +82,16 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
-def header_of(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+def header_of(
+    entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, beyond: tuple[int, int] = (0, 8)
+) -> tuple[bytes, list[int]]:
     """What a file of these tensors begins with, and where the data of each begins in the file; then where the file
     ends.
 
     Args:
         entries: in the order in which they lie in it.
         metadata: what else the header says.
+        beyond: ``(offset, multiple)``: the data begins ``offset`` bytes after a multiple of so many.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     places = [0]
@@ -96,7 +99,8 @@ def header_of(entries: Sequence[Entry], metadata: Mapping[str, str] | None = Non
         places.append(places[-1] + entry.nbytes)
         header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": [*entry.shape], "data_offsets": places[-2:]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight
+    offset, multiple = beyond
+    text += b" " * ((offset - 8 - len(text)) % multiple)
     text = struct.pack("<Q", len(text)) + text
     return text, [len(text) + place for place in places]
 
@@ -112,7 +116,7 @@ def write_tensors(
 
     Args:
         path: of a new file.
-        entries: in the order in which they lie in it.
+        entries: those that are no multiple of `disk.ALIGNMENT` come to lie behind the others.
         checksums: whether to compute them.
         advance: called with numbers of bytes that have been written.
         metadata: what the header says besides.
@@ -120,12 +124,19 @@ def write_tensors(
     Returns:
         The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
     """
-    header, places = header_of(entries, metadata)
+    entries = sorted(entries, key=lambda entry: entry.nbytes % disk.ALIGNMENT != 0)
+    first, beyond = None, (0, 8)
+    if entries and entries[0].nbytes >= disk.BLOCK:
+        # Frameworks let all large tensors begin at the same place of a page. In the file they do, too: then they are
+        # written without a copy.
+        first = entries[0].read()
+        beyond = (disk.address_of(first) // 8 * 8 % disk.ALIGNMENT, disk.ALIGNMENT)
+    header, places = header_of(entries, metadata, beyond)
     sums: dict[str, int] = {}
     with disk.NewFile(path, places[-1]) as file, ThreadPoolExecutor(1) as beside:
         file.write(header)
         for entry in entries:
-            data = entry.read()
+            data, first = entry.read() if first is None else first, None
             found = beside.submit(zlib.crc32, data) if checksums else None
             file.write(data)
             if found is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hyper_parallel.checkpoint import CheckpointError, disk
 from hyper_parallel.checkpoint.ranks import Alone, ThroughFiles
+from hyper_parallel.checkpoint.tensor_files import Entry, TensorFile, write_tensors
 
 BLOCK = 8192
 CONTENT = bytes(i * 7 % 251 for i in range(5 * BLOCK + 123))
@@ -47,6 +50,53 @@ def test_blocks(tmp_path: Path, chunk: int) -> None:
     written(tmp_path / "even", 3 * BLOCK, chunk)
     assert len(written(tmp_path / "small", BLOCK, chunk)) == -(-BLOCK // chunk)
     written(tmp_path / "empty", 0, chunk)
+
+
+@pytest.mark.parametrize("before", [0, 100, BLOCK - 1, BLOCK, BLOCK + 4096])
+def test_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    """What lies in memory as it will in the file is written from there, but for what shares a page with other bytes."""
+    memory = np.zeros(6 * BLOCK, np.uint8)
+    start = (before - memory.ctypes.data) % 4096
+    source = memory[start : start + 4 * BLOCK + 777]
+    source[:] = np.arange(source.size) % 251
+    given: list[int] = []
+    write = os.write
+
+    def watched(file: int, data: Any) -> int:
+        place = disk.address_of(data) - source.ctypes.data
+        given.append(len(data) if 0 <= place < source.size else 0)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", watched)
+    with disk.NewFile(tmp_path / "file", before + source.size + 50) as file:
+        file.write(CONTENT[:before])
+        file.write(source.data)
+        file.write(CONTENT[:50])
+    assert (tmp_path / "file").read_bytes() == CONTENT[:before] + source.tobytes() + CONTENT[:50]
+    head = -before % 4096
+    assert sum(given) == (source.size - head) // 4096 * 4096
+    assert max(given) == BLOCK
+
+
+def test_data_lies_in_files_as_in_memory(tmp_path: Path) -> None:
+    """That of the first tensor does, and of all that begin where it does; those of odd sizes come last."""
+    memory = [np.zeros(3 * BLOCK, np.uint8) for _ in range(2)]
+    values = [x[(64 - x.ctypes.data) % 4096 :][: 2 * BLOCK] for x in memory]
+    for i, x in enumerate(values):
+        x[:] = np.arange(x.size) % (250 + i)
+    odd = np.arange(5, dtype=np.uint8)
+    entries = [
+        Entry(name, "uint8", x.shape, lambda x=x: x.data)
+        for name, x in {"odd": odd, "a": values[0], "b": values[1]}.items()
+    ]
+    size, sums = write_tensors(tmp_path / "x", entries, True, lambda _: None)
+    file = TensorFile(tmp_path / "x", size)
+    content = (tmp_path / "x").read_bytes()
+    for name, x in {"odd": odd, "a": values[0], "b": values[1]}.items():
+        assert bytes(file.data(name)) == x.tobytes()
+        assert sums[name] == zlib.crc32(x.tobytes())
+    assert [content.index(x.tobytes()) % 4096 for x in values] == [64, 64]
+    assert content.endswith(odd.tobytes())
 
 
 def test_what_a_system_may_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
