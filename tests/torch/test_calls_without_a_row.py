@@ -78,6 +78,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "repeat_interleave along a tensor": lambda x, n: x.repeat_interleave(2, dim=n),
     "one_hot of nothing": lambda i: F.one_hot(i[:0]),
     "norm of an unknown kind": lambda x: torch.norm(x, "two"),
+    "inner into a tensor": lambda x: torch.inner(x, x, out=x.clone()),
+    "outer into a tensor": lambda x, v: torch.outer(v, v, out=x.clone()),
+    "a pool into a tensor": lambda s: F.avg_pool2d(s, 1, out=s.clone()),
 }
 
 
