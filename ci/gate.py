@@ -58,8 +58,8 @@ WITHOUT_FAST = f"{TWICE}-without-fast"
 PART_TIMEOUT = 40 * 60
 #: Said below the table.
 MISSED = (
-    "the library raises errors that no test came to. They are listed above the table, below '== raises': test each in a "
-    "table of wrong uses (docs/gates.md), take it out, or say in ci/raises.py why it has to stay"
+    "the library raises errors that no test came to. They are listed above the table, below '== raises': test each in "
+    "a table of wrong uses (docs/gates.md), take it out, or say in ci/raises.py why it has to stay"
 )
 BUILD = Path("build") / "gate"
 

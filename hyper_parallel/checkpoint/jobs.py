@@ -193,8 +193,8 @@ def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
     rank, names = next((r, [*facts]) for r, facts in zip(ranks.members, all_facts, strict=True) if [*facts] != [*first])
     mine, other = next((x, y) for x, y in zip(first, names, strict=True) if x != y)
     return ValueError(
-        f"ranks {ranks.members[0]} and {rank} save the same in another order: {mine} comes first on the one, {other} on "
-        "the other. Put all keys into the state in one order"
+        f"ranks {ranks.members[0]} and {rank} save the same in another order: {mine} comes first on the one, {other} "
+        "on the other. Put all keys into the state in one order"
     )
 
 
