@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     launch.add_argument("--nodes", type=int, default=1, help="how many nodes; give the command on each")
     launch.add_argument("--node-rank", type=int, default=0, help="which node this is, from 0")
     launch.add_argument("--address", default="127.0.0.1", help="of the first node")
-    launch.add_argument("--port", type=int, default=29500, help="of the first node")
+    launch.add_argument("--port", type=int, help="of the first node; default: of one node a free one, else 29500")
     launch.add_argument("--print-only", action="store_true", help="print the command and stop")
     launch.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
 

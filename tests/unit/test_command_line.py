@@ -75,6 +75,10 @@ def test_launch_prints_its_command(capsys: pytest.CaptureFixture[str], tmp_path:
     text = said(capsys, "launch", "-n", "2", "--platform", PLATFORM, "--json", "--print-only", str(script))
     found = json.loads(text)
     assert found["platform"] == PLATFORM and found["command"][-1] == str(script)
+    for given, nodes, port in (("29400", "1", 29400), (None, "2", launch.PORT)):
+        how = ["--nodes", nodes, *(["--port", given] if given else [])]
+        assert launch._port_of(parser().parse_args(["launch", *how, str(script)])) == port
+    assert 1024 < launch._port_of(parser().parse_args(["launch", str(script)])) < 65536
     assert "needs a script" in said(capsys, "launch", "-n", "2", status=2)
     assert "there is no file" in said(capsys, "launch", "nothing.py", status=2)
     assert "unknown platform" in said(capsys, "launch", "--platform", "none", str(script), status=2)

@@ -273,7 +273,6 @@ swap_implementation: Callable[[Tensor, Tensor], None] = _take("_C._swap_tensor_i
 tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None)
 
 
-
 def is_or_disables(found: Any, function: Callable) -> bool:
     """Whether ``found`` is ``function``, or what ``torch.compile`` has put around that to trace nothing inside of it,
     as it does with methods of torch's optimizers. Where torch marks that in another way, the answer is no."""
