@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hyper_parallel.checkpoint.errors import CheckpointError
-from hyper_parallel.checkpoint.tool import convert, show
+from hyper_parallel.checkpoint.tool import contents, convert, show
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 1 when the checkpoint cannot be read or the files not be written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hyper_parallel.checkpoint", description="Looks into a checkpoint, without any framework."
-    )
+def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_parallel.checkpoint") -> int:
+    """Run the command, called ``name``; returns its exit status: 1 when the checkpoint cannot be read or the files not
+    be written."""
+    parser = argparse.ArgumentParser(prog=name, description="Looks into a checkpoint, without any framework.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("show", help="list tensors and values")
     command.add_argument("path", type=Path)
@@ -24,13 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--to", choices=["huggingface", "one-file"], required=True)
     command.add_argument("--out", type=Path, required=True, help="the new directory, or the new file")
     command.add_argument("--part", help="what to convert, such as model; default: the only module, or everything")
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     try:
-        if given.command == "show":
-            print(show(given.path))
+        if given.command == "show" and given.json:
+            print(json.dumps(contents(given.path), indent=2))
+        elif given.command == "show":
+            print(show(given.path, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         else:
-            for path in convert(given.path, given.to, given.out, given.part):
-                print(path)
+            written = [str(path) for path in convert(given.path, given.to, given.out, given.part)]
+            print(json.dumps({"files": written}, indent=2) if given.json else "\n".join(written))
     except (CheckpointError, ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

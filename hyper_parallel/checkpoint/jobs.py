@@ -179,7 +179,7 @@ def _leaves(values: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
-    """The first thing in which a rank differs from the first one."""
+    """The first thing in which a rank differs from the first one: what it saves, or the order."""
     first = all_facts[0]
     for rank, facts in zip(ranks.members, all_facts, strict=True):
         for name in {**first, **facts}:
@@ -190,7 +190,12 @@ def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
                     f"{_short(other)} on the other. Save what all ranks have alike, DTensors, and objects with "
                     "`per_rank`, such as RandomState()"
                 )
-    raise RuntimeError("digests differ, and what they are of does not")
+    rank, names = next((r, [*facts]) for r, facts in zip(ranks.members, all_facts, strict=True) if [*facts] != [*first])
+    mine, other = next((x, y) for x, y in zip(first, names, strict=True) if x != y)
+    return ValueError(
+        f"ranks {ranks.members[0]} and {rank} save the same in another order: {mine} comes first on the one, {other} "
+        "on the other. Put all keys into the state in one order"
+    )
 
 
 def _short(text: str | None) -> str:

@@ -18,63 +18,94 @@ from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.tensor_files import Entry, element_type, write_tensors
 from hyper_parallel.checkpoint.values import KIND
 from hyper_parallel.checkpoint.weight_files import INDEX, in_files, index_of
+from hyper_parallel.debug.text import fold_lines, format_table
 
-__all__ = ["convert", "show"]
+__all__ = ["contents", "convert", "show"]
 
 #: Bytes of a file of weights, at most, unless one tensor is larger: as Hugging Face has it.
 SHARD = 5 * 10**9
 
 
-def show(path: Path) -> str:
-    """A table of what a checkpoint has: of each tensor its name, shape, dtype, size and placement, and the values.
+def contents(path: Path) -> dict[str, Any]:
+    """What `show` shows, for JSON; values are as ``index.json`` has them.
 
     Raises:
         CheckpointError: when there is none, or it is damaged.
     """
     index = read_index(directories.locate(path))
-    rows = [("tensor", "shape", "dtype", "bytes", "placement when it was saved")]
-    for name, x in index.tensors.items():
-        rows.append((name, str(x.shape), x.dtype, f"{x.nbytes:,}", x.placement))
+    return {
+        "path": str(path),
+        "saved": _time_of(index).isoformat(),
+        "run": index.run,
+        "files": len(index.files),
+        "bytes": _bytes_of(index),
+        "tensors": {
+            name: {"shape": list(x.shape), "dtype": x.dtype, "bytes": x.nbytes, "placement": x.placement}
+            for name, x in index.tensors.items()
+        },
+        "aliases": dict(index.aliases),
+        "values": {name: value for name, value, _ in _values(index.values, "")},
+    }
+
+
+def show(path: Path, width: int | None = None) -> str:
+    """A table of what a checkpoint has: of each tensor its name, shape, dtype, size and placement, and the values.
+
+    Args:
+        path: of the checkpoint.
+        width: of a terminal. Where the table is wider, names have lines of their own.
+
+    Raises:
+        CheckpointError: when there is none, or it is damaged.
+    """
+    index = read_index(directories.locate(path))
+    rows = [(name, str(x.shape), x.dtype, f"{x.nbytes:,}", x.placement) for name, x in index.tensors.items()]
     rows += [(name, "", "", "", f"the same tensor as {target}") for name, target in index.aliases.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    when = datetime.fromtimestamp(index.time / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    total = sum(x.nbytes for x in index.tensors.values())
+    table = format_table(("tensor", "shape", "dtype", "bytes", "placement when it was saved"), rows, right=[3])
+    if width is not None and max(map(len, table.split("\n"))) > width:
+        table = "\n".join(_under_its_name(*row) for row in rows)
+    values = [(name, f"{name} = {text}") for name, _, text in _values(index.values, "")]
     lines = [
         f"{path}",
-        f"saved {when} by run {index.run}: {len(index.tensors)} tensors, {total:,} bytes, {len(index.files)} files",
+        f"saved {_time_of(index):%Y-%m-%d %H:%M:%S UTC} by run {index.run}: {len(index.tensors)} tensors, "
+        f"{_bytes_of(index):,} bytes, {len(index.files)} files",
+        *(line for name, line in values if name == "step"),
+        "",
+        table,
     ]
-    values = [*_values(index.values, "")]
-    lines += [f"{name} = {value}" for name, value in values if name == "step"]
-    lines.append("")
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            row[1].ljust(widths[1]),
-            row[2].ljust(widths[2]),
-            row[3].rjust(widths[3]),
-            row[4],
-        ]
-        lines.append("  ".join(cells).rstrip())
-    others = [f"{name} = {value}" for name, value in values if name != "step"]
-    return "\n".join([*lines, *(["", *others] if others else [])])
+    others = [line for name, line in values if name != "step"]
+    text = "\n".join([*lines, *(["", *others] if others else [])])
+    return text if width is None else fold_lines(text, width)
 
 
-def _values(x: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(path, in short) of what is neither tensor nor module."""
+def _under_its_name(name: str, shape: str, dtype: str, size: str, placement: str) -> str:
+    return f"{name}\n    " + (f"{shape} {dtype}, {size} bytes, {placement}" if shape else placement)
+
+
+def _time_of(index: Index) -> datetime:
+    return datetime.fromtimestamp(index.time / 1e9, timezone.utc)
+
+
+def _bytes_of(index: Index) -> int:
+    return sum(x.nbytes for x in index.tensors.values())
+
+
+def _values(x: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """(path, value, the same in short) of what is neither tensor nor module."""
     if isinstance(x, dict) and KIND not in x:
         for name, value in x.items():
             yield from _values(value, joined(path, name))
     elif isinstance(x, dict) and x[KIND] in ("tensor", "module"):
         return
     elif isinstance(x, dict) and x[KIND] == "optimizer":
-        yield path, f"an optimizer of {sum(len(group['parameters']) for group in x['groups'])} parameters"
+        yield path, x, f"an optimizer of {sum(len(group['parameters']) for group in x['groups'])} parameters"
     elif isinstance(x, dict) and x[KIND] == "ranks":
-        yield path, f"one for each of {len(x['of'])} ranks"
+        yield path, x, f"one for each of {len(x['of'])} ranks"
     elif isinstance(x, dict) and x[KIND] == "object":
         yield from _values(x["state"], path)
     else:
         text = json.dumps(x)
-        yield path, text if len(text) <= 100 else f"{text[:100]}..."
+        yield path, x, text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def convert(path: Path, to: str, out: Path, part: str | None = None) -> list[Path]:

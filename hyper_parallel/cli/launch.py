@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,7 +16,10 @@ from hyper_parallel.cli.output import UsageError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE
 
-__all__ = ["command_of", "run"]
+__all__ = ["PORT", "command_of", "run"]
+
+#: Of the first of several nodes, where nobody has chosen another.
+PORT = 29500
 
 
 def command_of(
@@ -25,7 +29,7 @@ def command_of(
     nodes: int = 1,
     node_rank: int = 0,
     address: str = "127.0.0.1",
-    port: int = 29500,
+    port: int = PORT,
 ) -> list[str]:
     """The command that starts ``processes`` ranks of a script on this node.
 
@@ -76,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.nodes,
         arguments.node_rank,
         arguments.address,
-        arguments.port,
+        _port_of(arguments),
     )
     if arguments.json:
         print(json.dumps({"command": command, "platform": platform.name}), flush=True)
@@ -95,5 +99,16 @@ def _check_counts(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.node_rank < arguments.nodes:
         last = arguments.nodes - 1
         raise UsageError(f"--node-rank {arguments.node_rank}: of {arguments.nodes} node(s) it is 0 to {last}")
-    if not 1 <= arguments.port <= 65535:
+    if arguments.port is not None and not 1 <= arguments.port <= 65535:
         raise UsageError(f"--port {arguments.port}: a port is 1 to 65535")
+
+
+def _port_of(arguments: argparse.Namespace) -> int:
+    """Where the ranks meet. On one node nobody else has to know it: msrun waits for minutes where its own is taken."""
+    if arguments.port is not None:
+        return int(arguments.port)
+    if arguments.nodes > 1:
+        return PORT
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -7,10 +7,8 @@ missing where nothing else is installed. rich, if it is there, colours what is p
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import hyper_parallel
 from hyper_parallel.cli.output import UsageError
@@ -44,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     launch.add_argument("--nodes", type=int, default=1, help="how many nodes; give the command on each")
     launch.add_argument("--node-rank", type=int, default=0, help="which node this is, from 0")
     launch.add_argument("--address", default="127.0.0.1", help="of the first node")
-    launch.add_argument("--port", type=int, default=29500, help="of the first node")
+    launch.add_argument("--port", type=int, help="of the first node; default: of one node a free one, else 29500")
     launch.add_argument("--print-only", action="store_true", help="print the command and stop")
     launch.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
 
@@ -80,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--mixed-precision", action="store_true", help="bfloat16 in forward and backward")
         command.add_argument("--search", action="store_true", help="rank the ways to spread the model over the ranks")
 
-    checkpoint = add("checkpoint", "Show or convert checkpoints: python -m hyper_parallel.checkpoint.")
+    checkpoint = add("checkpoint", "Show or convert checkpoints, as python -m hyper_parallel.checkpoint does.")
     checkpoint.add_argument("arguments", nargs=argparse.REMAINDER, help="show DIRECTORY, or convert ...")
     return top
 
@@ -114,21 +112,9 @@ def _run(given: argparse.Namespace) -> int:
 
         return selftest.run(given)
     if given.command == "checkpoint":
-        return _checkpoint(given)
+        from hyper_parallel.checkpoint.__main__ import main as look
+
+        return look([*given.arguments, *(["--json"] if given.json else [])], "hyper-parallel checkpoint")
     from hyper_parallel.cli import planning
 
     return planning.run_explain(given) if given.command == "explain" else planning.run_dry_run(given)
-
-
-def _checkpoint(given: argparse.Namespace) -> int:
-    if find_spec("hyper_parallel.checkpoint.__main__") is None:
-        raise UsageError("this version has no command for checkpoints: hyper_parallel.checkpoint has save and load")
-    before = sys.argv
-    sys.argv = ["hyper-parallel checkpoint", *given.arguments, *(["--json"] if given.json else [])]
-    try:
-        runpy.run_module("hyper_parallel.checkpoint", run_name="__main__", alter_sys=False)
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
-    finally:
-        sys.argv = before
-    return 0

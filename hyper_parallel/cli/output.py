@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from typing import Any
 
@@ -24,9 +25,12 @@ def show(text: str, data: Any, as_json: bool) -> None:
 
 
 def print_text(text: str, file: Any = None) -> None:
-    """Print ``text``; on a terminal, and where rich is installed, with what it finds to colour."""
+    """Print ``text``; on a terminal folded to its width, and where rich is installed, with what it finds to colour."""
     out = sys.stdout if file is None else file
     if getattr(out, "isatty", lambda: False)():
+        from hyper_parallel.debug.text import fold_lines
+
+        text = fold_lines(text, shutil.get_terminal_size().columns)
         try:
             console = importlib.import_module("rich.console").Console(file=out, soft_wrap=True)
         except ImportError:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["TERMINAL", "format_bytes", "format_seconds", "format_table"]
+__all__ = ["TERMINAL", "fold_lines", "format_bytes", "format_seconds", "format_table"]
 
 #: Columns of a terminal that nobody has made wider.
 TERMINAL = 80
@@ -81,8 +81,24 @@ def format_table(
     return "\n".join(lines)
 
 
-def _folded(cell: str, width: int) -> list[str]:
-    """The lines of a cell, as it is where it fits."""
+def _folded(cell: str, width: int, indent: str = "") -> list[str]:
+    """The lines of a cell, as it is where it fits; ``indent`` is put before all but the first."""
     if len(cell) <= width:
         return [cell]
-    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(cell, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def fold_lines(text: str, width: int) -> str:
+    """``text``, of which lines that are longer than ``width`` are folded between words, so that what goes on stands
+    further to the right than all that is below the line. A word that is longer stays whole.
+
+    Example:
+        >>> print(fold_lines("weight (8, 4) -> (4, 4), Shard(0) on tp", 32))
+        weight (8, 4) -> (4, 4),
+                Shard(0) on tp
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += [line] if len(line) <= width else _folded(line, width, indent + " " * 8)
+    return "\n".join(lines)

@@ -54,6 +54,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "a recurrent layer by keywords": lambda s: recurrent(s),
     "inner of two dtypes": lambda x: torch.inner(x, x.double()),
+    "inner of different sizes": lambda x: torch.inner(x, x[:, :3]),
     "tensordot with a tensor of dimensions": lambda x: torch.tensordot(
         x, x, dims=beside(x, torch.tensor([[0], [1]], device=device()))[0]
     ),
@@ -73,6 +74,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "local_response_norm of a vector": lambda v: F.local_response_norm(v, 2),
     "scatter along a tensor": lambda x, i, n: torch.scatter(x, n, i, x),
     "searchsorted of a number": lambda v: torch.searchsorted(v.sort().values, 0.25),
+    "narrow from nowhere": lambda x: x.narrow(0, None, 2),
+    "repeat_interleave along a tensor": lambda x, n: x.repeat_interleave(2, dim=n),
+    "one_hot of nothing": lambda i: F.one_hot(i[:0]),
+    "norm of an unknown kind": lambda x: torch.norm(x, "two"),
+    "inner into a tensor": lambda x: torch.inner(x, x, out=x.clone()),
+    "outer into a tensor": lambda x, v: torch.outer(v, v, out=x.clone()),
+    "a pool into a tensor": lambda s: F.avg_pool2d(s, 1, out=s.clone()),
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -79,7 +79,7 @@ def changing_circumstances(mesh: Any) -> None:
             own = pairs(mesh, plain)
             one, two = (torch.optim.AdamW([pair[i] for pair in own], lr=0.1, **mode) for i in (0, 1))
 
-            step = partial(step_both, mesh, own, (one, two), f"{mode}, {plain} plain")
+            step = functools.partial(step_both, mesh, own, (one, two), f"{mode}, {plain} plain")
             step(0, skip=1)
             for number in range(1, 4):
                 step(number)
@@ -214,6 +214,33 @@ def optimizers_of_the_user(mesh: Any) -> None:
         close(twin, p, str(layout), 1e-6)
 
 
+def steps_with_known_state(mesh: Any, kind: type) -> int:
+    """For how many groups the third step knew where all state was."""
+    own = pairs(mesh)
+    optimizer = kind([twin for _, twin in own], foreach=True)
+    for number in range(3):
+        set_gradients(own, mesh, number)
+        optimizer.step()
+    found: int = optimizer.__dict__[optimizers._ATTRIBUTE].found
+    return found
+
+
+@on_mesh()
+def torch_compile_keeps_out(mesh: Any) -> None:
+    """Of methods of torch's optimizers, by a wrapper, once something was compiled. It changes nothing; one of the user
+    around the same method may do more."""
+    init_group: Any = torch.optim.AdamW._init_group
+
+    @functools.wraps(init_group)
+    def of_the_user(self: Any, *given: Any) -> Any:
+        return init_group(self, *given)
+
+    for found, count in ((init_group, 1), (torch.compiler.disable(init_group), 1), (of_the_user, 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "_init_group", found)
+            assert steps_with_known_state(mesh, torch.optim.AdamW) == count, found
+
+
 @on_mesh()
 def state_is_let_go(mesh: Any) -> None:
     """State that is replaced or moved does not live on in what is kept from step to step; versions count writes."""
@@ -284,6 +311,7 @@ JOBS = [
     errors_in_steps,
     gradients_of_another_layout,
     optimizers_of_the_user,
+    torch_compile_keeps_out,
     state_is_let_go,
     gradients_are_cleared,
     parameters_that_are_partial_sums,

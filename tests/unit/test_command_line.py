@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.checkpoint import save
 from hyper_parallel.cli import launch, selftest
 from hyper_parallel.cli.main import main, parser
 from hyper_parallel.cli.output import UsageError
@@ -74,6 +75,10 @@ def test_launch_prints_its_command(capsys: pytest.CaptureFixture[str], tmp_path:
     text = said(capsys, "launch", "-n", "2", "--platform", PLATFORM, "--json", "--print-only", str(script))
     found = json.loads(text)
     assert found["platform"] == PLATFORM and found["command"][-1] == str(script)
+    for given, nodes, port in (("29400", "1", 29400), (None, "2", launch.PORT)):
+        how = ["--nodes", nodes, *(["--port", given] if given else [])]
+        assert launch._port_of(parser().parse_args(["launch", *how, str(script)])) == port
+    assert 1024 < launch._port_of(parser().parse_args(["launch", str(script)])) < 65536
     assert "needs a script" in said(capsys, "launch", "-n", "2", status=2)
     assert "there is no file" in said(capsys, "launch", "nothing.py", status=2)
     assert "unknown platform" in said(capsys, "launch", "--platform", "none", str(script), status=2)
@@ -155,21 +160,13 @@ def test_specifications() -> None:
     assert "llama-3-70b" in MODELS
 
 
-def test_checkpoint_is_handed_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hyper_parallel.cli import main as command
-
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert "no command for checkpoints" in said(capsys, "checkpoint", "show", "folder", status=2)
-    seen: list[list[str]] = []
-
-    def run_module(name: str, **how: Any) -> None:
-        seen.append([name, *sys.argv[1:]])
-        raise SystemExit(3)
-
-    monkeypatch.setattr(command, "find_spec", lambda name: name)
-    monkeypatch.setattr(command.runpy, "run_module", run_module)
-    assert main(["checkpoint", "--json", "show", "folder"]) == 3
-    assert seen == [["hyper_parallel.checkpoint", "show", "folder", "--json"]]
+def test_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(save({"step": 2, "name": "x" * 200}, tmp_path / "a"))
+    text = said(capsys, "checkpoint", "show", path)
+    assert "0 tensors, 0 bytes" in text and "step = 2" in text and f'name = "{"x" * 99}...' in text
+    for arguments in (("--json", "show", path), ("show", "--json", path), ("show", path, "--json")):
+        found = json.loads(said(capsys, "checkpoint", *arguments))
+        assert found["values"] == {"step": 2, "name": "x" * 200} and found["tensors"] == {}
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

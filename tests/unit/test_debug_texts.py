@@ -15,7 +15,7 @@ from hyper_parallel.cli.output import print_text
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.comm_trace import CommTrace
 from hyper_parallel.debug.svg import svg_of_lines
-from hyper_parallel.debug.text import format_bytes, format_seconds, format_table
+from hyper_parallel.debug.text import fold_lines, format_bytes, format_seconds, format_table
 
 
 def collective(kind: str, seconds: float | None, module: str = "up") -> Collective:
@@ -50,6 +50,20 @@ def test_tables_as_wide_as_a_terminal() -> None:
     assert sorted(both.split()) == sorted(["a", "b", *cells[0].split(), *cells[1].split()])
 
 
+def test_lines_as_wide_as_a_terminal() -> None:
+    """What goes on stands to the right of all that is below the line; long words and short lines stay as they are."""
+    tree = "  up  Linear\n    weight (8, 4) -> (4, 4), Shard(0) on tp\n\na_name_of_some_module.that_is_long x"
+    assert fold_lines(tree, 32).split("\n") == [
+        "  up  Linear",
+        "    weight (8, 4) -> (4, 4),",
+        "            Shard(0) on tp",
+        "",
+        "a_name_of_some_module.that_is_long",
+        "        x",
+    ]
+    assert fold_lines(tree, 80) == tree
+
+
 def test_a_trace(tmp_path: Path) -> None:
     trace = CommTrace()
     trace.collectives += [collective("all_reduce", 0.002), collective("all_reduce", 0.004)]
@@ -81,6 +95,9 @@ def test_text_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", SimpleNamespace(Console=lambda file, soft_wrap: console))
     print_text("[up]", _Terminal())
     assert printed == [("[up]", False)]
+    monkeypatch.setenv("COLUMNS", "20")
+    print_text("    weight (8, 4), Shard(0) on tp", _Terminal())
+    assert printed.pop()[0].split("\n") == ["    weight (8, 4),", f"{' ' * 12}Shard(0)", f"{' ' * 12}on tp"]
     monkeypatch.setitem(sys.modules, "rich.console", None)
     for file in (_Terminal(), io.StringIO()):
         print_text("[up]", file)

@@ -106,7 +106,7 @@ class Places:
         at = next(i for i, (x, y) in enumerate(zip(found, wanted, strict=True)) if x is not y)
         return ValueError(
             f"{self._what}: something has taken the place of its parameter {self._described[at]}. Copy values into the "
-            "parameter that is there instead"
+            "parameter that is there instead, and replace modules before fully_shard"
         )
 
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:

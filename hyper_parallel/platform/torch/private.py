@@ -52,6 +52,7 @@ __all__ = [
     "in_dispatch_mode",
     "is_batched",
     "is_dispatch_on",
+    "is_or_disables",
     "make_grads",
     "native",
     "native_functions",
@@ -270,6 +271,15 @@ same_implementation: Callable[[Any, Any], bool] = _take(
 swap_implementation: Callable[[Tensor, Tensor], None] = _take("_C._swap_tensor_impl", callable)
 #: None where nothing is being traced.
 tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None)
+
+
+def is_or_disables(found: Any, function: Callable) -> bool:
+    """Whether ``found`` is ``function``, or what ``torch.compile`` has put around that to trace nothing inside of it,
+    as it does with methods of torch's optimizers. Where torch marks that in another way, the answer is no."""
+    return found is function or (
+        getattr(found, "_torchdynamo_disable", False) and getattr(found, "__wrapped__", None) is function
+    )
+
 
 _HOOKS = {
     *("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -24,7 +26,7 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
-from hyper_parallel.checkpoint import CheckpointError, load_pretrained, save_pretrained
+from hyper_parallel.checkpoint import CheckpointError, disk, load_pretrained, save_pretrained
 from hyper_parallel.checkpoint.tensor_files import Entry, TensorFile, write_tensors
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -236,6 +238,22 @@ def misfits(mesh: Any, directory: str) -> None:
     assert len(several) == 5 and several[-1] == "model.safetensors.index.json", several
     meet(mesh)
     save_pretrained(model, folder / "d", mesh=mesh)
+    assert [p.name for p in (folder / "d").iterdir()] == ["model.safetensors"]
+    # A disk that has room for the header alone, on one of the ranks.
+    steps: list[str] = []
+
+    def full(kind: str, path: Path) -> None:
+        if kind == "write" and "sync" in steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        steps.append(kind)
+
+    meet(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_rank() == 0:
+            patch.setattr(disk, "watcher", full)
+        with fails(CheckpointError, "on rank 0", "/.model.safetensors.incomplete cannot be written: No space left"):
+            save_pretrained(model, folder / "d", mesh=mesh)
+    meet(mesh)
     assert [p.name for p in (folder / "d").iterdir()] == ["model.safetensors"]
     # A path that cannot be made.
     meet(mesh)

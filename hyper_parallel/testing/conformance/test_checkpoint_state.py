@@ -406,6 +406,9 @@ def objects(mesh: Any, directory: str) -> None:
             save({"y" if rank else "x": x}, f"{directory}/differs", mesh=mesh)
         with fails(ValueError, "ranks 0 and 1 do not save the same", "the path is "):
             save({"x": x}, f"{directory}/differs{rank}", mesh=mesh)
+        both = {"x": x, "step": 3}
+        with fails(ValueError, "ranks 0 and 1 save the same in another order: value ['x'] comes first", "in one order"):
+            save({key: both[key] for key in sorted(both, reverse=rank == 0)}, f"{directory}/differs", mesh=mesh)
         with fails(TypeError, "x is a set", "on rank"):
             save({"x": {1} if rank == size - 1 else 1}, f"{directory}/differs", mesh=mesh)
     assert [p.name for p in Path(directory).iterdir()] == ["objects"]

@@ -71,6 +71,19 @@ def test_show_and_convert(pool: Any, tmp_path: Path, world_size: int, monkeypatc
     first, second = weights
     assert f"the same tensor as model.{first}" in lines[f"model.{second}"]
     assert "sampler.position = 2" in shown
+    # On a narrow terminal nothing is cut, and only words that are longer stand out.
+    narrow = tool.show(path, 40)
+    assert not [line for line in narrow.splitlines() if len(line) > 40 and len(line.split()) > 1]
+    assert "\npacked\n    (4, 3) float32, 48 bytes,\n" in narrow and "\n    the same tensor as\n" in narrow
+    words, of_the_head = ({word.strip(",") for word in text.split()} for text in (shown, lines["tensor"]))
+    assert words - of_the_head <= {word.strip(",") for word in narrow.split()}
+    assert f"{tool.show(path, 1000)}\n" == shown
+    found = json.loads(run_without_frameworks("show", str(path), "--json"))
+    assert found["tensors"]["packed"] == {
+        "shape": [4, 3], "dtype": "float32", "bytes": 48, "placement": str(lines["packed"].split("  ")[-1])
+    }  # fmt: skip
+    assert found["aliases"] == {f"model.{second}": f"model.{first}"} and found["files"] == 2
+    assert found["values"]["name"] == "x" * 200 and found["values"]["sampler.position"] == 2
     # All of it as one file.
     one = tmp_path / "all.safetensors"
     assert run_without_frameworks("convert", str(path), "--to", "one-file", "--out", str(one)) == f"{one}\n"
@@ -80,7 +93,8 @@ def test_show_and_convert(pool: Any, tmp_path: Path, world_size: int, monkeypatc
         assert (file.array(name).view(np.float32) == x).all()
     assert file.array("scalar").view(np.float32) == 3 and f"model.{first}" in file.names()
     # The model as Hugging Face has it: in one file, and in several.
-    assert main(["convert", str(path), "--to", "huggingface", "--out", str(tmp_path / "hf")]) == 0
+    assert main(["convert", str(path), "--to", "huggingface", "--out", str(tmp_path / "hf"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "hf" / "model.safetensors")]}
     file = TensorFile(tmp_path / "hf" / "model.safetensors")
     assert [*file.names()] == [first] and (file.array(first).view(np.float32) == weights[first]).all()
     monkeypatch.setattr(tool, "SHARD", 60)

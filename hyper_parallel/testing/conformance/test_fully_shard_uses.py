@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,12 @@ def refused(mesh: Any) -> None:
     mesh.platform.own_parameters(taken)["weight"] = other.weight
     with fails(ValueError, "has taken the place of its parameter", "weight"):
         adapter.call(taken, adapter.tensor(x))
+    mlp = fully_shard(adapter.Mlp(SIZES[0], 4), mesh=mesh)
+    adapter.call(mlp, adapter.tensor(x))
+    mlp.down = adapter.linear_module(4, SIZES[0])
+    gc.collect()  # the module that was there is gone
+    with fails(ValueError, "has taken the place of its parameter 'down.weight'", "replace modules before fully_shard"):
+        adapter.call(mlp, adapter.tensor(x))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

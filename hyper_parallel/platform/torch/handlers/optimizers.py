@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.handlers.gradients import as_cotangent
 from hyper_parallel.platform.torch.op_table.binding import words
+from hyper_parallel.platform.torch.private import is_or_disables
 from hyper_parallel.platform.torch.tensor import State, wrap
 
 __all__ = ["ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
@@ -110,7 +111,7 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
         if local is None or not local.running or kwargs or len(lists) < 2 or any(lists):
             return init_group(self, group, *lists, **kwargs)
         # An override by the user may do more with it.
-        is_known = type(self)._init_group is init_group_of_locals
+        is_known = is_or_disables(type(self)._init_group, init_group_of_locals)
         return local.collect(init_group, is_known, aliases, self, group, lists)
 
     init_group_of_locals.collects = True  # type: ignore[attr-defined]
