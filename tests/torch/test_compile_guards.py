@@ -103,6 +103,11 @@ def few(mesh: Any) -> None:
     assert all("ID_MATCH" in line or "_has_uneven_shards" in line for line in of_styles), of_styles
     assert any("_has_uneven_shards" in line for line in of_styles)
     assert not any(re.search(r"'(__call__|_call_impl|_compiled_call_impl)'", line) for line in leaves)
+    # Hooks that come later are seen, which torch's compiler does not ask for.
+    for name in ("up", "gate", "down"):
+        hooks = [line for line in leaves if re.search(rf"'{name}'\]\._(forward|backward)_(pre_)?hooks", line)]
+        assert len(hooks) == 4, hooks
+        assert all("DICT_LENGTH" in line for line in hooks), hooks
 
 
 @on_mesh()
@@ -160,7 +165,10 @@ def straight_to_parameters(mesh: Any) -> None:
     """From the second run on a graph is given the parameters themselves, and backward has no views to go through."""
     model, call = made(mesh, "aot_eager")
     x, weight = randn(2, 6), model.inner.up.weight
+    torch._dynamo.mark_static(model.inner.gate.weight, 0)
     call(x)
+    assert "_dynamo_static_indices" not in vars(weight)
+    assert vars(model.inner.gate.weight)["_dynamo_static_indices"] == {0}
     y = call(x)
     ends = [node for node, _ in y.grad_fn.next_functions]
     assert sum(getattr(node, "variable", None) is not None for node in ends) == len(list(model.parameters()))
@@ -182,6 +190,11 @@ def straight_to_parameters(mesh: Any) -> None:
         y.sum().backward()
     weight.grad = None
     check(model, call, x)
+    with torch.autograd.graph.save_on_cpu():
+        check(model, call, x)
+    (gradient,) = torch.autograd.grad(local(call(x)).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
+        local(gradient).sum().backward()
 
     model, _ = made(mesh)
     graphs = Graphs()

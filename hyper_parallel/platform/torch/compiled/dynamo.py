@@ -28,6 +28,9 @@ __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "
 _NOT_COMPILED = ("core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py")
 _COMPILED = ("__init__.py", "calls.py", "class_losses.py", "compiled", "counter.py", "wrappers.py")
 
+#: Where `torch._dynamo.mark_static` leaves its mark.
+_STATIC = "_dynamo_static_indices"
+
 
 def not_compiled(skipped: Any) -> tuple[str, ...]:
     """What comes into the list of files that the compiler skips, with all that begins with them."""
@@ -67,10 +70,17 @@ def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         if not is_dtensor(value):
             return original(self, value)
         layout, parts = value._layout, _parts_of_dynamo()
+        marks, before = vars(value), vars(value).get(_STATIC)
         with no_dispatch():
             # As `torch._dynamo.mark_static`: sizes that vary would be read of the DTensor, which says the global ones.
-            value._dynamo_static_indices = set(range(value.dim()))
-            found = original(self, value)
+            marks[_STATIC] = set(range(value.dim()))
+            try:
+                found = original(self, value)
+            finally:
+                if before is None:
+                    del marks[_STATIC]
+                else:
+                    marks[_STATIC] = before
         of_layout = parts.source.AttrSource(self.source, "_layout")
         parts.guards.install_guard(of_layout.make_guard(parts.guards.GuardBuilder.ID_MATCH))
         held = held_class(layout, *State.core.cut_of_layout(layout))
@@ -101,6 +111,7 @@ def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         compiled = original(self, gm, example_inputs)
         if not held and compare is None:
             return compiled
+        self.torch_function_subclass_inlined = False  # else the caller turns dispatch off once more, around `run`
         # The caller keeps `run` from being compiled, and so what it calls: once is enough.
         return running(importlib.import_module("torch._dynamo.eval_frame").innermost_fn(compiled), held, compare)
 

@@ -43,10 +43,9 @@ def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
         guards = getattr(output_graph, "guards", None)
         if guards:
             kept = _merged(list(guards), {"L": output_graph.local_scope, "G": output_graph.global_scope})
-            if len(kept) < len(guards):
-                guards.clear()
-                for guard in kept:
-                    guards.add(guard, collect_debug_stack=False)
+            guards.clear()
+            for guard in kept:
+                guards.add(guard, collect_debug_stack=False)
         original(self, f_code, output_graph, *args, **kwargs)
 
     return make
@@ -75,6 +74,7 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
     def is_quick(name: str) -> bool:
         return "_quick" in vars(type(value(name)))
 
+    builder = importlib.import_module("torch._dynamo.guards").GuardBuilder
     laid_out = {guard.name for guard in guards if guard.name.endswith("._layout")}
     kept: list[Any] = []
     styles: dict[str, Any] = {}
@@ -101,11 +101,11 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
             continue
         elif guard.create_fn_name() == "TYPE_MATCH" and f"{name}._layout" in laid_out:
             continue  # comparing a tensor compares its class
+        elif guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT" and is_quick(guard.originating_source.base.name):
+            # Which compares nothing, so that torch's compiler does not see hooks that modules get later.
+            guard = guard.originating_source.make_guard(builder.SEQUENCE_LENGTH)
         kept.append(guard)
-    if styles:
-        by_id = importlib.import_module("torch._dynamo.guards").GuardBuilder.ID_MATCH
-        kept += [style.make_guard(by_id) for style in styles.values()]
-    return kept
+    return kept + [style.make_guard(builder.ID_MATCH) for style in styles.values()]
 
 
 def _chain(source: Any) -> Iterator[Any]:

@@ -1,9 +1,9 @@
 """Running a compiled graph, whose inputs are DTensors, on local tensors.
 
 AOT autograd runs a graph inside of an autograd function. That function may be given DTensors: autograd sees the local
-tensors that they are below Python, and gradients come straight to parameters. What is inside, forward and all that is
-kept for backward, gets other objects for them. Views around the function would do too, and backward would run through
-each of them.
+tensors that they are below Python, and gradients come straight to parameters. Inside, forward and backward, nothing is
+dispatched, so that they are local tensors there too. Other objects for them, views around the function or detached
+tensors inside, would do as well, and take longer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
-
-from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["localize", "running"]
 
@@ -36,13 +34,14 @@ def running(compiled: Callable[..., Any], held: list[int], compare: Callable[[],
 
     def run(*args: Any) -> Any:
         nonlocal compare, takes_dtensors
-        if compare is not None:
-            compare()
-            compare = None
         if takes_dtensors:
             with no_dispatch():
                 return compiled(*args)
-        results = compiled(*_views(args, held))
+        if compare is not None:
+            compare()
+            compare = None
+        with no_dispatch():
+            results = compiled(*_views(args, held))
         takes_dtensors = any(map(_is_from_aot, results if isinstance(results, (tuple, list)) else ()))
         return results
 
@@ -50,11 +49,11 @@ def running(compiled: Callable[..., Any], held: list[int], compare: Callable[[],
 
 
 def _views(args: Any, held: list[int]) -> list[Any]:
+    """To be called where nothing is dispatched."""
     new, differentiable = list(args), torch.is_grad_enabled()
-    with no_dispatch():
-        for i in held:
-            # The quickest ways.
-            new[i] = new[i][...] if differentiable else _detach(new[i])
+    for i in held:
+        # The quickest ways.
+        new[i] = new[i][...] if differentiable else _detach(new[i])
     return new
 
 
@@ -65,22 +64,15 @@ def _is_from_aot(y: Any) -> bool:
 
 
 def localize(function: Any) -> None:
-    """Of an autograd function that is about to be given DTensors: if a graph is inside, let local tensors come there.
-
-    The tensors share the versions of the parameters, so that backward notices where one has been written to meanwhile.
+    """Of an autograd function that is about to be given DTensors: if a graph is inside, let backward too work on local
+    tensors. What it keeps for backward are the parameters themselves, as in hand-written code.
     """
-    compute = vars(function).get(_COMPUTES)
-    if compute is None or getattr(compute, "takes_dtensors", False):
+    if not hasattr(function, _COMPUTES) or getattr(function, "takes_dtensors", False):
         return
+    backward = function.backward
 
-    cls = State.tensor_class
-
-    def localized(args: list[Any]) -> Any:
+    def localized(ctx: Any, *cotangents: Any) -> Any:
         with no_dispatch():
-            for i, x in enumerate(args):
-                if type(x) is cls:
-                    args[i] = _detach(x)
-        return compute(args)
+            return backward(ctx, *cotangents)
 
-    localized.takes_dtensors = localized._boxed_call = True  # type: ignore[attr-defined]
-    function.compiled_fw = localized
+    function.backward, function.takes_dtensors = staticmethod(localized), True

@@ -30,7 +30,8 @@ def hooked_apply(found: Any) -> Any:
         made = State.tensor_class
         for x in args:
             if type(x) is made:
-                localize(cls)
+                if not getattr(cls, "takes_dtensors", False):
+                    localize(cls)
                 break
         result = original(cls, *args, **kwargs)
         # Of plain tensors too a function may make DTensors, as checkpointing a parallelised module does.
