@@ -303,12 +303,57 @@ def census(mesh: Any, how: str) -> None:
     assert most and max(most) <= 2, most
 
 
+class Twice(nn.Module):
+    """A linear layer of which the weight is read once more, where that gives it no cotangent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(self.linear(x)) @ self.linear.weight.detach()
+
+
+@on_mesh()
+def makes_room(mesh: Any) -> None:
+    """When a reduction begins, all that reads the whole parameters has run, and they are given back, also those of the
+    first unit, whose input asks for nothing. Those of which some are frozen stay until the next unit's backward."""
+    platform: Any = get_platform()
+    torch.manual_seed(0)
+    single = nn.Sequential(*(Twice() for _ in range(3))).to(device())
+    single[1].linear.bias.requires_grad_(False)
+    sharded = copy.deepcopy(single)
+    for unit in (*sharded, sharded):
+        fully_shard(unit, mesh=mesh)
+    x = torch.randn(2, SIZE).to(device())
+    native, whole = platform.start_collective, []
+
+    def start(collective: str, *args: Any) -> Any:
+        if collective == "reduce_scatter":
+            of_units = [any(b.whole.untyped_storage().nbytes() for b in buffers_of(unit)) for unit in sharded]
+            whole.append([i for i, is_whole in enumerate(of_units) if is_whole])
+        return native(collective, *args)
+
+    for unit in sharded:
+        unit.set_force_sum_reduction_for_comms(True)  # of which gloo can begin a reduction
+    platform.start_collective = start
+    try:
+        single(x).square().sum().backward()
+        sharded(x).square().sum().backward()
+    finally:
+        del platform.start_collective
+    for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+        if p.requires_grad:
+            close(q.grad, p.grad, name)
+    assert whole == ([[2], [1], [0]] if platform.fast is None else [[], [1], []]), whole
+
+
 @pytest.mark.parametrize("how", ["plain", "keeps", "autocast", "non-reentrant", "reentrant"])
 def test_census(pool: Any, how: str) -> None:
     pool.run(2, census, how)
 
 
-@pytest.mark.parametrize("job", [overlapped, done_early, nothing_in_vain], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [overlapped, done_early, nothing_in_vain, makes_room], ids=lambda job: job.__name__)
 def test_overlap(pool: Any, job: Any) -> None:
     pool.run(2, job)
 

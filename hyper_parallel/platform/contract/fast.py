@@ -68,6 +68,9 @@ class Fast:
     #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
     fuses_linear: bool = False
 
+    #: Whether backward, of all that it could run next on a device, runs what was recorded last.
+    backward_in_order: bool = False
+
     def is_plain_linear(self, module: Module) -> bool:
         """Whether a call of ``module`` is `linear` of its input, its weight and its bias and nothing else: of the
         framework's own class, not of one derived from it, and without an activation. A backend that answers False has
@@ -144,12 +147,6 @@ class Fast:
         """Add to the gradient that each parameter has a plain tensor, which nobody else writes to, or make it that;
         None adds nothing. After `can_delay_gradient` said yes. Called with interception off."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
-
-    def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
-        """``x`` as another tensor, for which it can stand in every use, writes among them. Backward calls ``call`` when
-        the cotangent of that tensor is there; a framework that has nothing cheap for it returns ``x`` and never does.
-        Called with interception off."""
-        return x
 
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """A 1-D tensor in which the data of the parameters ``xs`` lie one after the other, each at the beginning of

@@ -113,6 +113,9 @@ class TorchFast(Fast):
 
         return make_apply(name_of(forward), run_forward, _without_context(backward))
 
+    #: See `Fast.backward_in_order`.
+    backward_in_order = True
+
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
         with no_dispatch():
@@ -139,14 +142,6 @@ class TorchFast(Fast):
                     parameter.grad = cotangent
                 else:
                     gradient.add_(cotangent)
-
-    def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
-        """See `Fast.tell_gradient`."""
-        y: Any = x.view_as(x)
-        y._backward_hooks = OrderedDict({0: lambda cotangent: call()})
-        y.grad_fn._register_hook_dict(y)
-        y._backward_hooks = None  # see `in_place_step`
-        return y
 
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """See `Fast.in_one_storage`."""
