@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE, without_dots
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import own_part
 from hyper_parallel.core.dtensor.operations.rules.labels import (
     Labels,
     Shape,
@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.operations.rules.labels import (
     unary,
     whole,
 )
-from hyper_parallel.core.dtensor.operations.rules.own_part import Writing
+from hyper_parallel.core.dtensor.operations.rules.own_part import Taking, Writing, whole_along
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.rules.selection import rows_at_mask
 
@@ -34,6 +34,7 @@ class _Indexing:
         x: labels of x: None where it is cut.
         tensors: labels of the index tensors.
         labels, shape: of the result.
+        behind: how many of its dimensions come behind those of the index tensors.
         local_index: the index for shards, where it is another: a slice over all elements that speaks of the global
             size is ``:`` there. Otherwise None.
     """
@@ -42,6 +43,7 @@ class _Indexing:
     tensors: tuple[Labels, ...]
     labels: Labels
     shape: Shape
+    behind: int
     local_index: tuple | None
 
     def localize(self) -> Any:
@@ -74,8 +76,10 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     labels: list[str | None] = []
     shape: list[int] = []
     local_items = list(items)
+    before = 0
     for position, item in enumerate(items):
         if position == place:
+            before = len(labels)
             labels += block_labels
             shape += block_shape
         if item is None:
@@ -92,7 +96,8 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
             shape.append(len(picked))
         x_labels.append(label)
     local_index = tuple(local_items) if local_items != [*items] else None
-    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), local_index)
+    behind = len(labels) - before - len(block_labels)
+    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), behind, local_index)
 
 
 def _is_tensor(item: Any) -> bool:
@@ -129,20 +134,30 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 
 @rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded. A mask over the first
-    dimensions may be sharded with these."""
+    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded, and where few elements are
+    taken of x, those along which index tensors run: see `gather`. A mask over the first dimensions may be sharded with
+    these."""
     if len(static_args[0]) == 1 and _is_tensor(static_args[0][0]) and static_args[0][0][3]:
         return rows_at_mask(shapes)
     found = analyse(shapes[0], static_args[0], shapes[1:])
     if found is None:
         return None
+    dims = dims_of_tensors(static_args[0], shapes[0])
     return OpSharding(
-        operands=(found.x, *found.tensors),
+        operands=(labels_along(found.x, dims) if _is_few(found.shape, shapes[0]) else found.x, *found.tensors),
         results=(found.labels,),
         result_shapes=(found.shape,),
         terms=_LINEAR,
+        reduce="sum",
         localize=found.localize(),
+        call=Taking(dims, found.behind).take,
+        native_if=whole_along(dim for dim, _ in dims),
     )
+
+
+def _is_few(taken: Shape, x: Shape) -> bool:
+    """Whether so few elements are taken of x that their sum over ranks moves no more than x gathered would."""
+    return 2 * math.prod(taken) <= math.prod(x)
 
 
 @rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
@@ -175,11 +190,13 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
             for size, (full, label) in zip(value[extra:], target, strict=True)
         )
     labels: Labels = found.x
-    cut = writing(static_args[0], x, in_place) if found.tensors else _Cut.of(static_args[0], x, found)
-    if isinstance(cut, Writing):
-        labels = written_labels(labels, cut)
-    elif cut is not None:
-        labels = tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
+    cut: Writing | _Cut | None
+    along: Iterable[int] = ()
+    if found.tensors:
+        dims = dims_of_tensors(static_args[0], x)
+        cut, along, labels = Writing(dims, in_place), (dim for dim, _ in dims), labels_along(labels, dims)
+    elif cut := _Cut.of(static_args[0], x, found):
+        along, labels = cut.dims, tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
     return OpSharding(
         operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
         results=(labels,),
@@ -187,24 +204,24 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
         terms=() if value is None else ((0,), (1,)),
         localize=found.localize(),
         call=None if cut is None else cut.write,
-        native_if=None if cut is None else cut.is_whole,
+        native_if=whole_along(along),
     )
 
 
-def writing(index: tuple, x: Shape, in_place: bool) -> Writing:
-    """The dimensions of x along which the index tensors of an encoded index run."""
+def dims_of_tensors(index: tuple, x: Shape) -> tuple[tuple[int, int], ...]:
+    """The dimension of x along which an index tensor of an encoded index runs, and the number of that, for each."""
     dims: list[tuple[int, int]] = []
     dim = 0
     for item in without_dots(index, len(x)):
         if _is_tensor(item):
             dims.append((dim, item[1]))
         dim += item is not None
-    return Writing(tuple(dims), in_place)
+    return tuple(dims)
 
 
-def written_labels(labels: Labels, to: Writing) -> Labels:
+def labels_along(labels: Labels, dims: tuple[tuple[int, int], ...]) -> Labels:
     """``labels`` of x with those of the dimensions along which index tensors run."""
-    for dim, _ in to.dims:
+    for dim, _ in dims:
         labels = replaced(labels, dim, f"c{dim}")
     return labels
 
@@ -245,10 +262,6 @@ class _Cut:
         if any(picked.step < 1 for picked in ranges):
             return None
         return _Cut(tuple(ranges), dims, tuple(kept))
-
-    def is_whole(self, layouts: tuple) -> bool:
-        """Whether every rank has all of the dimensions that are cut."""
-        return not any(layouts[0].shard_mesh_dims(dim) for dim in self.dims)
 
     def write(
         self,
@@ -334,15 +347,13 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
     return OpSharding(
-        operands=(replaced(labels, dim, "c" if 2 * math.prod(index) <= math.prod(x) else None), index_labels),
+        operands=(replaced(labels, dim, "c" if _is_few(index, x) else None), index_labels),
         results=(index_labels,),
         result_shapes=(tuple(index),),
         terms=_LINEAR,
         reduce="sum",
-        call=lambda platform, native, given, static_args, layouts, _: own_part.take(
-            platform, native, given, static_args, layouts[0], dim
-        ),
-        native_if=lambda layouts: not layouts[0].shard_mesh_dims(dim),
+        call=Taking(((dim, 0),), 0).take,
+        native_if=whole_along((dim,)),
     )
 
 
@@ -363,10 +374,8 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
         result_shapes=(replaced(x, dim, size) if x else (),),
         terms=_LINEAR,
         reduce="sum",
-        call=lambda platform, native, given, static_args, layouts, _: own_part.take(
-            platform, native, given, static_args, layouts[0], dim, along=dim
-        ),
-        native_if=lambda layouts: not layouts[0].shard_mesh_dims(dim),
+        call=Taking(((dim, 0),), len(x) - 1 - dim).take,
+        native_if=whole_along((dim,)),
     )
 
 

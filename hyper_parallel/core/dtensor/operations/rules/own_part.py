@@ -7,6 +7,7 @@ data.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,29 +15,54 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.operations.rules.labels import replaced
 
 
-def take(
-    platform: Any, native: Any, operands: tuple, static_args: Any, layout: Layout, dim: int, along: int | None = None
-) -> Any:
-    """``native((x, index), static_args)`` for an x of ``layout``, of which ``dim`` is sharded: with zeros for what this
-    rank does not have.
+def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
+    """`OpSharding.native_if` of what takes from operand 0, or writes to it, along ``dims``: whether every rank has all
+    of these."""
+    dims = tuple(dims)
+    return lambda layouts: not any(layouts[0].shard_mesh_dims(dim) for dim in dims)
 
-    Args:
-        along: the dimension of the result along which a 1-D index runs; None for an index of the result's shape.
+
+@dataclass(frozen=True)
+class Taking:
+    """What index tensors name, taken: ``native((x, *tensors), static_args)``, with zeros for what this rank does not
+    have.
+
+    Attributes:
+        dims: the dimension of x and the number of the tensor, for each.
+        behind: how many dimensions the result has behind those of the index tensors.
     """
-    x, index = operands
-    size = layout.local_shape[dim]
-    places, elsewhere, is_negative, unknown = _places(platform, index, layout, dim)
-    if size == 0:
-        # An element to take, which keeps the result connected to x: its backward may communicate.
-        x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
-    places = platform.masked_fill(places, elsewhere, 0)
-    # What counts from the end still does, and what no rank has stays out of range: the native operation may refuse it.
-    places = _either(platform, is_negative, places - size, places)
-    places = platform.masked_fill(places, unknown, size + 1)
-    found = native((x, places), static_args)
-    if along is not None:
-        elsewhere = elsewhere.reshape([-1 if d == along else 1 for d in range(len(layout.shape))])
-    return platform.masked_fill(found, elsewhere, 0)
+
+    dims: tuple[tuple[int, int], ...]
+    behind: int
+
+    def take(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: Any,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Take what lies in this rank's part, be it nothing: the result stays connected to x on every rank."""
+        x, *tensors = operands
+        layout, absent = operand_layouts[0], None
+        for dim, number in self.dims:
+            if not layout.shard_mesh_dims(dim):
+                continue
+            size = layout.local_shape[dim]
+            places, elsewhere, is_negative, unknown = _places(platform, tensors[number], layout, dim)
+            if size == 0:
+                # An element to take, for the sake of backward, which may communicate.
+                x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
+            places = platform.masked_fill(places, elsewhere, 0)
+            # What counts from the end still does, and what no rank has stays out of range: the native operation may
+            # refuse it.
+            places = _either(platform, is_negative, places - size, places)
+            tensors[number] = platform.masked_fill(places, unknown, size + 1)
+            absent = elsewhere if absent is None else absent | elsewhere
+        found = native((x, *tensors), static_args)
+        return platform.masked_fill(found, absent.reshape((*platform.shape_of(absent), *(1,) * self.behind)), 0)
 
 
 @dataclass(frozen=True)
@@ -50,10 +76,6 @@ class Writing:
 
     dims: tuple[tuple[int, int], ...]
     in_place: bool
-
-    def is_whole(self, layouts: tuple) -> bool:
-        """Whether every rank has all of the dimensions along which index tensors run."""
-        return not any(layouts[0].shard_mesh_dims(dim) for dim, _ in self.dims)
 
     def write(
         self,
