@@ -122,7 +122,15 @@ def right() -> None:
     line, grid = spmd.device_mesh(4), spmd.device_mesh(2, 2)
     for mesh, placements in ((line, (Shard(0),)), (grid, (Shard(1), Shard(0)))):
         compare(mesh, placements, 5, {**CHOSEN, **AT_PLACES})
-    few = ("masked_select", "masked_scatter of columns", "index_put of rows", "gather", "nonzero", "rows taken", "elements taken")
+    few = (
+        "masked_select",
+        "masked_scatter of columns",
+        "index_put of rows",
+        "gather",
+        "nonzero",
+        "rows taken",
+        "elements taken",
+    )
     for mesh, placements, rows in (
         (line, (Shard(1),), 5),
         (grid, (Shard(0), Shard(0)), 5),

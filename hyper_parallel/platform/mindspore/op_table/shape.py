@@ -14,6 +14,7 @@ from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty_shards import nothing_taken, written_nothing
 from hyper_parallel.platform.mindspore.op_table.as_called import Given, as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.picks import is_mask, without_masks
 from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
@@ -138,9 +139,16 @@ _PARTS: dict[str, NativeOp] = {
 
 # -------------------------------------------------------------------- indexing
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
-    """``f(x, index)``, or with a value after the index that is set."""
+    """``f(x, index)``, or with a value after the index that is set.
+
+    How much is true in a mask the data say. One alone has a rule, where something is taken or one value is set; others
+    go by their places.
+    """
     x, index, *value = args
-    tensors, encoded = encode_index(index, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
+    items = index if isinstance(index, tuple) else (index,)
+    if any(map(is_mask, items)) and (len(items) > 1 or (value and getattr(value[0], "ndim", 0))):
+        items = without_masks(items)
+    tensors, encoded = encode_index(items, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
     return (x, *value, *tensors), (encoded,)
 
 

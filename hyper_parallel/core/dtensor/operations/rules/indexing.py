@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.operations.rules.labels import (
     unary,
     whole,
 )
-from hyper_parallel.core.dtensor.operations.rules.own_part import Taking, Writing, whole_along
+from hyper_parallel.core.dtensor.operations.rules.own_part import Cut, Taking, Writing, whole_along
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.rules.selection import rows_at_mask
 
@@ -100,6 +100,11 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), behind, local_index)
 
 
+def _is_mask(index: tuple) -> bool:
+    """Whether an encoded index is a mask alone."""
+    return len(index) == 1 and _is_tensor(index[0]) and index[0][3]
+
+
 def _is_tensor(item: Any) -> bool:
     return isinstance(item, tuple) and item[0] == "tensor"
 
@@ -137,7 +142,7 @@ def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index]``: dimensions taken whole and those of the index tensors can be sharded, and where few elements are
     taken of x, those along which index tensors run: see `gather`. A mask over the first dimensions may be sharded with
     these."""
-    if len(static_args[0]) == 1 and _is_tensor(static_args[0][0]) and static_args[0][0][3]:
+    if _is_mask(static_args[0]):
         return rows_at_mask(shapes)
     found = analyse(shapes[0], static_args[0], shapes[1:])
     if found is None:
@@ -164,13 +169,19 @@ def _is_few(taken: Shape, x: Shape) -> bool:
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
     ints and slices cut, may be sharded: each rank then writes what lies in its shard. Those that are cut must be whole
-    where index tensors take part."""
+    where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
+    written."""
     return assigned(shapes, static_args, in_place=True)
 
 
 def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | None:
     """The answer for ``x[index] = value``, written to x or to a copy of it."""
     x, value = shapes[:2]
+    if _is_mask(static_args[0]) and not value and tuple(x[: len(shapes[2])]) == tuple(shapes[2]):
+        # One value, which goes to what is true on each rank.
+        labels = named(x)
+        own = None if value is None else ()
+        return OpSharding((labels, own, labels[: len(shapes[2])]), (labels,), (tuple(x),))
     found = analyse(x, static_args[0], shapes[2:])
     if found is None:
         return None
@@ -190,12 +201,12 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
             for size, (full, label) in zip(value[extra:], target, strict=True)
         )
     labels: Labels = found.x
-    cut: Writing | _Cut | None
+    cut: Writing | Cut | None
     along: Iterable[int] = ()
     if found.tensors:
         dims = dims_of_tensors(static_args[0], x)
         cut, along, labels = Writing(dims, in_place), (dim for dim, _ in dims), labels_along(labels, dims)
-    elif cut := _Cut.of(static_args[0], x, found):
+    elif cut := Cut.of(static_args[0], x, found.x):
         along, labels = cut.dims, tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
     return OpSharding(
         operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
@@ -224,86 +235,6 @@ def labels_along(labels: Labels, dims: tuple[tuple[int, int], ...]) -> Labels:
     for dim, _ in dims:
         labels = replaced(labels, dim, f"c{dim}")
     return labels
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """An assignment by ints and slices to a tensor whose shards they may cut.
-
-    Attributes:
-        ranges: for each dimension of x the global indices that are written.
-        dims: dimensions of x that some are taken of.
-        kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
-    """
-
-    ranges: tuple[range, ...]
-    dims: tuple[int, ...]
-    kept: tuple[int | None, ...]
-
-    @staticmethod
-    def of(index: tuple, x: Shape, found: _Indexing) -> _Cut | None:
-        """The assignment, None where index tensors take part, nothing is cut, or a step is negative."""
-        dims = tuple(dim for dim, label in enumerate(found.x) if label is None)
-        if found.tensors or not dims:
-            return None
-        ranges: list[range] = []
-        kept: list[int | None] = []
-        for item in without_dots(index, len(x)):
-            dim = len(ranges)
-            if item is None:
-                kept.append(None)
-            elif isinstance(item, tuple):
-                kept.append(dim)
-                ranges.append(range(x[dim])[slice(*item[1:])])
-            else:
-                if not -x[dim] <= item < x[dim]:
-                    return None  # the native operation words the error
-                ranges.append(range(item % x[dim], item % x[dim] + 1))
-        if any(picked.step < 1 for picked in ranges):
-            return None
-        return _Cut(tuple(ranges), dims, tuple(kept))
-
-    def write(
-        self,
-        platform: Any,
-        native: Any,
-        operands: tuple,
-        static_args: tuple,
-        operand_layouts: tuple,
-        result_layouts: tuple,
-    ) -> Any:
-        """Write what lies in this rank's shard, be it nothing: the value stays part of the graph on every rank."""
-        x, value = operands[:2]
-        layout = operand_layouts[0]
-        if operand_layouts[1] is not None:
-            value = value.reshape(self._shape_for_x(tuple(value.shape)))
-        index: list[tuple] = []
-        for dim, picked in enumerate(self.ranges):
-            if not layout.shard_mesh_dims(dim):
-                index.append(("slice", picked.start, picked.stop, picked.step))
-                continue
-            if dim not in self.dims:
-                index.append(FULL_SLICE)
-                continue
-            start = layout.local_offset[dim]
-            first, last = (
-                min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
-                for edge in (start, start + layout.local_shape[dim])
-            )
-            if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
-                value = platform.narrow(value, dim, first, last - first)
-            own = picked[first:last]
-            begin = own.start - start if own else 0
-            index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
-        return native((x, value, *operands[2:]), (tuple(index), *static_args[1:]))
-
-    def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the value with a dimension for each of x."""
-        sizes = [1] * len(self.ranges)
-        for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
-            if dim is not None:
-                sizes[dim] = size
-        return tuple(sizes)
 
 
 def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
