@@ -141,7 +141,7 @@ def more() -> None:
         x[mask] = 9
     assert comm.get_total_counts() == 0 and whole(taken).tolist() == [1, 3]
     assert whole(x).tolist() == whole(put).tolist()
-    for index in (place + 1, -1 - place):
+    for index in (place + 1, place - 1):
         with pytest.raises(RuntimeError, match="should be in the range"):
             x[index].to_local().asnumpy()
     with pytest.raises(ValueError, match="masked_scatter of 1 elements of a source to 4 places"):
