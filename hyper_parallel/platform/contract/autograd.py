@@ -63,11 +63,6 @@ class AutogradRole(ABC):
         off. A backend that cannot know answers True."""
         return True
 
-    def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
-        """Whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``: None
-        where nothing is recorded of ``x``. A backend that cannot know answers None."""
-        return None
-
     def in_backward(self) -> bool:
         """Whether a backward pass is running on this thread; asked only while collectives are being recorded, see
         `CollectiveEvent.direction`. A backend that cannot know answers False."""

@@ -155,8 +155,7 @@ class Core(CompiledLosses, Protocol):
     # ------------------------------------------------------------------------------------ refusals
     def refuse_part_of_classes(self, count: int, logits: Tensor | None = None) -> None:
         """To be called where a loss of the framework takes plain logits of ``count`` classes; raises ValueError where
-        they are one rank's part of the classes that a module gives. Without the ``logits`` nobody can tell that they
-        come from elsewhere."""
+        they may be one rank's part of the classes that a module gives, which the ``logits`` themselves can disprove."""
 
     def check_local_collective(
         self,

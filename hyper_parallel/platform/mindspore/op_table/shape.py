@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -144,9 +145,11 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     How much is true in a mask the data say. One alone has a rule, where something is taken or one value is set; others
     go by their places.
     """
+    value: Sequence[Any]
     x, index, *value = args
     items = index if isinstance(index, tuple) else (index,)
-    if any(map(is_mask, items)) and (len(items) > 1 or (value and getattr(value[0], "ndim", 0))):
+    one = not value or not getattr(value[0], "ndim", 0)
+    if any(map(is_mask, items)) and not (one and len(items) == 1):
         items = without_masks(items)
     tensors, encoded = encode_index(items, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
     return (x, *value, *tensors), (encoded,)

@@ -179,9 +179,8 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
     x, value = shapes[:2]
     if _is_mask(static_args[0]) and not value and tuple(x[: len(shapes[2])]) == tuple(shapes[2]):
         # One value, which goes to what is true on each rank.
-        labels = named(x)
-        own = None if value is None else ()
-        return OpSharding((labels, own, labels[: len(shapes[2])]), (labels,), (tuple(x),))
+        all_of_x, own = named(x), None if value is None else ()
+        return OpSharding((all_of_x, own, all_of_x[: len(shapes[2])]), (all_of_x,), (tuple(x),))
     found = analyse(x, static_args[0], shapes[2:])
     if found is None:
         return None

@@ -47,7 +47,8 @@ class Taking:
     ) -> Any:
         """Take what lies in this rank's part, be it nothing: the result stays connected to x on every rank."""
         x, *tensors = operands
-        layout, absent = operand_layouts[0], None
+        layout = operand_layouts[0]
+        absent: Any = None
         for dim, number in self.dims:
             if not layout.shard_mesh_dims(dim):
                 continue
