@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel import CommDebugMode, DTensor, Shard, loss_parallel
-from hyper_parallel.core.dtensor.operations import logit_shards
+from hyper_parallel import ColwiseParallel, CommDebugMode, DTensor, Shard, loss_parallel, parallelize_module
 from hyper_parallel.testing.spmd import on_mesh
 
 SAMPLES, CLASSES = 4, 6
@@ -87,7 +86,6 @@ def value_and_grad(function: Callable[[Any], Any], x: np.ndarray) -> tuple[np.nd
 
 @on_mesh()
 def losses(mesh: Any, dtype: type) -> list[str]:
-    logit_shards._HEADS.clear()  # those of earlier tests, which graphs keep
     problems = []
     tolerance = 1e-4 if dtype is np.float32 else 5e-3
     x = np.random.default_rng(0).standard_normal((SAMPLES, CLASSES)).astype(dtype)
@@ -116,6 +114,38 @@ def losses(mesh: Any, dtype: type) -> list[str]:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_losses(pool: Any, dtype: type) -> None:
     assert pool.run(2, losses, dtype) == [[]] * 2
+
+
+@on_mesh()
+def elsewhere(mesh: Any) -> None:
+    """Logits that were not computed with a head are not its part of the classes, whoever has as many."""
+    x, target = Tensor(np.ones((SAMPLES, 4), np.float32)), Tensor(TARGET)
+    head, other = parallelize_module(Headed(), mesh, {"head": ColwiseParallel()}), nn.Dense(4, CLASSES)
+    parameters = ms.ParameterTuple([*head.trainable_params(), *other.trainable_params()])
+
+    def loss(of_head: bool) -> Any:
+        mine, theirs = head(x), other(x)
+        return ops.cross_entropy(mine.astype(ms.float32) * theirs if of_head else theirs, target)
+
+    with pytest.raises(ValueError, match="part of the 12 that 'head' gives"):
+        ops.cross_entropy(other(x), target)  # nothing is recorded
+    for _ in range(2):
+        assert np.isfinite(ms.value_and_grad(loss, None, parameters)(False)[0].asnumpy())
+        with pytest.raises(ValueError, match="part of the 12 that 'head' gives"):
+            ms.value_and_grad(loss, None, parameters)(True)
+
+
+class Headed(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Dense(4, 2 * CLASSES)
+
+    def construct(self, x: Any) -> Any:
+        return self.head(x)
+
+
+def test_logits_from_elsewhere(pool: Any) -> None:
+    pool.run(2, elsewhere)
 
 
 @ms.jit

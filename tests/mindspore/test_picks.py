@@ -31,6 +31,19 @@ CALLS: dict[str, Callable[..., Any]] = {
     "index_put": lambda x, j, s: x.index_put((j,), s[:6]),
     "index_put of elements": lambda x, j, s: x.index_put((j, -1 - j), s[:2]),
     "index_put that adds": lambda x, j, s: x.index_put((j * 0,), s[:6], True),
+    "rows taken": lambda x, j: x[j],
+    "columns taken, from the end": lambda x, j: x[:, j - 3],
+    "elements taken": lambda x, j: x[j, -1 - j],
+    "a row taken twice": lambda x, j: x[j * 0],
+    "a row taken by a number": lambda x, j: x[j[1]] * 2.0,
+    "whole numbers taken": lambda i, j: i[j],
+    "truth values taken": lambda m, j: m[:, j],
+    "columns at a mask": lambda x, m: x[:, m[0]],
+    "elements at a mask and places": lambda x, m, j: x[m[:, 0], j[:1]],
+    "a number at a mask": lambda x, m: assigned(x, m, 3.0),
+    "a sum at a mask of rows": lambda x, m, s: assigned(x, m[:, 1], s.sum()),
+    "rows at a mask": lambda x, m, s: assigned(x, m[:, 1], s[:6]),
+    "numbers at a mask": lambda x, m, s: assigned(x, (slice(None), m[0]), s[:1]),
     "rows assigned": lambda x, j, s: assigned(x, j, s[:6]),
     "some assigned": lambda x, s: assigned(x, slice(0, 2), s[:6]),
 }
@@ -81,7 +94,14 @@ def whole(x: Any) -> np.ndarray:
 
 def right() -> None:
     line, grid = spmd.device_mesh(4), spmd.device_mesh(2, 2)
-    few = ("masked_select", "masked_scatter", "nonzero", "index_put of elements")
+    few = (
+        "masked_select",
+        "masked_scatter",
+        "nonzero",
+        "index_put of elements",
+        "elements taken",
+        "a number at a mask",
+    )
     for mesh, placements, rows, called in ((line, (Shard(0),), 5, CALLS), (grid, (Shard(1), Shard(0)), 3, few)):
         for name in called:
             call = CALLS[name]
@@ -115,6 +135,15 @@ def more() -> None:
         (mask,), distribute_tensor(Tensor([9], ms.int32), mesh)
     )
     assert whole(put).tolist() == np.where(numbers > 2, 9, numbers).tolist()
+    place = distribute_tensor(Tensor([8, -9]), mesh)
+    with strict(), CommDebugMode() as comm:
+        taken = x[place]
+        x[mask] = 9
+    assert comm.get_total_counts() == 0 and whole(taken).tolist() == [1, 3]
+    assert whole(x).tolist() == whole(put).tolist()
+    for index in (place + 1, place - 1):
+        with pytest.raises(RuntimeError, match="should be in the range"):
+            x[index].to_local().asnumpy()
     with pytest.raises(ValueError, match="masked_scatter of 1 elements of a source to 4 places"):
         x.masked_scatter(mask, distribute_tensor(Tensor([9], ms.int32), mesh))
 

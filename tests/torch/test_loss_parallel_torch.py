@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed.tensor.parallel as theirs_parallel
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode as TheirCommDebugMode
+from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -20,6 +23,7 @@ from hyper_parallel import (
     Replicate,
     Shard,
     distribute_tensor,
+    fully_shard,
     get_platform,
     loss_parallel,
     parallelize_module,
@@ -238,6 +242,57 @@ def weight_with_gradient(mesh: Any) -> None:
 
 def test_weight_with_gradient(pool: Any) -> None:
     pool.run(2, weight_with_gradient)
+
+
+@spmd.on_mesh()
+def elsewhere(mesh: Any) -> None:
+    """Logits that were not computed with a head are not its part of the classes, whoever has as many."""
+    x, t = randn(4, 6), targets(4, classes=6)
+    model = parallelize_module(nn.Sequential(nn.Linear(6, 12)).to(device()), mesh, {"0": ColwiseParallel()})
+    other, again = nn.Linear(6, 6).to(device()), copy.deepcopy(model)
+    with pytest.raises(ValueError, match="part of the 12"):
+        F.cross_entropy(other(x), t)  # nobody knows of a head that was not called
+    mine = model(x)
+    assert mine.shape == (4, 6) == again(x).shape
+    for _ in range(2):  # the second time with a head that has learned
+        F.cross_entropy(other(x), t).backward()
+        for logits in (mine, mine.double()[:, :6] * other(x), checkpoint(again, x, use_reentrant=False)):
+            with pytest.raises(ValueError, match="part of the 12 that '0' gives"):
+                F.cross_entropy(logits, t)
+        mine.sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        mine = model(x)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    scale = torch.ones((), device=device(), requires_grad=True)
+    for logits in (frozen(x) * scale, checkpoint(again, x + scale, use_reentrant=True)):
+        with pytest.raises(ValueError, match="part of the 12"):
+            F.cross_entropy(logits, t)
+    del frozen
+    gc.collect()
+    again(x), model(x)
+    F.cross_entropy(other(x), t)
+    with torch.no_grad(), pytest.raises(ValueError, match="part of the 12"):
+        F.cross_entropy(other(x), t)  # nothing is recorded
+
+
+def test_logits_from_elsewhere(pool: Any) -> None:
+    pool.run(2, elsewhere)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def gathered_head(mesh: Any) -> None:
+    """A head whose weight data parallelism has cut further, and gathers for a forward."""
+    x, t = randn(4, 6), targets(4, classes=6)
+    model = parallelize_module(nn.Sequential(nn.Linear(6, 12)).to(device()), mesh["tp"], {"0": ColwiseParallel()})
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh["dp"])
+    logits = model(x)
+    with pytest.raises(ValueError, match="part of the 12"):
+        F.cross_entropy(logits, t)
+
+
+def test_a_gathered_head(pool: Any) -> None:
+    pool.run(4, gathered_head)
 
 
 @spmd.on_mesh()

@@ -37,6 +37,7 @@ CHOSEN: dict[str, Callable[..., Any]] = {
     "one_hot": lambda i: F.one_hot(i),
     "where a mask is assigned": lambda x, m, s: assigned(x, m, s[: int(m.sum())]),
     "where rows are assigned": lambda x, r, s: assigned(x, r, s[:6]),
+    "where a mask of numbers is assigned": lambda x, m, s: assigned(x, m.to(torch.uint8), s[: int(m.sum())]),
 }
 
 #: Of ``x`` and ``s`` with small tensors of indices.
@@ -48,6 +49,18 @@ AT_PLACES: dict[str, Callable[..., Any]] = {
     "index_put of elements": lambda x, j, s: x.index_put((j, -1 - j), s[:2]),
     "index_put that adds": lambda x, j, s: x.index_put((j * 0, j[:, None] * 0 + j), s[:4].reshape(2, 2), True),
     "index_put through a mask": lambda x, r, s: x.index_put((r,), s[:6]),
+    "rows taken": lambda x, j: x[j],
+    "columns taken, from the end": lambda x, j: x[:, j - 3],
+    "elements taken": lambda x, j: x[j, -1 - j],
+    "a row taken twice": lambda x, j: x[j * 0],
+    "blocks taken": lambda x, j: x[:2, None][j[:1], :, j[:, None] + 1],
+    "a row taken by a number": lambda x, j: x[j[1]] * 2.0,
+    "one element taken": lambda x, j: x[j[0], j],
+    "whole numbers taken": lambda i, j: i[j],
+    "truth values taken": lambda m, j: m[:, j],
+    "columns at a mask": lambda x, m: x[:, m[0]],
+    "rows at a mask of numbers": lambda x, r: x[r.to(torch.uint8)],
+    "elements at a mask and places": lambda x, r, j: x[r, j[:1]],
     "columns assigned": lambda x, j, s: assigned(x, (slice(None), j - 1), s[0]),
     "a number assigned": lambda x, j: assigned(x, j, 3.0),
 }
@@ -109,7 +122,15 @@ def right() -> None:
     line, grid = spmd.device_mesh(4), spmd.device_mesh(2, 2)
     for mesh, placements in ((line, (Shard(0),)), (grid, (Shard(1), Shard(0)))):
         compare(mesh, placements, 5, {**CHOSEN, **AT_PLACES})
-    few = ("masked_select", "masked_scatter of columns", "index_put of rows", "gather", "nonzero")
+    few = (
+        "masked_select",
+        "masked_scatter of columns",
+        "index_put of rows",
+        "gather",
+        "nonzero",
+        "rows taken",
+        "elements taken",
+    )
     for mesh, placements, rows in (
         (line, (Shard(1),), 5),
         (grid, (Shard(0), Shard(0)), 5),
@@ -135,6 +156,9 @@ def messages() -> None:
                 (lambda d, m: d.unique(return_counts=True), 8 + 4 + 8, 3),
                 (lambda d, m: F.one_hot(d.long()), 8, 1),
                 (lambda d, m: d.index_put((rows,), row), 0, 0),
+                (lambda d, m: d[rows], 0, 0),
+                (lambda d, m: d[rows, -1 - rows[:1]], 0, 0),
+                (lambda d, m: d[rows[0]], 0, 0),
             )
         ):
             with CommDebugMode() as comm, strict():
@@ -152,7 +176,7 @@ def refused() -> None:
     with pytest.raises(ValueError, match="masked_scatter of 8 elements of a source to 20 places"):
         x.masked_scatter(mask, distribute_tensor(torch.zeros(2, 4, device=device()), mesh))
     far = distribute_tensor(torch.tensor([6], device=device()), mesh)
-    for call in (lambda: x.index_put((far,), x.sum()), lambda: x.gather(0, far.reshape(1, 1))):
+    for call in (lambda: x.index_put((far,), x.sum()), lambda: x.gather(0, far.reshape(1, 1)), lambda: x[-1 - far]):
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             call()
 

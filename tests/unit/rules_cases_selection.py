@@ -21,6 +21,12 @@ def _mask(*shape: int) -> np.ndarray:
     return _RNG.random(shape) > 0.4
 
 
+def _set_at_mask(operands: tuple, static_args: tuple) -> Any:
+    x = operands[0].copy()
+    x[operands[2]] = static_args[1] if operands[1] is None else operands[1]
+    return x
+
+
 def _masked_select(operands: tuple, static_args: tuple) -> Any:
     x, mask = np.broadcast_arrays(*operands)
     return x[mask]
@@ -68,6 +74,8 @@ SELECTION = [
     Case("masked_select", "a.c,bc->.", (_floats(3, 1, 5), _mask(4, 5)), (), _masked_select),
     Case("masked_select", "ab,ab->.", (_floats(2, 5), np.zeros((2, 5), bool)), (), _masked_select),
     Case("getitem", "abc,ab->.c", (_floats(5, 4, 3), _mask(5, 4)), (_AT_MASK,), lambda o, s: o[0][o[1]]),
+    Case("setitem_", "abc,_,ab->abc", (_floats(5, 4, 3), None, _mask(5, 4)), (_AT_MASK, 2.0), _set_at_mask),
+    Case("setitem_", "ab,,ab->ab", (_floats(5, 4), _floats(), _mask(5, 4)), (_AT_MASK, None), _set_at_mask),
     Case("getitem", "a,a->.", (_floats(5), _mask(5)), (_AT_MASK,), lambda o, s: o[0][o[1]]),
     Case("masked_scatter", "ab,ab,..->ab", (_floats(5, 4), _mask(5, 4), _floats(5, 4)), (), _masked_scatter),
     Case("masked_scatter", "ab,b,.->ab", (_floats(3, 5), _mask(5), _floats(15)), (), _masked_scatter),

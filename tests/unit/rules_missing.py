@@ -47,6 +47,7 @@ ACCEPTED: dict[tuple[str, str], str] = {
     ("gather", "operand 0 along dimension -1"): "many elements are taken, whose sum over ranks is larger than x",
     ("gather", "operand 0 along dimension -2"): "many elements are taken, likewise",
     ("index_select", "operand 0 along dimension -2"): "many elements are taken, likewise",
+    ("getitem", "operand 0 along dimension -1"): "many elements are taken, likewise",
     ("getitem", "operand 0 along dimension -2"): "a slice with a step, right where the step divides every part",
     ("nll_loss", "linear in operand 0"): "log-probabilities come from log_softmax, which gives no partial sum",
     ("searchsorted", "operand 0 along dimension -1"): "places in parts of a sequence add up: without a sorter only",

@@ -162,6 +162,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert platform.backward_pass() is None and not platform.accumulates_gradients
     with pytest.raises(TypeError, match="does not know when a backward pass ends"):
         platform.after_backward(lambda: None)
+    assert platform.is_made_with(x, y) is None
     assert not platform.tells_beginning and not platform.backward_is_recorded()
     platform.before_backward(lambda runs: None)  # and nothing will
     platform.device_type = "cpu"

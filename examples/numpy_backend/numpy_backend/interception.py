@@ -59,7 +59,7 @@ def check_logits(logits: Array, dim: int) -> None:
     """Let core refuse plain logits that are one rank's part of the classes."""
     found = DistributedArray.__subclasses__()
     if found and not _STATE.depth and not _is_distributed(logits):
-        found[0]._core.refuse_part_of_classes(logits.shape[dim])
+        found[0]._core.refuse_part_of_classes(logits.shape[dim], logits)
 
 
 def operation(canonical: str = "", operands: int = 1, writes: bool = False) -> Callable[..., Any]:

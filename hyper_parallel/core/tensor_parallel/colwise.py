@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import made_with, pa
 from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, linear_key, summation
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
+from hyper_parallel.core.dtensor.operations.logit_shards import part_of_classes
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
@@ -99,6 +100,10 @@ class ColwiseParallel(WeightParallel):
                 return local_heads(y, self.heads, mesh)
             desired = None if whole or self.is_packed else desired
         return to_output(y, mesh, desired, self.use_local_output, what)
+
+    def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+        new, head = super()._new_forward(module, forward, mesh), part_of_classes(module)
+        return new if head is None else head.noting(new)
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
         return describe_weight(self, module, mesh, "column")

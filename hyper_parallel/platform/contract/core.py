@@ -153,9 +153,9 @@ class Core(CompiledLosses, Protocol):
         """The picklable ``value`` of the first rank of ``mesh``, on all of its ranks."""
 
     # ------------------------------------------------------------------------------------ refusals
-    def refuse_part_of_classes(self, count: int) -> None:
+    def refuse_part_of_classes(self, count: int, logits: Tensor | None = None) -> None:
         """To be called where a loss of the framework takes plain logits of ``count`` classes; raises ValueError where
-        they are one rank's part of the classes that a module gives."""
+        they may be one rank's part of the classes that a module gives, which the ``logits`` themselves can disprove."""
 
     def check_local_collective(
         self,

@@ -55,3 +55,8 @@ class ObservationRole:
         """What core calls the collective that an operation of the framework is, such as ``"all_gather"``; None for
         everything else. Users of the framework count by its operations."""
         return None
+
+    def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
+        """Whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``: None
+        where nothing is recorded of ``x``. A backend that cannot know answers None."""
+        return None

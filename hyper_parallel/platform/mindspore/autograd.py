@@ -19,8 +19,10 @@ from hyper_parallel.platform.mindspore.private import (
     FunctionBase,
     TensorPy,
     drop_recordings,
+    grad_node,
     is_recording,
     no_grad,
+    nodes_below,
 )
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 
@@ -239,6 +241,11 @@ class AutogradVerbs:
     def requires_grad(self, x: Any) -> bool:
         # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
         return is_recording() and x._requires_grad and x.dtype not in DISCRETE
+
+    def is_made_with(self, x: Any, parameter: Any) -> bool | None:
+        """See `Platform.is_made_with`."""
+        node = grad_node(parameter)
+        return None if grad_node(x) is None else node is not None and node._unique_id() in nodes_below(grad_node(x))
 
     def in_backward(self) -> bool:
         return _Recording.backwards > 0

@@ -27,8 +27,10 @@ __all__ = [
     "TensorPy",
     "UnknownMindSporeError",
     "drop_recordings",
+    "grad_node",
     "is_recording",
     "no_grad",
+    "nodes_below",
     "type_id_to_type",
 ]
 
@@ -57,7 +59,9 @@ def _has(*names: str) -> Callable[[Any], bool]:
 #: Autograd functions: the class of the user's, and the one below it, whose ``apply`` is called directly.
 AutogradFunction: Any = _take("common._grad_function", "_Function", _has("apply"))
 FunctionBase: Any = _take("_c_expression", "FunctionBase", lambda base: "apply" in base.__dict__)
-TensorPy: Any = _take("_c_expression", "TensorPy", _has("data"))
+TensorPy: Any = _take("_c_expression", "TensorPy", _has("data", "_grad_node"))
+#: What is recorded of a tensor: the operation that made it, or its place among the inputs. None for nothing.
+grad_node: Callable[[Any], Any] = TensorPy._grad_node.__get__
 #: Within it, operations are not intercepted.
 NoFallbackGuard: Any = _take("_c_expression", "NoFallbackGuard", _has("__enter__", "__exit__"))
 no_grad: Any = _take("common.api", "_no_grad", _has("__enter__", "__exit__"))
@@ -70,6 +74,18 @@ CheckedCell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
 #: Makes what a cell calls in place of its ``construct`` once it is to be computed again in backward.
 RECOMPUTE: Any = _take("common._register_for_recompute", "recompute_registry", lambda it: callable(it.get))
 _MixedPrecisionType: Any = _take("_c_expression", "MixedPrecisionType", lambda kinds: hasattr(kinds, "NOTSET"))
+
+
+def nodes_below(node: Any) -> set[int]:
+    """Of what is recorded, what leads to ``node``, that one included: a number for each operation and each input."""
+    seen: set[int] = set()
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node is not None and node._unique_id() not in seen:
+            seen.add(node._unique_id())
+            todo += [below[0] if isinstance(below, tuple) else below for below in node.next_functions]
+    return seen
 
 
 class Casts:

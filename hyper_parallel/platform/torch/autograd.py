@@ -184,6 +184,21 @@ class AutogradVerbs(Platform):
         """See `Platform.requires_grad`."""
         return is_grad_enabled() and x.requires_grad
 
+    def is_made_with(self, x: Tensor, parameter: Any) -> bool | None:
+        """See `Platform.is_made_with`."""
+        if not x.requires_grad:
+            return None
+        todo, seen, wanted = [x.grad_fn], {None}, parameter.grad_fn
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node is wanted or getattr(node, "variable", None) is parameter:
+                return True
+            todo += [below for below, _ in node.next_functions]
+        return False
+
     def detach(self, x: Tensor) -> Tensor:
         """See `Platform.detach`."""
         if MAYBE_INSIDE:

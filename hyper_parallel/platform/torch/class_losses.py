@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,7 +30,11 @@ def whole_classes_only(original: Callable) -> Callable:
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         # Torch 2.14 compiles a call of this function as one operation, and calls it with a fake tensor meanwhile.
         if (type(input) is Tensor or type(input).__name__ == "FakeTensor") and input.dim():
-            _refuse(input.shape[min(1, input.dim() - 1)])
+            count = input.shape[min(1, input.dim() - 1)]
+            if type(input) is not Tensor or torch.compiler.is_compiling():
+                _refuse(count)
+            else:
+                State.core.refuse_part_of_classes(count, input)
         return original(input, target, *args, **kwargs)
 
     # torch looks itself up by name when it asks a DTensor.

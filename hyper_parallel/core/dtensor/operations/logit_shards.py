@@ -1,14 +1,65 @@
-"""Heads that give this rank's part of the classes as a plain tensor, which a loss must not take for all of them."""
+"""Heads that give this rank's part of the classes as a plain tensor, which a loss must not take for all of them.
+
+Plain logits do not say where they come from. They say how many classes they have and, where operations are recorded,
+what they were computed with: if a backward would not come to the weight with which the head was last called, they are
+not the head's. Where nothing is recorded, as in an evaluation, the number alone counts, as long as the head lives.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
-#: how many classes this rank has of a head -> heads: (module, what messages say of it).
-_HEADS: dict[int, list[tuple[weakref.ref[Any], str]]] = {}
+#: how many classes this rank has of a head -> heads.
+_HEADS: dict[int, list[PartOfClasses]] = {}
+_OF_MODULE: weakref.WeakKeyDictionary[Any, PartOfClasses] = weakref.WeakKeyDictionary()
+
+
+class PartOfClasses:
+    """A head and its copies, with the weight of each in its last call.
+
+    Args:
+        module: a column-parallel layer of 1-D ``mesh`` whose output is plain.
+        mesh: its mesh.
+        what: what an error says of its output.
+    """
+
+    def __init__(self, module: Any, mesh: DeviceMesh, what: str) -> None:
+        self._mesh, self.what = mesh, what
+        #: None before the first call, and where nothing was recorded of it.
+        self._weights: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
+        self._weights[module] = None
+
+    def noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward(module, ...)`` that notes the weight of the module."""
+        platform, weights = self._mesh.platform, self._weights
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            weight = getattr(module, platform.kind_of(module).weight)
+            weights[module] = weakref.ref(weight) if platform.requires_grad(weight) else None
+            return forward(module, *args, **kwargs)
+
+        return call
+
+    @property
+    def lives(self) -> bool:
+        """Whether the head or a copy does."""
+        return bool(self._weights)
+
+    def may_give(self, logits: Any) -> bool:
+        """Whether plain logits may be the output of the head, or computed of it; of None nothing is known."""
+        if logits is None:
+            return True
+        weights = [ref and ref() for ref in self._weights.values()]
+        return any(w is None or self._mesh.platform.is_made_with(logits, w) is not False for w in weights)
+
+
+def part_of_classes(module: Any) -> PartOfClasses | None:
+    """What is remembered of a module."""
+    return _OF_MODULE.get(module)
 
 
 def remember_part_of_classes(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
@@ -19,11 +70,12 @@ def remember_part_of_classes(module: Any, path: str, features: int, own: int, me
         "ColwiseParallel(use_local_output=False) and compute the loss inside loss_parallel(), or "
         "ColwiseParallel(output_layouts=Replicate()), or use vocab_parallel_cross_entropy for the part"
     )
-    _HEADS.setdefault(own, []).append((weakref.ref(module), what))
+    head = _OF_MODULE[module] = PartOfClasses(module, mesh, what)
+    _HEADS.setdefault(own, []).append(head)
 
 
-def refuse_part_of_classes(count: int) -> None:
-    """To be called where a loss takes plain logits of ``count`` classes.
+def refuse_part_of_classes(count: int, logits: Any = None) -> None:
+    """To be called where a loss takes plain logits of ``count`` classes; None where only their number is known.
 
     Raises:
         ValueError: on each rank, when this is its part of the classes of a head.
@@ -31,6 +83,7 @@ def refuse_part_of_classes(count: int) -> None:
     heads = _HEADS.get(count)
     if not heads:
         return
-    heads[:] = [(module, what) for module, what in heads if module() is not None]
-    if heads:
-        raise ValueError(heads[-1][1])
+    heads[:] = [head for head in heads if head.lives]
+    for head in reversed(heads):
+        if head.may_give(logits):
+            raise ValueError(head.what)

@@ -29,7 +29,7 @@ def dispatched_loss(original: Callable, *args: Any, loss: str, **kwargs: Any) ->
             return type(found)._dispatch(LOSSES[loss], Function(loss.removesuffix("_ext"), original), args, kwargs)
         if found is None and args and loss != "logsumexp":
             shape = args[0].shape
-            InterceptedTensor._core.refuse_part_of_classes(shape[min(1, len(shape) - 1)])
+            InterceptedTensor._core.refuse_part_of_classes(shape[min(1, len(shape) - 1)], args[0])
     return original(*args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, by_name, row
 
-__all__ = ["COMPOSED", "OPS"]
+__all__ = ["COMPOSED", "OPS", "is_mask", "without_masks"]
 
 OPS: dict[str, NativeOp] = by_name(
     {
@@ -57,6 +57,20 @@ def _nonzero_columns(func: Any, args: tuple, kwargs: dict) -> Any:
     return tuple(places[:, d] for d in range(args[0].ndim))
 
 
+# -------------------------------------------------------------------- masks in an index
+def is_mask(item: Any) -> bool:
+    """Whether an item of an index is a distributed mask."""
+    return getattr(item, "_layout", None) is not None and item.dtype == ms.bool_ and item.ndim > 0
+
+
+def without_masks(index: tuple) -> tuple:
+    """An index with the places of what is true in place of each distributed mask."""
+    found: list[Any] = []
+    for item in index:
+        found += _nonzero_columns(None, (item,), {}) if is_mask(item) else [item]
+    return tuple(found)
+
+
 # -------------------------------------------------------------------- index_put
 def _bind_index_put(func: Any, args: tuple, kwargs: dict) -> Bound:
     x, value, *indices = args
@@ -76,10 +90,7 @@ _ADDED = row("index_add", _bind_index_put, _call_index_put, by_function=True)
 def _index_put(func: Any, args: tuple, kwargs: dict) -> Any:
     """Written over, or added; of a mask its places are taken."""
     x, value, indices = args
-    tensors: list[Any] = []
-    for index in indices:
-        tensors += _nonzero_columns(None, (index,), {}) if index.dtype == ms.bool_ else [index]
-    return _dispatch(_ADDED if func.prim.accumulate else _WRITTEN, func, (x, value, *tensors))
+    return _dispatch(_ADDED if func.prim.accumulate else _WRITTEN, func, (x, value, *without_masks(indices)))
 
 
 #: Primitive -> composition, as in `composed`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.empty_shards import nothing_taken, written_nothing
 from hyper_parallel.platform.mindspore.op_table.as_called import Given, as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.picks import is_mask, without_masks
 from hyper_parallel.platform.mindspore.private import is_recording
 
 __all__ = ["OPS", "VARIANTS"]
@@ -138,9 +140,18 @@ _PARTS: dict[str, NativeOp] = {
 
 # -------------------------------------------------------------------- indexing
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
-    """``f(x, index)``, or with a value after the index that is set."""
+    """``f(x, index)``, or with a value after the index that is set.
+
+    How much is true in a mask the data say. One alone has a rule, where something is taken or one value is set; others
+    go by their places.
+    """
+    value: Sequence[Any]
     x, index, *value = args
-    tensors, encoded = encode_index(index, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
+    items = index if isinstance(index, tuple) else (index,)
+    one = not value or not getattr(value[0], "ndim", 0)
+    if any(map(is_mask, items)) and not (one and len(items) == 1):
+        items = without_masks(items)
+    tensors, encoded = encode_index(items, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
     return (x, *value, *tensors), (encoded,)
 
 

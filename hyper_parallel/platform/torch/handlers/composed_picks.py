@@ -11,17 +11,15 @@ from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.handlers.composing import composed, number
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError, find
+from hyper_parallel.platform.torch.op_table.index import NONZERO, without_masks
 from hyper_parallel.platform.torch.op_table.scatter import INDEX_ADD
 from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
-
-__all__ = ["without_masks"]
 
 
 def _bind(func: Any, args: tuple, kwargs: dict) -> Bound:
     return args[:1], args[1:]
 
 
-_NONZERO = NativeOp("nonzero", _bind, lambda func, xs, how: torch.nonzero(xs[0]))
 _UNIQUE = NativeOp("unique", _bind, lambda func, xs, how: torch.unique(xs[0], True, how[1], how[2], how[0]))
 _IN_ORDER = NativeOp(
     "unique_in_order",
@@ -36,7 +34,7 @@ def nonzero(input: Any, *, as_tuple: bool = False) -> Any:
     """The places of elements that are not zero."""
     if as_tuple and not input.dim():
         input = input.unsqueeze(0)
-    places = dispatch(_NONZERO, torch.nonzero, (input,), {})
+    places = dispatch(NONZERO, torch.nonzero, (input,), {})
     return places.unbind(1) if as_tuple else places
 
 
@@ -75,15 +73,6 @@ def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
     if given.get("num_classes", -1) != -1 or not is_dtensor(x) or not x.numel():
         return dispatch(OP_TABLE[func], func, args, kwargs)
     return F.one_hot(x, number(x.amax()) + 1)
-
-
-def without_masks(index: tuple) -> tuple:
-    """An index with the places of what is true in place of each mask that is distributed."""
-    found: list[Any] = []
-    for item in index:
-        is_mask = is_dtensor(item) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
-        found += nonzero(item, as_tuple=True) if is_mask else [item]
-    return tuple(found)
 
 
 @handles(*find("index_put"))

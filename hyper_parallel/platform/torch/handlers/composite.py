@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch.handlers.composed_picks import without_masks
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, sizes_of
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
+from hyper_parallel.platform.torch.op_table.index import is_mask, without_masks
 from hyper_parallel.platform.torch.op_table.reduction import OF_ALL
 from hyper_parallel.platform.torch.private import is_dispatch_on
 from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor, replaces
@@ -247,7 +247,7 @@ def set_item(x: Any, index: Any, value: Any) -> None:
     if not is_dtensor(x):
         raise TypeError("a distributed value cannot be written into a plain tensor: distribute the tensor first")
     items = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(i, Tensor) and i.dtype is torch.bool for i in items):
+    if not any(map(is_mask, items)):
         dispatch(OP_TABLE[Tensor.__setitem__], Tensor.__setitem__, (x, index, value), {})
         return
     mask = items[0]

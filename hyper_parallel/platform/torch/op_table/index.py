@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
-from hyper_parallel.platform.torch.tensor import State
+from hyper_parallel.platform.torch.tensor import State, dispatch, is_dtensor
 
-__all__ = ["encode", "table"]
+__all__ = ["NONZERO", "encode", "is_mask", "table", "without_masks"]
+
+#: The places of elements that are not zero.
+NONZERO = NativeOp("nonzero", lambda func, args, kwargs: (args, ()), lambda func, xs, how: torch.nonzero(xs[0]))
 
 
 def table() -> Table:
@@ -35,6 +39,22 @@ def encode(x: Any, index: Any) -> tuple[tuple, tuple]:
     return encode_index(items, lambda x: isinstance(x, Tensor), _is_bool)
 
 
+def is_mask(item: Any) -> bool:
+    """Whether an item of an index is a mask: numbers of the dtype uint8 are truth values too."""
+    return isinstance(item, Tensor) and _is_bool(item)
+
+
+def without_masks(index: tuple) -> tuple:
+    """An index with the places of what is true in place of each mask that is distributed."""
+    found: list[Any] = []
+    for item in index:
+        if is_dtensor(item) and is_mask(item) and item.dim():
+            found += dispatch(NONZERO, torch.nonzero, (item,), {}).unbind(1)
+        else:
+            found.append(item)
+    return tuple(found)
+
+
 def _to_tensor(index: Any, x: Any) -> Any:
     """A list or an array as a tensor of indices, the same on every rank."""
     layout = getattr(x, "_layout", None)
@@ -48,12 +68,17 @@ def _is_array(x: Any) -> bool:
 
 def _is_bool(x: Any) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        return x.dtype is torch.bool
+        return x.dtype in (torch.bool, torch.uint8)
 
 
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
-    tensors, encoded = encode(args[0], args[1])
-    return (args[0], *tensors), (encoded,)
+    x, index = args
+    tensors, encoded = encode(x, index)
+    if any(map(_is_bool, tensors)):
+        if len(encoded) == 1:
+            return (x, tensors[0].bool()), (encoded,)
+        tensors, encoded = encode(x, without_masks(index))
+    return (x, *tensors), (encoded,)
 
 
 def _call_getitem(func: Any, operands: tuple, static_args: tuple) -> Any:

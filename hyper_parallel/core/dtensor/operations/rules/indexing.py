@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE, without_dots
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import own_part
 from hyper_parallel.core.dtensor.operations.rules.labels import (
     Labels,
     Shape,
@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.operations.rules.labels import (
     unary,
     whole,
 )
-from hyper_parallel.core.dtensor.operations.rules.own_part import Writing
+from hyper_parallel.core.dtensor.operations.rules.own_part import Cut, Taking, Writing, whole_along
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 from hyper_parallel.core.dtensor.operations.rules.selection import rows_at_mask
 
@@ -34,6 +34,7 @@ class _Indexing:
         x: labels of x: None where it is cut.
         tensors: labels of the index tensors.
         labels, shape: of the result.
+        behind: how many of its dimensions come behind those of the index tensors.
         local_index: the index for shards, where it is another: a slice over all elements that speaks of the global
             size is ``:`` there. Otherwise None.
     """
@@ -42,6 +43,7 @@ class _Indexing:
     tensors: tuple[Labels, ...]
     labels: Labels
     shape: Shape
+    behind: int
     local_index: tuple | None
 
     def localize(self) -> Any:
@@ -74,8 +76,10 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     labels: list[str | None] = []
     shape: list[int] = []
     local_items = list(items)
+    before = 0
     for position, item in enumerate(items):
         if position == place:
+            before = len(labels)
             labels += block_labels
             shape += block_shape
         if item is None:
@@ -92,7 +96,13 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
             shape.append(len(picked))
         x_labels.append(label)
     local_index = tuple(local_items) if local_items != [*items] else None
-    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), local_index)
+    behind = len(labels) - before - len(block_labels)
+    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), behind, local_index)
+
+
+def _is_mask(index: tuple) -> bool:
+    """Whether an encoded index is a mask alone."""
+    return len(index) == 1 and _is_tensor(index[0]) and index[0][3]
 
 
 def _is_tensor(item: Any) -> bool:
@@ -129,33 +139,48 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 
 @rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded. A mask over the first
-    dimensions may be sharded with these."""
-    if len(static_args[0]) == 1 and _is_tensor(static_args[0][0]) and static_args[0][0][3]:
+    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded, and where few elements are
+    taken of x, those along which index tensors run: see `gather`. A mask over the first dimensions may be sharded with
+    these."""
+    if _is_mask(static_args[0]):
         return rows_at_mask(shapes)
     found = analyse(shapes[0], static_args[0], shapes[1:])
     if found is None:
         return None
+    dims = dims_of_tensors(static_args[0], shapes[0])
     return OpSharding(
-        operands=(found.x, *found.tensors),
+        operands=(labels_along(found.x, dims) if _is_few(found.shape, shapes[0]) else found.x, *found.tensors),
         results=(found.labels,),
         result_shapes=(found.shape,),
         terms=_LINEAR,
+        reduce="sum",
         localize=found.localize(),
+        call=Taking(dims, found.behind).take,
+        native_if=whole_along(dim for dim, _ in dims),
     )
+
+
+def _is_few(taken: Shape, x: Shape) -> bool:
+    """Whether so few elements are taken of x that their sum over ranks moves no more than x gathered would."""
+    return 2 * math.prod(taken) <= math.prod(x)
 
 
 @rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
     ints and slices cut, may be sharded: each rank then writes what lies in its shard. Those that are cut must be whole
-    where index tensors take part."""
+    where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
+    written."""
     return assigned(shapes, static_args, in_place=True)
 
 
 def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | None:
     """The answer for ``x[index] = value``, written to x or to a copy of it."""
     x, value = shapes[:2]
+    if _is_mask(static_args[0]) and not value and tuple(x[: len(shapes[2])]) == tuple(shapes[2]):
+        # One value, which goes to what is true on each rank.
+        all_of_x, own = named(x), None if value is None else ()
+        return OpSharding((all_of_x, own, all_of_x[: len(shapes[2])]), (all_of_x,), (tuple(x),))
     found = analyse(x, static_args[0], shapes[2:])
     if found is None:
         return None
@@ -175,11 +200,13 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
             for size, (full, label) in zip(value[extra:], target, strict=True)
         )
     labels: Labels = found.x
-    cut = writing(static_args[0], x, in_place) if found.tensors else _Cut.of(static_args[0], x, found)
-    if isinstance(cut, Writing):
-        labels = written_labels(labels, cut)
-    elif cut is not None:
-        labels = tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
+    cut: Writing | Cut | None
+    along: Iterable[int] = ()
+    if found.tensors:
+        dims = dims_of_tensors(static_args[0], x)
+        cut, along, labels = Writing(dims, in_place), (dim for dim, _ in dims), labels_along(labels, dims)
+    elif cut := Cut.of(static_args[0], x, found.x):
+        along, labels = cut.dims, tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
     return OpSharding(
         operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
         results=(labels,),
@@ -187,110 +214,26 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
         terms=() if value is None else ((0,), (1,)),
         localize=found.localize(),
         call=None if cut is None else cut.write,
-        native_if=None if cut is None else cut.is_whole,
+        native_if=whole_along(along),
     )
 
 
-def writing(index: tuple, x: Shape, in_place: bool) -> Writing:
-    """The dimensions of x along which the index tensors of an encoded index run."""
+def dims_of_tensors(index: tuple, x: Shape) -> tuple[tuple[int, int], ...]:
+    """The dimension of x along which an index tensor of an encoded index runs, and the number of that, for each."""
     dims: list[tuple[int, int]] = []
     dim = 0
     for item in without_dots(index, len(x)):
         if _is_tensor(item):
             dims.append((dim, item[1]))
         dim += item is not None
-    return Writing(tuple(dims), in_place)
+    return tuple(dims)
 
 
-def written_labels(labels: Labels, to: Writing) -> Labels:
+def labels_along(labels: Labels, dims: tuple[tuple[int, int], ...]) -> Labels:
     """``labels`` of x with those of the dimensions along which index tensors run."""
-    for dim, _ in to.dims:
+    for dim, _ in dims:
         labels = replaced(labels, dim, f"c{dim}")
     return labels
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """An assignment by ints and slices to a tensor whose shards they may cut.
-
-    Attributes:
-        ranges: for each dimension of x the global indices that are written.
-        dims: dimensions of x that some are taken of.
-        kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
-    """
-
-    ranges: tuple[range, ...]
-    dims: tuple[int, ...]
-    kept: tuple[int | None, ...]
-
-    @staticmethod
-    def of(index: tuple, x: Shape, found: _Indexing) -> _Cut | None:
-        """The assignment, None where index tensors take part, nothing is cut, or a step is negative."""
-        dims = tuple(dim for dim, label in enumerate(found.x) if label is None)
-        if found.tensors or not dims:
-            return None
-        ranges: list[range] = []
-        kept: list[int | None] = []
-        for item in without_dots(index, len(x)):
-            dim = len(ranges)
-            if item is None:
-                kept.append(None)
-            elif isinstance(item, tuple):
-                kept.append(dim)
-                ranges.append(range(x[dim])[slice(*item[1:])])
-            else:
-                if not -x[dim] <= item < x[dim]:
-                    return None  # the native operation words the error
-                ranges.append(range(item % x[dim], item % x[dim] + 1))
-        if any(picked.step < 1 for picked in ranges):
-            return None
-        return _Cut(tuple(ranges), dims, tuple(kept))
-
-    def is_whole(self, layouts: tuple) -> bool:
-        """Whether every rank has all of the dimensions that are cut."""
-        return not any(layouts[0].shard_mesh_dims(dim) for dim in self.dims)
-
-    def write(
-        self,
-        platform: Any,
-        native: Any,
-        operands: tuple,
-        static_args: tuple,
-        operand_layouts: tuple,
-        result_layouts: tuple,
-    ) -> Any:
-        """Write what lies in this rank's shard, be it nothing: the value stays part of the graph on every rank."""
-        x, value = operands[:2]
-        layout = operand_layouts[0]
-        if operand_layouts[1] is not None:
-            value = value.reshape(self._shape_for_x(tuple(value.shape)))
-        index: list[tuple] = []
-        for dim, picked in enumerate(self.ranges):
-            if not layout.shard_mesh_dims(dim):
-                index.append(("slice", picked.start, picked.stop, picked.step))
-                continue
-            if dim not in self.dims:
-                index.append(FULL_SLICE)
-                continue
-            start = layout.local_offset[dim]
-            first, last = (
-                min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
-                for edge in (start, start + layout.local_shape[dim])
-            )
-            if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
-                value = platform.narrow(value, dim, first, last - first)
-            own = picked[first:last]
-            begin = own.start - start if own else 0
-            index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
-        return native((x, value, *operands[2:]), (tuple(index), *static_args[1:]))
-
-    def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the value with a dimension for each of x."""
-        sizes = [1] * len(self.ranges)
-        for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
-            if dim is not None:
-                sizes[dim] = size
-        return tuple(sizes)
 
 
 def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
@@ -334,15 +277,13 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
     return OpSharding(
-        operands=(replaced(labels, dim, "c" if 2 * math.prod(index) <= math.prod(x) else None), index_labels),
+        operands=(replaced(labels, dim, "c" if _is_few(index, x) else None), index_labels),
         results=(index_labels,),
         result_shapes=(tuple(index),),
         terms=_LINEAR,
         reduce="sum",
-        call=lambda platform, native, given, static_args, layouts, _: own_part.take(
-            platform, native, given, static_args, layouts[0], dim
-        ),
-        native_if=lambda layouts: not layouts[0].shard_mesh_dims(dim),
+        call=Taking(((dim, 0),), 0).take,
+        native_if=whole_along((dim,)),
     )
 
 
@@ -363,10 +304,8 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
         result_shapes=(replaced(x, dim, size) if x else (),),
         terms=_LINEAR,
         reduce="sum",
-        call=lambda platform, native, given, static_args, layouts, _: own_part.take(
-            platform, native, given, static_args, layouts[0], dim, along=dim
-        ),
-        native_if=lambda layouts: not layouts[0].shard_mesh_dims(dim),
+        call=Taking(((dim, 0),), len(x) - 1 - dim).take,
+        native_if=whole_along((dim,)),
     )
 
 

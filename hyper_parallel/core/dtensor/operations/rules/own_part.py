@@ -7,36 +7,64 @@ data.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.operations.rules.labels import replaced
+from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE, without_dots
+from hyper_parallel.core.dtensor.operations.rules.labels import Labels, Shape, replaced
 
 
-def take(
-    platform: Any, native: Any, operands: tuple, static_args: Any, layout: Layout, dim: int, along: int | None = None
-) -> Any:
-    """``native((x, index), static_args)`` for an x of ``layout``, of which ``dim`` is sharded: with zeros for what this
-    rank does not have.
+def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
+    """`OpSharding.native_if` of what takes from operand 0, or writes to it, along ``dims``: whether every rank has all
+    of these."""
+    dims = tuple(dims)
+    return lambda layouts: not any(layouts[0].shard_mesh_dims(dim) for dim in dims)
 
-    Args:
-        along: the dimension of the result along which a 1-D index runs; None for an index of the result's shape.
+
+@dataclass(frozen=True)
+class Taking:
+    """What index tensors name, taken: ``native((x, *tensors), static_args)``, with zeros for what this rank does not
+    have.
+
+    Attributes:
+        dims: the dimension of x and the number of the tensor, for each.
+        behind: how many dimensions the result has behind those of the index tensors.
     """
-    x, index = operands
-    size = layout.local_shape[dim]
-    places, elsewhere, is_negative, unknown = _places(platform, index, layout, dim)
-    if size == 0:
-        # An element to take, which keeps the result connected to x: its backward may communicate.
-        x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
-    places = platform.masked_fill(places, elsewhere, 0)
-    # What counts from the end still does, and what no rank has stays out of range: the native operation may refuse it.
-    places = _either(platform, is_negative, places - size, places)
-    places = platform.masked_fill(places, unknown, size + 1)
-    found = native((x, places), static_args)
-    if along is not None:
-        elsewhere = elsewhere.reshape([-1 if d == along else 1 for d in range(len(layout.shape))])
-    return platform.masked_fill(found, elsewhere, 0)
+
+    dims: tuple[tuple[int, int], ...]
+    behind: int
+
+    def take(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: Any,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Take what lies in this rank's part, be it nothing: the result stays connected to x on every rank."""
+        x, *tensors = operands
+        layout = operand_layouts[0]
+        absent: Any = None
+        for dim, number in self.dims:
+            if not layout.shard_mesh_dims(dim):
+                continue
+            size = layout.local_shape[dim]
+            places, elsewhere, is_negative, unknown = _places(platform, tensors[number], layout, dim)
+            if size == 0:
+                # An element to take, for the sake of backward, which may communicate.
+                x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
+            places = platform.masked_fill(places, elsewhere, 0)
+            # What counts from the end still does, and what no rank has stays out of range: the native operation may
+            # refuse it.
+            places = _either(platform, is_negative, places - size, places)
+            tensors[number] = platform.masked_fill(places, unknown, size + 1)
+            absent = elsewhere if absent is None else absent | elsewhere
+        found = native((x, *tensors), static_args)
+        return platform.masked_fill(found, absent.reshape((*platform.shape_of(absent), *(1,) * self.behind)), 0)
 
 
 @dataclass(frozen=True)
@@ -50,10 +78,6 @@ class Writing:
 
     dims: tuple[tuple[int, int], ...]
     in_place: bool
-
-    def is_whole(self, layouts: tuple) -> bool:
-        """Whether every rank has all of the dimensions along which index tensors run."""
-        return not any(layouts[0].shard_mesh_dims(dim) for dim, _ in self.dims)
 
     def write(
         self,
@@ -77,6 +101,87 @@ class Writing:
         for dim, _ in cut:
             new = platform.narrow(new, dim, 0, layout.local_shape[dim])
         return native((x, new), ((Ellipsis,), *static_args[1:])) if self.in_place else platform.contiguous(new)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An assignment by ints and slices to a tensor whose shards they may cut.
+
+    Attributes:
+        ranges: for each dimension of x the global indices that are written.
+        dims: dimensions of x that some are taken of.
+        kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
+    """
+
+    ranges: tuple[range, ...]
+    dims: tuple[int, ...]
+    kept: tuple[int | None, ...]
+
+    @staticmethod
+    def of(index: tuple, x: Shape, labels: Labels) -> Cut | None:
+        """The assignment to x, of which ``labels`` are None for what is cut; None where nothing is, or a step is
+        negative."""
+        dims = tuple(dim for dim, label in enumerate(labels) if label is None)
+        if not dims:
+            return None
+        ranges: list[range] = []
+        kept: list[int | None] = []
+        for item in without_dots(index, len(x)):
+            dim = len(ranges)
+            if item is None:
+                kept.append(None)
+            elif isinstance(item, tuple):
+                kept.append(dim)
+                ranges.append(range(x[dim])[slice(*item[1:])])
+            else:
+                if not -x[dim] <= item < x[dim]:
+                    return None  # the native operation words the error
+                ranges.append(range(item % x[dim], item % x[dim] + 1))
+        if any(picked.step < 1 for picked in ranges):
+            return None
+        return Cut(tuple(ranges), dims, tuple(kept))
+
+    def write(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: tuple,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Write what lies in this rank's shard, be it nothing: the value stays part of the graph on every rank."""
+        x, value = operands[:2]
+        layout = operand_layouts[0]
+        if operand_layouts[1] is not None:
+            value = value.reshape(self._shape_for_x(tuple(value.shape)))
+        index: list[tuple] = []
+        for dim, picked in enumerate(self.ranges):
+            if not layout.shard_mesh_dims(dim):
+                index.append(("slice", picked.start, picked.stop, picked.step))
+                continue
+            if dim not in self.dims:
+                index.append(FULL_SLICE)
+                continue
+            start = layout.local_offset[dim]
+            first, last = (
+                min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
+                for edge in (start, start + layout.local_shape[dim])
+            )
+            if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
+                value = platform.narrow(value, dim, first, last - first)
+            own = picked[first:last]
+            begin = own.start - start if own else 0
+            index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
+        return native((x, value, *operands[2:]), (tuple(index), *static_args[1:]))
+
+    def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the value with a dimension for each of x."""
+        sizes = [1] * len(self.ranges)
+        for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
+            if dim is not None:
+                sizes[dim] = size
+        return tuple(sizes)
 
 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:

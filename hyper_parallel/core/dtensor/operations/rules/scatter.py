@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules.indexing import analyse, assigned, writing, written_labels
+from hyper_parallel.core.dtensor.operations.rules.indexing import analyse, assigned, dims_of_tensors, labels_along
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, axis, named, replaced, whole
+from hyper_parallel.core.dtensor.operations.rules.own_part import Writing, whole_along
 from hyper_parallel.core.dtensor.operations.rules.registry import rule
 
 #: How what is written goes together with what is there -> operands 0 and 2 as terms.
@@ -85,8 +86,8 @@ def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if any(size not in (1, full) for size, (full, _) in zip(value, target, strict=True)):
         return None
     own = tuple(label if size == full else None for size, (full, label) in zip(value, target, strict=True))
-    to = writing(static_args[0], x, in_place=False)
-    labels = written_labels(found.x, to)
+    dims = dims_of_tensors(static_args[0], x)
+    labels = labels_along(found.x, dims)
     return OpSharding(
         operands=(labels, own, *(tuple(n if n in own else None for n in labels) for labels in found.tensors)),
         results=(labels,),
@@ -94,8 +95,8 @@ def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
         terms=((0,), (1,)),
         reduce="sum",
         localize=found.localize(),
-        call=to.write,
-        native_if=to.is_whole,
+        call=Writing(dims, in_place=False).write,
+        native_if=whole_along(dim for dim, _ in dims),
     )
 
 
