@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tool import contents, convert, show
+from hyper_parallel.cli.output import through_pipe
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_parallel.checkpoint") -> int:
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_pa
         else:
             written = [str(path) for path in convert(given.path, given.to, given.out, given.part)]
             print(json.dumps({"files": written}, indent=2) if given.json else "\n".join(written))
+    except BrokenPipeError:
+        raise
     except (CheckpointError, ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -43,4 +46,4 @@ def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_pa
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(through_pipe(main, None))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import hyper_parallel
-from hyper_parallel.cli.output import UsageError
+from hyper_parallel.cli.output import UsageError, through_pipe
 from hyper_parallel.platform import PlatformError
 from hyper_parallel.platform.logs import words
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words()
         except ValueError as error:
             raise UsageError(str(error)) from None
-        return _run(given)
+        return through_pipe(_run, given)
     except (UsageError, PlatformError) as error:
         print(f"hyper-parallel {given.command}: {error}", file=sys.stderr)
         return 2

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 # Nothing of the library: `hyper-parallel --version` and `--help` are to be quick.
-__all__ = ["UsageError", "print_text", "show"]
+__all__ = ["UsageError", "print_text", "show", "through_pipe"]
 
 
 class UsageError(Exception):
     """The command cannot do what it was asked for; the message says what to give."""
+
+
+def through_pipe(run: Callable[[Any], int], given: Any) -> int:
+    """``run(given)``, an exit status; 1 where what reads the output has ended before all was written, as head does."""
+    try:
+        status = run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still wants to write when it ends
+        return 1
+    return status
 
 
 def show(text: str, data: Any, as_json: bool) -> None:

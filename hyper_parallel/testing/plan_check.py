@@ -22,7 +22,7 @@ from hyper_parallel.planning.step import apply_plan, mesh_of
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.testing.pool import WorkerPool
 
-__all__ = ["PlanCheck", "check_plan", "compare_on_ranks"]
+__all__ = ["PlanCheck", "check_plan", "compare_on_ranks", "verdict_of"]
 
 
 @dataclass
@@ -37,6 +37,7 @@ class PlanCheck:
         first_module: the first module in the order of calls whose output differs; None where none does, or where its
             output cannot be compared because it is some part of the single device's that no layout names.
         communicates: collectives of a step.
+        not_compared: of a wrong plan, the modules that were called before that one and whose output is such a part.
     """
 
     ranks: int
@@ -44,6 +45,7 @@ class PlanCheck:
     tolerance: float
     first_module: str | None
     communicates: dict[str, int] = field(default_factory=dict)
+    not_compared: list[str] = field(default_factory=list)
 
     @property
     def wrong(self) -> dict[str, float]:
@@ -74,6 +76,8 @@ class PlanCheck:
             if self.first_module
             else ("no module's output differs: look at the gradients")
         )
+        if self.not_compared:
+            first += f" (not compared, since each rank gives a part: {', '.join(self.not_compared)})"
         return "\n".join([f"wrong on {self.ranks} ranks; {first}", format_table(("what", "differs by"), rows, [1])])
 
     __repr__ = __str__
@@ -131,12 +135,26 @@ def check_plan(
         ) from error
     with WorkerPool(platform or get_platform().name, size=math.prod(shape)) as pool:
         found = pool.run(math.prod(shape), compare_on_ranks, shape, names, sent)
+    return verdict_of(found, tolerance)
+
+
+def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
+    """What all ranks have found together.
+
+    Args:
+        found: what `compare_on_ranks` gives on each.
+        tolerance: see `check_plan`.
+    """
     differences = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
-    firsts = [rank[1] for rank in found if rank[1] is not None]
-    wrong = any(not d <= tolerance for d in differences.values())
-    order = found[0][2]
-    first = min((f for rank in firsts for f, d in rank.items() if not d <= tolerance), key=order.index, default=None)
-    return PlanCheck(len(found), differences, tolerance, first if wrong else None, found[0][3])
+    order, communicates = found[0][2:]
+    checked = PlanCheck(len(found), differences, tolerance, None, communicates)
+    if checked.wrong:
+        modules = {path for _, of_rank, _, _ in found for path in of_rank}
+        differs = {path for _, of_rank, _, _ in found for path, d in of_rank.items() if not d <= tolerance}
+        checked.first_module = next((path for path in order if path in differs), None)
+        before = order if checked.first_module is None else order[: order.index(checked.first_module)]
+        checked.not_compared = [path for path in before if path not in modules]
+    return checked
 
 
 def compare_on_ranks(

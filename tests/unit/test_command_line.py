@@ -84,6 +84,20 @@ def test_launch_prints_its_command(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "unknown platform" in said(capsys, "launch", "--platform", "none", str(script), status=2)
 
 
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """As ``| head``: no traceback."""
+    path = str(save({"step": 2}, tmp_path / "a"))
+    for module, *arguments in (("hyper_parallel", "launch", "--json", "--print-only", __file__),
+                               ("hyper_parallel", "checkpoint", "show", path),
+                               ("hyper_parallel.checkpoint", "show", path)):  # fmt: skip
+        command = [sys.executable, "-m", module, *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        with process.stderr as errors:
+            assert "Error" not in errors.read() and process.wait() == 1, arguments
+
+
 def test_launch_gives_back_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(7)")

@@ -13,7 +13,7 @@ from hyper_parallel import ColwiseParallel, ModuleStyle, Replicate, RowwiseParal
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats
 from hyper_parallel.testing.conformance.checks import needs_gradients
-from hyper_parallel.testing.plan_check import PlanCheck, compare_on_ranks
+from hyper_parallel.testing.plan_check import PlanCheck, compare_on_ranks, verdict_of
 from hyper_parallel.testing.spmd import on_mesh
 
 
@@ -65,10 +65,12 @@ def test_a_wrong_plan(pool: Any) -> None:
     needs_gradients()
     if get_platform().device_type != "cpu":
         pytest.skip("check_plan computes on the CPU")
-    for differences, modules, order, _ in pool.run(2, compared, "wrong"):
-        assert differences["output"] > 1e-2
-        wrong = [path for path in order if modules.get(path, 0.0) > 1e-4]
-        assert wrong[0] == "down"
+    checked = verdict_of(pool.run(2, compared, "wrong"), 1e-4)
+    assert checked.wrong["output"] > 1e-2 and checked.communicates
+    assert checked.first_module == "down" and "up" in checked.not_compared
+    assert "differs: down (not compared, since each rank gives a part: up" in str(checked)
+    right = verdict_of(pool.run(2, compared, "right"), 1e-4)
+    assert right and right.first_module is None and not right.not_compared
 
 
 def test_what_is_said() -> None:
