@@ -23,6 +23,7 @@ from hyper_parallel import (
     manual_seed,
 )
 from hyper_parallel.mindspore import value_and_grad
+from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import rows_of, whole
 from tests.mindspore.test_optimizers import OPTIMIZERS
@@ -91,6 +92,7 @@ CLIPS: dict[str, Any] = {
 def clipped(mesh: Any, name: str) -> None:
     rng = np.random.default_rng(3)
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape, _ in PLACED]
+    LocalGradients.forget()  # of the test before, which parts of gradients may have come from
     wanted = CLIPS[name](tuple(Tensor(a) for a in arrays))
     gradients = [distribute_tensor(Tensor(a), mesh, at) for a, (_, at) in zip(arrays, PLACED, strict=True)]
     # Those of the tensors that tensor parallelism leaves whole are on the mesh of data parallelism alone.
