@@ -103,7 +103,7 @@ class ColwiseParallel(WeightParallel):
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
         new, head = super()._new_forward(module, forward, mesh), part_of_classes(module)
-        return new if head is None else head.noting(new)
+        return new if head is None else head.noting(new, module)
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
         return describe_weight(self, module, mesh, "column")

@@ -33,13 +33,21 @@ class PartOfClasses:
         self._weights: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
         self._weights[module] = None
 
-    def noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward(module, ...)`` that notes the weight of the module."""
-        platform, weights = self._mesh.platform, self._weights
+    def noting(self, forward: Callable[..., Any], module: Any) -> Callable[..., Any]:
+        """``forward(module, ...)`` of the head, and of its copies, that notes the weight in each call."""
+        platform = self._mesh.platform
+        name, own, records = platform.kind_of(module).weight, platform.own_parameters, platform.requires_grad
+        last: tuple[Any, Any, bool] = (weakref.ref(module), _nothing, False)
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            weight = getattr(module, platform.kind_of(module).weight)
-            weights[module] = weakref.ref(weight) if platform.requires_grad(weight) else None
+            nonlocal last
+            weight = own(module).get(name)
+            recorded = weight is not None and records(weight)
+            of, noted, was_recorded = last
+            if of() is not module or noted() is not weight or was_recorded is not recorded:
+                noted = _nothing if weight is None else weakref.ref(weight)
+                self._weights[module] = noted if recorded else None
+                last = (weakref.ref(module), noted, recorded)
             return forward(module, *args, **kwargs)
 
         return call
@@ -55,6 +63,10 @@ class PartOfClasses:
             return True
         weights = [ref and ref() for ref in self._weights.values()]
         return any(w is None or self._mesh.platform.is_made_with(logits, w) is not False for w in weights)
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
 
 
 def part_of_classes(module: Any) -> PartOfClasses | None:

@@ -51,6 +51,18 @@ def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
     return tuple(next(remaining) if wanted else None for wanted in (True, places, counts))
 
 
+def _unique_with_pad(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The elements that differ, and a number up to as many elements as there are; with the place of each."""
+    x, number = args
+    if isinstance(number, Tensor) or not x.size:
+        return NotImplemented
+    values, places = ops.unique(x)
+    missing = x.size - values.size
+    if missing:
+        values = ops.cat((values, ops.full_like(values[:1], number).broadcast_to((missing,))))
+    return values, places
+
+
 def _nonzero_columns(func: Any, args: tuple, kwargs: dict) -> Any:
     """``nonzero(x, as_tuple=True)``."""
     places = ops.nonzero(args[0])
@@ -96,6 +108,7 @@ def _index_put(func: Any, args: tuple, kwargs: dict) -> Any:
 #: Primitive -> composition, as in `composed`.
 COMPOSED: dict[str, Callable[[Any, tuple, dict], Any]] = {
     "UniqueConsecutive": _unique_consecutive,
+    "UniqueWithPad": _unique_with_pad,
     "NonZeroExt": _nonzero_columns,
     "IndexPut": _index_put,
 }

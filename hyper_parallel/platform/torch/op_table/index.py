@@ -74,10 +74,18 @@ def _is_bool(x: Any) -> bool:
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     x, index = args
     tensors, encoded = encode(x, index)
-    if any(map(_is_bool, tensors)):
-        if len(encoded) == 1:
-            return (x, tensors[0].bool()), (encoded,)
-        tensors, encoded = encode(x, without_masks(index))
+    if tensors:
+        for item in encoded:
+            if item.__class__ is tuple and item[-1] is True:  # a mask
+                return _bind_masks(x, index, tensors, encoded)
+    return (x, *tensors), (encoded,)
+
+
+def _bind_masks(x: Any, index: Any, tensors: tuple, encoded: tuple) -> Bound:
+    """A mask alone has a rule. Others go by their places."""
+    if len(encoded) == 1:
+        return (x, tensors[0].bool()), (encoded,)
+    tensors, encoded = encode(x, without_masks(index))
     return (x, *tensors), (encoded,)
 
 

@@ -282,7 +282,7 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
         result_shapes=(tuple(index),),
         terms=_LINEAR,
         reduce="sum",
-        call=Taking(((dim, 0),), 0).take,
+        call=Taking(((dim, 0),), 0, signed=True).take,
         native_if=whole_along((dim,)),
     )
 
@@ -304,7 +304,7 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
         result_shapes=(replaced(x, dim, size) if x else (),),
         terms=_LINEAR,
         reduce="sum",
-        call=Taking(((dim, 0),), len(x) - 1 - dim).take,
+        call=Taking(((dim, 0),), len(x) - 1 - dim, signed=True).take,
         native_if=whole_along((dim,)),
     )
 

@@ -31,10 +31,12 @@ class Taking:
     Attributes:
         dims: the dimension of x and the number of the tensor, for each.
         behind: how many dimensions the result has behind those of the index tensors.
+        signed: whether the native operation may refuse what counts from the end.
     """
 
     dims: tuple[tuple[int, int], ...]
     behind: int
+    signed: bool = False
 
     def take(
         self,
@@ -58,9 +60,9 @@ class Taking:
                 # An element to take, for the sake of backward, which may communicate.
                 x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
             places = platform.masked_fill(places, elsewhere, 0)
-            # What counts from the end still does, and what no rank has stays out of range: the native operation may
-            # refuse it.
-            places = _either(platform, is_negative, places - size, places)
+            if self.signed:
+                places = _either(platform, is_negative, places - size, places)
+            # What no rank has stays out of range: the native operation may refuse it.
             tensors[number] = platform.masked_fill(places, unknown, size + 1)
             absent = elsewhere if absent is None else absent | elsewhere
         found = native((x, *tensors), static_args)
