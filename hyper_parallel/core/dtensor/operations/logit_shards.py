@@ -45,9 +45,9 @@ class PartOfClasses:
             recorded = weight is not None and records(weight)
             of, noted, was_recorded = last
             if of() is not module or noted() is not weight or was_recorded is not recorded:
-                noted = _nothing if weight is None else weakref.ref(weight)
-                self._weights[module] = noted if recorded else None
-                last = (weakref.ref(module), noted, recorded)
+                found = None if weight is None else weakref.ref(weight)
+                self._weights[module] = found if recorded else None
+                last = (weakref.ref(module), found or _nothing, recorded)
             return forward(module, *args, **kwargs)
 
         return call
