@@ -10,7 +10,7 @@
 # make lint                               ruff and mypy
 # make docs                               the site, under build/site; a warning is an error
 # make dist                               wheel and source distribution, checked, under build/dist
-# make newcomer                           the wheel in an empty environment, as somebody new would use it; minutes
+# make newcomer [WITHOUT_MINDSPORE=yes]   the wheel in an empty environment, as somebody new would use it; minutes
 # make clean                              remove environments and build output
 # make help                               this list
 #
@@ -118,7 +118,7 @@ dist: .venv/dist/.ready
 	.venv/dist/bin/python -m twine check --strict build/dist/*
 
 newcomer: dist
-	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" ci/newcomer build/dist/*.whl
+	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" ci/newcomer build/dist/*.whl $(if $(WITHOUT_MINDSPORE),--without-mindspore)
 
 clean:
 	rm -rf .venv build
