@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,9 +19,14 @@ from hyper_parallel import (
     ColwiseParallel,
     DTensor,
     HeadNormParallel,
+    ModuleStyle,
     NoParallel,
+    PackedShard,
+    ParameterParallel,
+    Partial,
     PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
@@ -31,6 +38,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.platform.torch import calls
 from hyper_parallel.platform.torch.compiled import hooks
+from hyper_parallel.platform.torch.compiled import outside as left_outside
 from hyper_parallel.platform.torch.handlers.functions import hooked_apply
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, compare, fresh, step
@@ -285,15 +293,20 @@ def ways(mesh: Any) -> None:
     for way in (by_module, by_function):
         compare(mesh, Mlp(), COLWISE_ROWWISE, x, compile=way)
     compare(mesh, Mlp(), COLWISE_ROWWISE, x, compile=with_checkpoint, counts=False)
+    torch.manual_seed(0)
+    single = Logits(Sizes(heads=4, features=8, sequence=8), False).to(device())
+    of_block = {path: style for path, style in block_plan(False).items() if path.startswith("block.")}
+    ids = [torch.arange(2 * n).view(2, n).remainder(12).to(device()) for n in (8, 12)]
+    assert compare(mesh, single, of_block, ids, compile=by_block) == {"all_reduce": 4}
     autocast = partial(torch.autocast, device().type, torch.bfloat16)
     compare(mesh, Mlp(), COLWISE_ROWWISE, x, around=autocast, tolerance=0.1)
     fresh()
-    graphs, single = Graphs(), Mlp()
-    before = copy.deepcopy(single)
+    graphs, mlp_alone = Graphs(), Mlp()
+    before = copy.deepcopy(mlp_alone)
     before.compile(backend=graphs.backend, fullgraph=True)
     parallelize_module(before, mesh, COLWISE_ROWWISE)
     for n in (2, 3):
-        close(before(randn(n, 6, seed=n)), single(randn(n, 6, seed=n)))
+        close(before(randn(n, 6, seed=n)), mlp_alone(randn(n, 6, seed=n)))
     assert graphs.graphs
 
 
@@ -427,9 +440,26 @@ class Outer(nn.Module):
         return self.operation(self.layer(x))
 
 
+class Gain(nn.Module):
+    """Multiplies by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.gain
+
+
+class GainParallel(ModuleStyle):
+    """A style of a user's own."""
+
+    placements = MappingProxyType({"gain": Shard(0)})
+
+
 def outside(name: str) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
-    sequence = SequenceParallel()
+    sequence, whole = SequenceParallel(), Replicate()
     into_parts = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False)
     return {
         "an operation on a DTensor": (
@@ -452,10 +482,44 @@ def outside(name: str) -> tuple[nn.Module, Any, Any]:
             {"layer": into_parts},
             randn(4, 6),
         ),
+        "parameters by name": (Outer(Gain(), twice), {"layer": ParameterParallel({"gain": Shard(0)})}, randn(4, 6)),
+        "a style of a user's own": (Outer(Gain(), twice), {"layer": GainParallel()}, randn(4, 6)),
+        "fewer heads than ranks": (
+            Outer(nn.Linear(6, 3), twice),
+            {"layer": ColwiseParallel(heads=1, replicate_heads=True)},
+            randn(4, 6),
+        ),
+        "a layer of another kind": (Outer(nn.GELU(), twice), {"layer": NoParallel()}, randn(4, 6)),
+        "a hook that adds up": (
+            Outer(nn.Identity(), twice),
+            {"layer": PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=whole)},
+            randn(4, 6),
+        ),
+        "a hook of several matrices": (
+            Outer(nn.Identity(), twice),
+            {"layer": PrepareModuleOutput(output_layouts=PackedShard(1, 2), desired_output_layouts=whole)},
+            randn(4, 6),
+        ),
     }[name]
 
 
-OUTSIDE = ("an operation on a DTensor", "parts that are not even", "a module of another kind", "a method of a DTensor")
+def twice(y: Any) -> Any:
+    return y * 2
+
+
+#: What leaves compiled code, and what the warning begins with.
+OUTSIDE = {
+    "an operation on a DTensor": "an operation on a DTensor runs",
+    "parts that are not even": "'layer' runs",
+    "a module of another kind": "'layer' runs",
+    "a method of a DTensor": "an operation on a DTensor runs",
+    "parameters by name": "'layer' runs",
+    "a style of a user's own": "'layer' runs",
+    "fewer heads than ranks": "'layer' runs",
+    "a layer of another kind": "'layer' runs",
+    "a hook that adds up": "a hook of 'layer' runs",
+    "a hook of several matrices": "a hook of 'layer' runs",
+}
 
 
 @on_mesh()
@@ -464,9 +528,17 @@ def left(mesh: Any, name: str) -> str:
     single, plan, x = outside(name)
     model = parallelize_module(single, mesh, plan)
     wanted, wanted_gradient = step(model, x, model)
-    y, gradient = step(model, x, torch.compile(model, backend="aot_eager"))
+    left_outside._SAID.clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        call: Any = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            y, gradient = step(model, x, call)
     close(y, wanted)
     close(gradient, wanted_gradient)
+    said = [str(one.message) for one in warned if "outside of compiled code" in str(one.message)]
+    assert sum(one.startswith(OUTSIDE[name]) for one in said) == 1, said
+    assert len(set(said)) == len(said), said
     fresh()
     with pytest.raises(Exception, match="HyperParallel: ") as error:
         step(model, x, torch.compile(model, backend="aot_eager", fullgraph=True))
@@ -475,7 +547,8 @@ def left(mesh: Any, name: str) -> str:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_outside(pool: Any, name: str) -> None:
-    """It is right, by a graph break; where that is not wanted, the error says what it is about."""
+    """It is right, by a graph break, of which a warning says so once; where that is not wanted, the error says what it
+    is about."""
     for error in pool.run(2, left, name):
         assert "docs/compile.md" in error
 

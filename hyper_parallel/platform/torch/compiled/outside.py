@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from hyper_parallel.platform.torch.compiled.comparisons import mark
 from hyper_parallel.platform.torch.compiled.placed import Outside, settle
@@ -13,9 +14,22 @@ from hyper_parallel.platform.torch.compiled.views import trace
 
 __all__: list[str] = []
 
-#: Paths of modules of which it was said.
+#: Of what it was said.
 _SAID: set[str] = set()
 _UNITS = "units of data parallelism run outside of compiled code, as in eager mode"
+
+
+def _say(what: str, why: str) -> None:
+    if what not in _SAID:
+        _SAID.add(what)
+        warnings.warn(
+            f"{what} runs outside of compiled code, as in eager mode: {why}. docs/compile.md says what is traced",
+            stacklevel=3,
+        )
+
+
+def _path(module: Any) -> str:
+    return getattr(module, "_hyper_parallel_path", "") or type(module).__name__
 
 
 @torch.compiler.disable(
@@ -23,6 +37,8 @@ _UNITS = "units of data parallelism run outside of compiled code, as in eager mo
     "give the module before use_local_output=True, or compile less; see docs/compile.md"
 )
 def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
+    if args and isinstance(args[0], nn.Module):
+        _say(f"a hook of {_path(args[0])!r}", "its layouts, or what it was given, are not traced")
     return call(*settle(args), **settle(kwargs))
 
 
@@ -31,13 +47,7 @@ def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
     "docs/compile.md for those that it can"
 )
 def _run(module: Any, args: tuple, kwargs: dict, why: str) -> Any:
-    path = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
-    if path not in _SAID:
-        _SAID.add(path)
-        warnings.warn(
-            f"{path!r} runs outside of compiled code, as in eager mode: {why}. docs/compile.md says what is traced",
-            stacklevel=2,
-        )
+    _say(repr(_path(module)), why)
     return module._replaced_forward(module, *settle(args), **settle(kwargs))
 
 
@@ -53,5 +63,12 @@ def _unit(module: Any, args: tuple, kwargs: dict) -> Any:
     return module._replaced_forward(module, *settle(args), **settle(kwargs))
 
 
+def _operation(what: str) -> None:
+    _say(what, "TORCH_LOGS=graph_breaks shows where")
+
+
+# Called while a frame is traced, rather than by what is compiled.
+_operation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 Outside.leave, Outside.run, Outside.unit, Outside.trace = _leave, _run, _unit, trace
+Outside.say = _operation
 torch.compiler.allow_in_graph(mark)

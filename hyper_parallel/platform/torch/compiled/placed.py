@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.compiled.functions import read_for_parts
+from hyper_parallel.platform.torch.compiled.tracing import is_tracing
 from hyper_parallel.platform.torch.tensor import State
 
 __all__ = [
@@ -78,6 +79,14 @@ class Outside:
     unit: Any = None
     #: ``trace(func, args, kwargs)``: what an operation gives of a `Placed`, or None where it is not traced.
     trace: Any = None
+    #: ``say(what)``: what leaves a frame that is being traced.
+    say: Any = None
+
+
+def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
+    if is_tracing():
+        Outside.say("an operation on a DTensor")
+    return Outside.leave(call, args, kwargs)
 
 
 def _torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -85,7 +94,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: 
         if issubclass(other, Part):
             return NotImplemented  # which reads parameters in its own way
     y = Outside.trace(func, args, kwargs or {})
-    return Outside.leave(func, args, kwargs or {}) if y is None else y
+    return _leave(func, args, kwargs or {}) if y is None else y
 
 
 @kept_on_mesh
@@ -181,13 +190,13 @@ def _derive(methods: dict[str, Any], mesh: Any, cut: int | None) -> type:
     def to_local(self: Any, *, grad_placements: Any = None) -> Any:
         if grad_placements is None:
             return plain(self)
-        return Outside.leave(State.tensor_class.to_local, (self,), {"grad_placements": grad_placements})
+        return _leave(State.tensor_class.to_local, (self,), {"grad_placements": grad_placements})
 
     def through(name: str) -> Any:
         method = getattr(mixin, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return Outside.leave(method, (self, *args), kwargs)
+            return _leave(method, (self, *args), kwargs)
 
         return call
 
