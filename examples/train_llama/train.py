@@ -107,6 +107,11 @@ def worst_difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray])
     return float(np.max([np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(theirs[name]) for name in theirs]))
 
 
+def norm_of(gradients: dict[str, np.ndarray]) -> float:
+    """The norm of all of them."""
+    return math.sqrt(sum(float(np.linalg.norm(gradient)) ** 2 for gradient in gradients.values()))
+
+
 def bits_per_byte(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, batch: int) -> float:
     """Mean cost of a target byte in bits. Every process must call it."""
     starts = range(0, len(inputs), batch)
@@ -174,8 +179,12 @@ def train(
         record.unsharded_losses.append(unsharded.step(*batch, learning_rate))
         line = f"step {step + 1:4d}  sharded {loss:.6f}  unsharded {record.unsharded_losses[-1]:.6f}"
         if done == 0:
-            record.gradient_difference = worst_difference(gradients, unsharded.gradients())
-            line += f"  largest relative gradient difference {record.gradient_difference:.1e}"
+            theirs = unsharded.gradients()
+            record.gradient_difference = worst_difference(gradients, theirs)
+            line += (
+                f"\ngradients  sharded {norm_of(gradients):.6f}  unsharded {norm_of(theirs):.6f}"
+                f"  largest relative difference of a parameter's {record.gradient_difference:.1e}"
+            )
         if validate:
             line += (
                 f"  validation {record.validation_bits_per_byte:.3f} bits per byte"
