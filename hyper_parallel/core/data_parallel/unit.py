@@ -3,8 +3,8 @@
 A call gathers the parameters, and lets the modules find whole ones where they look for theirs (`UnitParameters`).
 Whole parameters are results of one differentiable function of the shards, whose backward reduces the gradients
 (`Gradients`). What the module returns goes through an identity: when the first cotangent comes back to it, the
-parameters are made whole again. Where backward runs in order, all that reads them has run when their own cotangents are
-there: they are given back then, before their gradients are reduced.
+parameters are made whole again. When their own cotangents are there, and of frozen ones that of the input, where the
+platform tells, they are given back, before their gradients are reduced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.results import Results
 from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 from hyper_parallel.core.data_parallel.together import Together
-from hyper_parallel.core.data_parallel.trees import tensors_in
+from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module
 from hyper_parallel.core.dtensor.operations.random import BESIDE
@@ -176,8 +176,10 @@ class Unit:
         try:
             self.parameters.show(wholes, parameters)
             del wholes
-            if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
+            if platform.frees_storage and not platform.tells_beginning and recorded:
                 args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
+            elif asked and first and not again and platform.frees_storage and not self._runs_in_order(call):
+                args, kwargs = self._watched(args, kwargs, inputs)
             try:
                 if first and not again:
                     model.entered(self)
@@ -204,6 +206,27 @@ class Unit:
             if self.fewer is not None:
                 self.parameters.shrink(self.fewer)
             self.parameters.free()
+
+    def _runs_in_order(self, call: Call) -> bool:
+        """Whether in backward all that reads the whole parameters has run when their cotangents are there: what was
+        recorded since has. Another device has an order of its own, but gives those that are trained a cotangent."""
+        all_trained = sum(map(len, call.trained)) == len(call.parameters)
+        return all_trained and (self.platform.fast or NOTHING_FASTER).backward_in_order
+
+    def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
+        """The arguments, such that backward tells when the cotangent of the input is there. Of several inputs, or a
+        distributed one, nothing is asked."""
+        found = [x for x in inputs if self.platform.requires_grad(x)]
+        if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
+            return args, kwargs
+        with self.platform.no_dispatch():
+            view = (self.platform.fast or NOTHING_FASTER).tell_gradient(found[0], self._one_less_awaited)
+        if args and args[0] is found[0]:
+            return (view, *args[1:]), kwargs
+        changed: tuple[tuple, dict] = map_tensors(
+            (args, kwargs), lambda x: view if x is found[0] else x, self.platform, lambda x: x
+        )
+        return changed
 
     def _wholes(self, call: Call, values: Sequence[Any], asked: bool) -> list[Any]:
         """The whole parameters in the order of their indices, differentiable where that is ``asked``."""
@@ -265,13 +288,11 @@ class Unit:
             call.check_whole(self.what)
 
     def _one_less_awaited(self) -> None:
-        """The cotangents of one buffer are there. After those of all nothing reads the whole parameters any more: they
-        make room for the buffer in which their gradients are reduced."""
+        """The cotangents of one buffer are there, or that of the input; after all of them nothing reads the parameters.
+        They make room for the buffer in which their gradients are reduced."""
         self._awaited -= 1
-        if self._awaited == 0 and self.model is not None:
-            running = self.model.this_pass()
-            if running is not None:
-                running.left(self)
+        if self._awaited == 0 and self.model is not None and (running := self.model.this_pass()) is not None:
+            running.left(self)
 
     def _reached(self, call: Call) -> None:
         """A cotangent of what a call has returned is there."""
@@ -292,11 +313,7 @@ class Unit:
             return
         self.parameters.open()
         self._opened = 1
-        # In order, all that was recorded since the parameters were made whole has run when their cotangents are there.
-        # Another device has an order of its own: what runs there is waited for if it gives a trained one a cotangent.
-        in_order = (self.platform.fast or NOTHING_FASTER).backward_in_order
-        all_trained = sum(map(len, call.trained)) == len(call.parameters)
-        self._awaited = len(call.trained) if in_order and all_trained else -1
+        self._awaited = sum(map(bool, call.trained)) + (not self._runs_in_order(call))
         known = self.parameters.buffers, call.trained
         if self._leaves_of[0] is not known[0] or self._leaves_of[1] != known[1]:
             self._leaves, self._leaves_of = self._make_leaves(call), known

@@ -148,6 +148,12 @@ class Fast:
         None adds nothing. After `can_delay_gradient` said yes. Called with interception off."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
 
+    def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
+        """``x`` as another tensor, for which it can stand in every use, writes among them. Backward calls ``call`` when
+        the cotangent of that tensor is there; a framework that has nothing cheap for it returns ``x`` and never does.
+        Called with interception off."""
+        return x
+
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """A 1-D tensor in which the data of the parameters ``xs`` lie one after the other, each at the beginning of
         ``lengths[i]`` elements of its own: ``flat`` where that is the one, otherwise a new one, to which they have been

@@ -143,6 +143,14 @@ class TorchFast(Fast):
                 else:
                     gradient.add_(cotangent)
 
+    def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
+        """See `Fast.tell_gradient`."""
+        y: Any = x.view_as(x)
+        y._backward_hooks = OrderedDict({0: lambda cotangent: call()})
+        y.grad_fn._register_hook_dict(y)
+        y._backward_hooks = None  # see `in_place_step`
+        return y
+
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
         """See `Fast.in_one_storage`."""
         known: Any = flat
