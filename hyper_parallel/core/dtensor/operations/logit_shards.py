@@ -30,7 +30,7 @@ class PartOfClasses:
     def __init__(self, module: Any, mesh: DeviceMesh, what: str) -> None:
         self._mesh, self.what = mesh, what
         #: None before the first call, and where nothing was recorded of it.
-        self._weights: weakref.WeakKeyDictionary[Any, weakref.ref[Any] | None] = weakref.WeakKeyDictionary()
+        self._weights: weakref.WeakKeyDictionary[Any, Callable[[], Any] | None] = weakref.WeakKeyDictionary()
         self._weights[module] = None
 
     def noting(self, forward: Callable[..., Any], module: Any) -> Callable[..., Any]:
