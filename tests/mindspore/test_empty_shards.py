@@ -107,3 +107,27 @@ def test_gradients(pool: Any, world: int, dim: int, every: int) -> None:
 @pytest.mark.parametrize(("world", "dim"), [(3, 0), (4, 1)])
 def test_masks(pool: Any, world: int, dim: int) -> None:
     assert pool.run(world, problems, dim, MASKS) == [[]] * world
+
+
+@on_mesh()
+def written_after(mesh: Any) -> None:
+    """What is written to a tensor after an operation that does not need its values does not concern that one's backward:
+    on ranks with nothing as on the others."""
+
+    def loss(x: Any, v: Any) -> Any:
+        h = x * 1.0
+        y = h + v
+        h[0:2] = 3.0
+        return (y * y).sum() + (h * v).sum()
+
+    named = operands()
+    given = operands(placed(mesh, 0))
+    _, wanted = ms.value_and_grad(loss, (0, 1))(named["x"], named["v"])
+    with check_ranks(mesh):
+        _, got = value_and_grad(loss, (0, 1))(given["x"], given["v"])
+    for g, w in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(whole(g), w.asnumpy(), rtol=1e-5)
+
+
+def test_writes_after_operations(pool: Any) -> None:
+    pool.run(3, written_after)

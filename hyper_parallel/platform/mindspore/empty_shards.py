@@ -33,16 +33,19 @@ def use_rules(dispatch: Dispatch) -> None:
 
 class _Zeros(AutogradFunction):
     """Zeros of which tensors are inputs, with gradient zero. The gradient has them as inputs again, as it has on ranks
-    with elements: gradients of gradients may communicate on the way to them."""
+    with elements: gradients of gradients may communicate on the way to them.
+
+    `save_for_backward` would refuse operands that the program has written to since. No value of theirs is read, and an
+    addition on ranks with elements has not saved them either."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
-        ctx.save_for_backward(*operands)
+        ctx.operands = operands
         return ops.zeros(shape, dtype)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple:
-        operands = ctx.saved_tensors
+        operands = ctx.operands
         with NoFallbackGuard():
             zeros = [_Zeros.apply(tuple(x._shape), x.dtype, cotangent, *operands) for x in operands]
         return None, None, *zeros
