@@ -26,11 +26,16 @@ from hyper_parallel.testing.spmd import on_mesh
 
 TIMEOUT = 4
 PROGRAM = f"""
-import os, sys, time
+import os, pathlib, sys, time
 import torch
 import hyper_parallel as hp
 
 platform = hp.get_platform()
+# The time-out is also that of the meeting of all ranks, and imports take longer than that on a busy machine.
+folder = pathlib.Path(sys.argv[3])
+(folder / os.environ["RANK"]).touch()
+while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
 platform.init_process_group(timeout={TIMEOUT})
 rank, lost, how = platform.rank(), int(sys.argv[1]), sys.argv[2]
 if how == "hangs":
@@ -99,8 +104,8 @@ def run_ranks(program: str, *args: str, size: int = 4, stop: int | None = None, 
         (3, "hangs", (2, 3)),
     ],
 )
-def test_lost_rank_is_named(lost: int, how: str, ranks: tuple[int, ...]) -> None:
-    outputs = run_ranks(PROGRAM, str(lost), how, size=max(ranks) + 1, stop=lost)
+def test_lost_rank_is_named(lost: int, how: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    outputs = run_ranks(PROGRAM, str(lost), how, str(tmp_path), size=max(ranks) + 1, stop=lost)
     for rank in set(ranks) - {lost}:
         _, _, raised = outputs[rank].partition("raised|")
         assert raised, outputs[rank]
