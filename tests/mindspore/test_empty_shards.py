@@ -111,8 +111,8 @@ def test_masks(pool: Any, world: int, dim: int) -> None:
 
 @on_mesh()
 def written_after(mesh: Any) -> None:
-    """What is written to a tensor after an operation that does not need its values does not concern that one's backward:
-    on ranks with nothing as on the others."""
+    """Writing to a tensor does not concern the backward of an operation before that does not need its values: on ranks
+    with nothing as on the others."""
 
     def loss(x: Any, v: Any) -> Any:
         h = x * 1.0
