@@ -176,7 +176,7 @@ class Unit:
         try:
             self.parameters.show(wholes, parameters)
             del wholes
-            if platform.frees_storage and not platform.tells_beginning and recorded:
+            if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
                 args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
             elif asked and first and not again and platform.frees_storage and not self._runs_in_order(call):
                 args, kwargs = self._watched(args, kwargs, inputs)
