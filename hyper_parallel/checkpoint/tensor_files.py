@@ -116,7 +116,7 @@ def write_tensors(
 
     Args:
         path: of a new file.
-        entries: those that are no multiple of `disk.ALIGNMENT` come to lie behind the others.
+        entries: large ones come to lie first, and those that are no multiple of `disk.ALIGNMENT` last.
         checksums: whether to compute them.
         advance: called with numbers of bytes that have been written.
         metadata: what the header says besides.
@@ -124,7 +124,7 @@ def write_tensors(
     Returns:
         The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
     """
-    entries = sorted(entries, key=lambda entry: entry.nbytes % disk.ALIGNMENT != 0)
+    entries = sorted(entries, key=lambda entry: (entry.nbytes % disk.ALIGNMENT != 0, entry.nbytes < disk.BLOCK))
     first, beyond = None, (0, 8)
     if entries and entries[0].nbytes >= disk.BLOCK:
         # Frameworks let all large tensors begin at the same place of a page. In the file they do, too: then they are

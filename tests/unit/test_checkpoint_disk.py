@@ -79,20 +79,18 @@ def test_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before:
 
 
 def test_data_lies_in_files_as_in_memory(tmp_path: Path) -> None:
-    """That of the first tensor does, and of all that begin where it does; those of odd sizes come last."""
+    """That of the first large tensor does, and of all that begin where it does; small ones come then, odd ones last."""
     memory = [np.zeros(3 * BLOCK, np.uint8) for _ in range(2)]
     values = [x[(64 - x.ctypes.data) % 4096 :][: 2 * BLOCK] for x in memory]
     for i, x in enumerate(values):
         x[:] = np.arange(x.size) % (250 + i)
-    odd = np.arange(5, dtype=np.uint8)
-    entries = [
-        Entry(name, "uint8", x.shape, lambda x=x: x.data)
-        for name, x in {"odd": odd, "a": values[0], "b": values[1]}.items()
-    ]
+    odd, page = np.arange(5, dtype=np.uint8), np.full(4096, 255, np.uint8)
+    tensors = {"odd": odd, "page": page, "a": values[0], "b": values[1]}
+    entries = [Entry(name, "uint8", x.shape, lambda x=x: x.data) for name, x in tensors.items()]
     size, sums = write_tensors(tmp_path / "x", entries, True, lambda _: None)
     file = TensorFile(tmp_path / "x", size)
     content = (tmp_path / "x").read_bytes()
-    for name, x in {"odd": odd, "a": values[0], "b": values[1]}.items():
+    for name, x in tensors.items():
         assert bytes(file.data(name)) == x.tobytes()
         assert sums[name] == zlib.crc32(x.tobytes())
     assert [content.index(x.tobytes()) % 4096 for x in values] == [64, 64]
