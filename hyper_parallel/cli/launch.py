@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from importlib.util import find_spec
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE
+from hyper_parallel.testing.pool import free_port
 
 __all__ = ["PORT", "command_of", "run"]
 
@@ -109,6 +109,4 @@ def _port_of(arguments: argparse.Namespace) -> int:
         return int(arguments.port)
     if arguments.nodes > 1:
         return PORT
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()

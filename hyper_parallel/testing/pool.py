@@ -168,7 +168,7 @@ class WorkerPool:
             # belongs into the measured coverage of each worker.
             framework = self.platform.split("-")[0]
             context.set_forkserver_preload(["numpy", framework])
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             log = Path(self._logs.name) / f"start-{self.starts}-rank-{rank}.log"
@@ -244,7 +244,8 @@ def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
     return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
