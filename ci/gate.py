@@ -6,7 +6,8 @@ The unit tests run once, the conformance suite on torch-cpu also without `Platfo
 process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the conformance suite and its own tests; its coverage is
 what these and the unit tests reach together, lines and branches.
 Several of these parts run at a time, because ranks spend a third of their time waiting for one another; what a part
-prints appears when it has ended, and stays in ``build/gate/logs``.
+prints appears when it has ended, and stays in ``build/gate/logs``. With ``--processes`` the files of tests of a part
+are shared out over several processes of pytest, which a machine of many cores ends sooner.
 ``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports for
 browsers stay in ``build/gate/<backend>/html``. Ends with a table, which is also written to
 ``build/gate/table.{json,md}``, and exits non-zero if any test failed, a part ran no test or an area is under its
@@ -30,8 +31,10 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TextIO
@@ -102,46 +105,88 @@ def device_of(backend: str, command: list[str], faked: bool) -> str:
     return stand_in if faked or len(command) > 1 else real
 
 
-def run_tests(
-    root: Path, row: Row, folders: list[str], environment: dict[str, str], command: list[str], log: TextIO
-) -> None:
-    """Run pytest on ``folders`` under coverage and count; data and report go to a folder of this part.
+class Tests:
+    """How the tests of a part are run.
 
-    ``command`` starts Python.
+    Args:
+        root: the project.
+        processes: over how many processes of pytest the files of tests are shared out.
     """
-    output = root / BUILD / row.backend
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    report = output / "junit.xml"
-    print(f"\n== {row.name}: {' '.join(folders)}", file=log, flush=True)
-    measured = ["-m", "coverage", "run", "-m", "pytest", "-q", f"--junitxml={report}", *folders]
-    environment = {**os.environ, **environment, "COVERAGE_FILE": str(output / "coverage")}
-    started = time.monotonic()
-    try:
-        done = subprocess.run(
-            [*command, *measured],
-            cwd=root,
-            env=environment,
-            timeout=PART_TIMEOUT,
-            check=False,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+
+    def __init__(self, root: Path, processes: int = 1) -> None:
+        self.root = root
+        self.processes = processes
+
+    def run(self, row: Row, folders: list[str], variables: dict[str, str], command: list[str], log: TextIO) -> None:
+        """Run pytest on ``folders`` under coverage and count; data and reports go to a folder of this part.
+
+        ``command`` starts Python.
+        """
+        output = self.root / BUILD / row.backend
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        print(f"\n== {row.name}: {' '.join(folders)}", file=log, flush=True)
+        environment = {**os.environ, **variables, "COVERAGE_FILE": str(output / "coverage")}
+        started = time.monotonic()
+        shares = [folders] if self.processes == 1 else self._shares(folders, environment, command)
+        with ThreadPoolExecutor(self.processes) as threads:
+            reports = [output / f"junit-{n}.xml" for n in range(len(shares))]
+            problems = threads.map(partial(self._pytest, environment, command, log), shares, reports)
+        row.problem = next(filter(None, problems), "")
+        row.seconds = time.monotonic() - started
+        for report in reports:
+            if self.processes > 1:
+                log.write(report.with_suffix(".txt").read_text(encoding="utf-8", errors="replace"))
+            if report.exists():
+                self._count(row, report)
+            else:
+                row.problem = row.problem or "pytest wrote no report"
+        if not row.passed:
+            row.problem = row.problem or "no test ran"  # skipped ones show nothing
+
+    def _shares(self, folders: list[str], environment: dict[str, str], command: list[str]) -> list[list[str]]:
+        """The files of tests below ``folders``, in shares of about as many tests each."""
+        collect = [*command, "-m", "pytest", "--collect-only", "-q", *folders]
+        found = subprocess.run(collect, cwd=self.root, env=environment, check=False, capture_output=True, text=True)
+        files = Counter(line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line)
+        shares: list[list[str]] = [[] for _ in range(self.processes)]
+        sizes = [0] * self.processes
+        for file, size in files.most_common():
+            least = sizes.index(min(sizes))
+            shares[least].append(file)
+            sizes[least] += size
+        return [share for share in shares if share] or [folders]
+
+    def _pytest(
+        self, environment: dict[str, str], command: list[str], log: TextIO, tests: list[str], report: Path
+    ) -> str:
+        """Run ``tests`` in one process of pytest. Returns what went wrong."""
+        measured = ["-m", "coverage", "run", "-m", "pytest", "-q", f"--junitxml={report}", *tests]
+        # One log at a time, so that what several processes print does not mix.
+        own = report.with_suffix(".txt")
+        with nullcontext(log) if self.processes == 1 else own.open("w", encoding="utf-8") as output:
+            try:
+                done = subprocess.run(
+                    [*command, *measured],
+                    cwd=self.root,
+                    env=environment,
+                    timeout=PART_TIMEOUT,
+                    check=False,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            except subprocess.TimeoutExpired:
+                return f"over {PART_TIMEOUT} s"
         if done.returncode:
-            row.problem = "no test ran" if done.returncode == 5 else f"pytest exit {done.returncode}"
-    except subprocess.TimeoutExpired:
-        row.problem = f"over {PART_TIMEOUT} s"
-    row.seconds = time.monotonic() - started
-    if not report.exists():
-        row.problem = row.problem or "pytest wrote no report"
-        return
-    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-        count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-        row.failed += count["failures"] + count["errors"]
-        row.skipped += count["skipped"]
-        row.passed += count["tests"] - count["failures"] - count["errors"] - count["skipped"]
-    if not row.passed:
-        row.problem = row.problem or "no test ran"  # skipped ones show nothing
+            return "no test ran" if done.returncode == 5 else f"pytest exit {done.returncode}"
+        return ""
+
+    def _count(self, row: Row, report: Path) -> None:
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+            row.failed += count["failures"] + count["errors"]
+            row.skipped += count["skipped"]
+            row.passed += count["tests"] - count["failures"] - count["errors"] - count["skipped"]
 
 
 def measure(root: Path, row: Row, config: Path, log: TextIO) -> None:
@@ -202,8 +247,9 @@ def folders_of(root: Path, backend: str, faked: bool) -> list[str]:
     return [f"tests/{name}" for name in names if (root / "tests" / name).is_dir()]
 
 
-def gate(root: Path, backend: str, python: str, unit: Callable[[], Row], log: TextIO) -> Row:
+def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], log: TextIO) -> Row:
     """The row of one backend. ``unit`` waits for the unit tests, whose coverage counts."""
+    root = tests.root
     if reason := why_not(root, backend, python):
         stand_in = DEVICES.get(backend, ("", ""))[1]
         return (
@@ -219,30 +265,30 @@ def gate(root: Path, backend: str, python: str, unit: Callable[[], Row], log: Te
     if not folders:
         row.problem = "it has no folder of tests"
         return row
-    run_tests(root, row, folders, {"HYPER_PARALLEL_PLATFORM": backend}, command, log)
+    tests.run(row, folders, {"HYPER_PARALLEL_PLATFORM": backend}, command, log)
     unit()
     measure(root, row, config, log)
     return row
 
 
-def unit_row(root: Path, log: TextIO) -> Row:
+def unit_row(tests: Tests, log: TextIO) -> Row:
     """The row of the unit tests."""
     row = Row("unit")
-    run_tests(root, row, ["tests/unit"], {}, [sys.executable], log)
+    tests.run(row, ["tests/unit"], {}, [sys.executable], log)
     return row
 
 
-def without_fast_row(root: Path, python: str, log: TextIO) -> Row:
+def without_fast_row(tests: Tests, python: str, log: TextIO) -> Row:
     """The row of the conformance suite on a platform that has no short ways."""
     row = Row(WITHOUT_FAST, "CPU")
     environment = {"HYPER_PARALLEL_PLATFORM": TWICE, "HYPER_PARALLEL_FAST": "0"}
-    run_tests(root, row, ["tests/conformance"], environment, [python], log)
+    tests.run(row, ["tests/conformance"], environment, [python], log)
     return row
 
 
-def run_parts(root: Path, backends: dict[str, str], at_once: int) -> list[Row]:
+def run_parts(tests: Tests, backends: dict[str, str], at_once: int) -> list[Row]:
     """The rows of the unit tests and of all backends, ``at_once`` at a time."""
-    logs = root / BUILD / "logs"
+    logs = tests.root / BUILD / "logs"
     logs.mkdir(parents=True, exist_ok=True)
 
     def logged(name: str, part: Callable[[TextIO], Row]) -> Row:
@@ -256,13 +302,13 @@ def run_parts(root: Path, backends: dict[str, str], at_once: int) -> list[Row]:
 
     with ThreadPoolExecutor(at_once) as pool:
         # The first to begin: the others wait for it, so it must not wait for a place.
-        unit: Future[Row] = pool.submit(logged, "unit", partial(unit_row, root))
+        unit: Future[Row] = pool.submit(logged, "unit", partial(unit_row, tests))
         rows = [
-            pool.submit(logged, name, partial(gate, root, name, python, unit.result))
+            pool.submit(logged, name, partial(gate, tests, name, python, unit.result))
             for name, python in backends.items()
         ]
         if TWICE in backends:
-            rows.append(pool.submit(logged, WITHOUT_FAST, partial(without_fast_row, root, backends[TWICE])))
+            rows.append(pool.submit(logged, WITHOUT_FAST, partial(without_fast_row, tests, backends[TWICE])))
     return [future.result() for future in (unit, *rows)]
 
 
@@ -284,6 +330,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backends", nargs="+", metavar="BACKEND[=PYTHON]", help="folders in platform/")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="how many parts run at a time")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="over how many processes the tests of a part are shared out",
+    )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="the project")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
@@ -291,7 +344,7 @@ def main() -> int:
     backends = {name: python or sys.executable for name, _, python in (b.partition("=") for b in arguments.backends)}
     if unknown := sorted(set(backends) - set(known)):
         parser.error(f"no such backend: {', '.join(unknown)}; there are {', '.join(known)}")
-    rows = run_parts(root, backends, arguments.at_once)
+    rows = run_parts(Tests(root, arguments.processes), backends, arguments.at_once)
     results.stamp(root, rows)
     results.write(root / BUILD / "table.json", rows)
     (root / BUILD / "table.md").write_text(results.markdown(rows), encoding="utf-8")

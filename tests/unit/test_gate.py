@@ -163,7 +163,7 @@ def test_no_threshold(gate: Any, tmp_path: Path, areas: str | None) -> None:
         config.unlink()
     else:
         config.write_text(config.read_text().split("[areas]")[0] + areas)
-    row = gate.gate(root, "demo", sys.executable, None, sys.stdout)
+    row = gate.gate(gate.Tests(root), "demo", sys.executable, None, sys.stdout)
     assert row.verdict == "FAIL: platform/demo/coverage.ini asks for no coverage of the backend's own code"
 
 
@@ -200,10 +200,22 @@ def test_failing_test(tmp_path: Path) -> None:
     assert "1 passed, 1 failed, 0 skipped" in output
 
 
+def test_several_processes(tmp_path: Path) -> None:
+    """The files are shared out, and what all of them reached and failed counts together."""
+    root = project(tmp_path, 60, PASSES)
+    for name, line in (("negative", "    assert sign(-2) == -1\n"), ("wrong", "    assert sign(2) == 2\n")):
+        text = PASSES.replace("def test_sign", f"def test_{name}") + line
+        (root / "tests" / "conformance" / f"test_{name}.py").write_text(text)
+    found, output = run_gate(root, "--processes=2", "demo")
+    assert found == 1 and "assert sign(2) == 2" in output, output
+    assert row_of("demo (CPU)", output) == "2 1 0 100% - 100% 60% / - / 100% SECONDS FAIL: pytest exit 1"
+    assert len(list((root / "build" / "gate" / "demo").glob("junit-*.xml"))) == 2
+
+
 def run_conformance(gate: Any, root: Path) -> Any:
     """The row after the one file of tests has run, without the unit tests and without coverage."""
     row = gate.Row("demo", "CPU")
-    gate.run_tests(root, row, ["tests/conformance"], {}, [sys.executable], sys.stdout)
+    gate.Tests(root).run(row, ["tests/conformance"], {}, [sys.executable], sys.stdout)
     return row
 
 
@@ -235,7 +247,7 @@ def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
 def test_no_folder_of_tests(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "tests" / "conformance").rename(root / "tests" / "elsewhere")
-    assert gate.gate(root, "demo", sys.executable, None, sys.stdout).verdict == "FAIL: it has no folder of tests"
+    assert gate.gate(gate.Tests(root), "demo", sys.executable, None, sys.stdout).verdict == "FAIL: it has no folder of tests"
 
 
 def test_unknown_backend(tmp_path: Path) -> None:
