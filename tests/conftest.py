@@ -65,8 +65,13 @@ def pytest_configure() -> None:
         import torch
 
         if 0 < torch.cuda.device_count() < SIZE:
-            # nccl refuses two ranks on one GPU. Read by the workers, and by programs that tests start.
-            os.environ.setdefault("HYPER_PARALLEL_TORCH_BACKEND", "gloo")
+            # Read by the workers, and by programs that tests start. Before 2.30, nccl refused two ranks on one GPU.
+            if torch.cuda.nccl.version() >= (2, 30):
+                os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+            else:
+                os.environ.setdefault("HYPER_PARALLEL_TORCH_BACKEND", "gloo")
+        # cuDNN's convolutions keep 10 bits of the mantissa by default: shards would differ by more than rounding.
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -102,7 +102,7 @@ def meta_parameters(mesh: Any) -> None:
     manual_seed(0, mesh)
     empty.reset_parameters()
     torch.manual_seed(0)
-    close(empty.weight, nn.Linear(3, 5).weight.to(device()))
+    close(empty.weight, nn.Linear(3, 5, device=device()).weight)
 
 
 @on_mesh()

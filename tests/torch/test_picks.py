@@ -175,6 +175,8 @@ def refused() -> None:
     mask = distribute_tensor(torch.arange(24, device=device()).reshape(6, 4) > 3, mesh, [Shard(0)])
     with pytest.raises(ValueError, match="masked_scatter of 8 elements of a source to 20 places"):
         x.masked_scatter(mask, distribute_tensor(torch.zeros(2, 4, device=device()), mesh))
+    if device().type == "cuda":
+        return  # there torch ends the process: "device-side assert triggered"
     far = distribute_tensor(torch.tensor([6], device=device()), mesh)
     for call in (lambda: x.index_put((far,), x.sum()), lambda: x.gather(0, far.reshape(1, 1)), lambda: x[-1 - far]):
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):

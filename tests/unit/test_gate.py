@@ -247,7 +247,8 @@ def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
 def test_no_folder_of_tests(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "tests" / "conformance").rename(root / "tests" / "elsewhere")
-    assert gate.gate(gate.Tests(root), "demo", sys.executable, None, sys.stdout).verdict == "FAIL: it has no folder of tests"
+    row = gate.gate(gate.Tests(root), "demo", sys.executable, None, sys.stdout)
+    assert row.verdict == "FAIL: it has no folder of tests"
 
 
 def test_unknown_backend(tmp_path: Path) -> None:

@@ -158,7 +158,10 @@ def _embedding(how: CompiledForward, module: Any) -> Callable[..., Any]:
 
     def column(ids: Tensor, weight: Any, to: int | None) -> Any:
         with no_dispatch():
-            y = F.embedding(ids, weight, padding)
+            if count or not ids.is_cuda:
+                y = F.embedding(ids, weight, padding)
+            else:  # as in op_table/nn.py
+                y = weight.sum(0).expand(*ids.shape, 0)
         features = y.ndim - 1
         y = moves.move(y, features, to, sizes)
         return _give(moves, y, to, even or to != features)

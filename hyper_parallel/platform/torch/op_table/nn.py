@@ -60,6 +60,9 @@ def _call_embedding(func: Any, operands: tuple, static_args: tuple) -> Any:
     if not ids.numel():
         # Gradients of gradients of `F.embedding` raise where there are no ids, and the other ranks would wait.
         return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])
+    if not weight.shape[1] and ids.is_cuda:
+        # No features: there backward reads memory that is not its own ("an illegal memory access", torch 2.15).
+        return weight.sum(0).expand(*ids.shape, 0)
     return F.embedding(ids, weight, static_args[0])
 
 
