@@ -33,6 +33,8 @@ from hyper_parallel import (
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 from tests.torch.support import close, device
 
+PLATFORM = os.environ.get("HYPER_PARALLEL_PLATFORM")
+
 
 class Model(torch.nn.Module):
     """A class that can be pickled by name, as users' are."""
@@ -208,9 +210,10 @@ def test_values(pool: Any, job: Callable) -> None:
 
 
 @pytest.mark.skipif(
-    os.environ.get("HYPER_PARALLEL_PLATFORM") == "torch-npu" and "ASCEND_HOME_PATH" not in os.environ,
+    PLATFORM == "torch-npu" and "ASCEND_HOME_PATH" not in os.environ,
     reason="simulated NPUs share no memory between processes",
 )
+@pytest.mark.skipif(PLATFORM == "torch-cuda", reason="CUDA opens shared memory in other processes alone")
 def test_queues(pool: Any) -> None:
     pool.run(2, between_processes)
 
