@@ -81,8 +81,8 @@ def pytest_configure() -> None:
         import torch
 
         if 0 < torch.cuda.device_count() < SIZE:
-            # Read by the workers, and by programs that tests start. nccl refuses two ranks on one GPU, or from 2.30 on,
-            # with NCCL_MULTI_RANK_GPU_ENABLE=1, takes 14 ms for a collective of 4 ranks (0.13 ms under MPS, 1.2 ms gloo).
+            # Read by the workers, and by programs that tests start. nccl refuses two ranks on one GPU. From 2.30 on,
+            # with NCCL_MULTI_RANK_GPU_ENABLE=1, it takes 14 ms a collective of 4 ranks (MPS: 0.13 ms, gloo: 1.2 ms).
             os.environ.setdefault("HYPER_PARALLEL_TORCH_BACKEND", "gloo")
         # cuDNN's convolutions keep 10 bits of the mantissa by default: shards would differ by more than rounding.
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
