@@ -177,7 +177,8 @@ def llama_versions(
             continue  # torch has no sharding rule for attention on CPU
         library = LIBRARIES[TORCH if "torch" in name else HYPER_PARALLEL]
         mesh, whole = _mesh(library, device), library.Replicate()
-        parallel = library.parallelize_module(block(), mesh, llama_plan(library, sequence_parallel, dtensors))
+        tables = 3 if decode else 2  # the cache is one more input
+        parallel = library.parallelize_module(block(), mesh, llama_plan(library, sequence_parallel, dtensors, tables))
         if not dtensors:
             versions.append(version(name, parallel, (cos, sin), cache(), part(cotangent)))
             continue
@@ -188,9 +189,9 @@ def llama_versions(
         if not sequence_parallel:
             for norm in (parallel.attention_norm, parallel.ffn_norm):
                 library.distribute_module(norm, mesh)
-        tables = tuple(distributed(t, whole) for t in (cos, sin))
+        rotary = tuple(distributed(t, whole) for t in (cos, sin))
         # A default argument binds the library of this turn of the loop.
         heads = cache(lambda t, distributed=distributed, library=library: distributed(t, library.Shard(1)))
         start = distributed(part(cotangent), library.Shard(1) if sequence_parallel else whole)
-        versions.append(version(name, parallel, tables, heads, start))
+        versions.append(version(name, parallel, rotary, heads, start))
     return versions

@@ -53,15 +53,21 @@ ALSO_ON_NPU = {"test_against_torch.py", "test_huggingface.py"}
 #: What ranks that share a GPU cannot try, since they talk over gloo: name of a file, or of a test in it -> why.
 _FUNCTIONAL = "over gloo, functional collectives of torch on a GPU end the process (segmentation fault, torch 2.15)"
 NEEDS_NCCL = {
+    "test_comm_mode_torch.py::test_counted": _FUNCTIONAL,
     "test_compile.py": _FUNCTIONAL,
+    "test_compile_guards.py": _FUNCTIONAL,
     "test_compile_models.py": _FUNCTIONAL,
     "test_compile_styles.py": _FUNCTIONAL,
     "test_compile_uneven.py": _FUNCTIONAL,
+    "test_loss_parallel_torch.py::test_against_torch": _FUNCTIONAL,
+    "test_loss_parallel_torch.py::test_narrow_dtypes": _FUNCTIONAL,
+    "test_mesh_against_torch.py::test_functional_collectives": _FUNCTIONAL,
     "test_torch_bridge.py::test_round_trip": _FUNCTIONAL,
     "test_torch_bridge.py::test_gradients_through_both": _FUNCTIONAL,
     "test_torch_bridge.py::test_clipping_on_several_meshes": _FUNCTIONAL,
     "test_torch_fully_shard.py": _FUNCTIONAL,
     "test_fully_shard_against_torch.py::test_alike": _FUNCTIONAL,
+    "test_distributed_checkpoint.py::test_broadcast_onto_meta": "torch takes the CPU for the device of a group of gloo",
     "test_native_collectives.py::test_functions": "over gloo, sending a tensor of a GPU ends the process (torch 2.15)",
     "test_native_collectives.py::test_data_parallel_loop": "gloo coalesces no collectives of tensors of a GPU",
     "test_mesh_groups.py::test_other_backends": "it asks for groups of nccl",

@@ -28,7 +28,7 @@ def test_without_cann(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     root = Path(__file__).parents[2]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)]), "CUDA_VISIBLE_DEVICES": ""}
     environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     plain = subprocess.run([sys.executable, "-c", "import torch"], env=environ, capture_output=True, text=True)
     assert plain.returncode != 0 and "torch_npu" in plain.stderr

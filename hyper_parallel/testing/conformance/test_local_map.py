@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,9 @@ def shown() -> list[str]:
     for size, placements in (((3, 4), [S0, S1]), ((3,), [S0, R]), ((4, 2), [R, PackedShard(0, 2)]), ((0, 2), [R, R])):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             visualize_sharding(zeros(size, device_mesh=mesh, placements=placements), header="x")
-        texts.append(out.getvalue().replace(mesh.device_type, "cpu"))
+        # The device may have a longer name; what columns are padded to stays.
+        text = re.sub(rf"{mesh.device_type}(:\S+)", lambda m: f"cpu{m[1]}".ljust(len(m[0])), out.getvalue())
+        texts.append(re.sub(" +\n", "\n", text))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         path = Path(folder) / "x.svg"
         for size, placements in (((2, 4), [R, S1]), ((99, 2), [R, R])):
