@@ -75,7 +75,7 @@ def section(rows: list[Row], hardware: list[dict]) -> str:
             row = results.from_dict(report["row"])
             lines.append(_line(row, f"{device}: {report['facts']['device name']}", how))
         else:
-            lines.append(_missing(backend, device, how, "**NOT run on hardware yet**"))
+            lines.append(_missing(backend, device, how, "**no green run on hardware yet**"))
     return "\n".join(lines)
 
 

@@ -99,7 +99,7 @@ def test_readme_section(results: Any, table: Any, tmp_path: Path) -> None:
     readme = (root / "README.md").read_text()
     assert readme.startswith(f"before\n{table.BEGIN}\n\n| backend |") and readme.endswith(f"\n\n{table.END}\nafter\n")
     assert "| 12 (1 skipped) | 99.9 % | 100 % | 97.2 % | 2026-11-21, `abc` |" in readme
-    assert readme.count("not yet |") == 3 and readme.count("**NOT run on hardware yet**") == 3
+    assert readme.count("not yet |") == 3 and readme.count("**no green run on hardware yet**") == 3
     assert "unit" not in readme
     assert table.main(["--root", str(root), "--check"]) == 0
     (root / "README.md").write_text(readme.replace("| 12 (1", "| 13 (1"))
@@ -147,7 +147,7 @@ def test_hardware_report(results: Any, table: Any, report: Any, tmp_path: Path) 
     table.main(["--root", str(root)])
     readme = (root / "README.md").read_text()
     assert "`torch-cuda` on GPU: NVIDIA H200 (made up): nccl" in readme
-    assert readme.count("**NOT run on hardware yet**") == 2
+    assert readme.count("**no green run on hardware yet**") == 2
 
 
 @pytest.mark.parametrize(
