@@ -101,6 +101,7 @@ class _Platform:
     device_type = "cpu"
     extremes_keep_nan = True
     keeps_memory_order = False
+    copies_offsets = True
 
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.current = world, rank

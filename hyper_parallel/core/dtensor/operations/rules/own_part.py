@@ -215,7 +215,8 @@ class Cut:
             return y
         strides = indexed_strides(layout.shape, strides, static_args[0])
         if is_contiguous(result.shape, strides):
-            return y
+            begins_behind = platform.copies_offsets and any(picked.start for picked in self.ranges)
+            return _behind(platform, y, result.local_shape) if begins_behind else y
         return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape))
 
     def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
@@ -241,6 +242,12 @@ class Cut:
             if dim is not None:
                 sizes[dim] = size
         return tuple(sizes)
+
+
+def _behind(platform: Any, y: Any, shape: Shape) -> Any:
+    """``y`` as a view that begins behind the first element of its base."""
+    y = y.reshape((1, *shape))
+    return platform.narrow(platform.cat([y, y], 0), 0, 1, 1).reshape(shape)
 
 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
