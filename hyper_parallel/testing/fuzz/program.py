@@ -132,8 +132,7 @@ class Limits:
         gradients_of_steps: whether slices with a step have gradients.
         copies_offsets: whether `contiguous` copies a contiguous view that begins behind the first element of its base.
         gradient_shapes: whether the framework's own gradients have the shapes of what they are gradients of.
-        row_major: whether results that are no views, diagonals among them, are in row-major order, whatever the order
-            of the operands.
+        row_major: whether results that are no views are in row-major order, whatever the order of the operands.
     """
 
     writes_with_gradients: bool = True

@@ -51,16 +51,13 @@ def _add(name: str, count: int, choose: Any, adapter: Any, numpy: Any, **options
 
 
 def apply(word: str, arrays: Arrays, args: tuple, row_major: bool = False) -> list[np.ndarray]:
-    """What a word gives in NumPy, as a list; with ``row_major``, new arrays are in that order, as NumPy's are not, and
-    diagonals are new."""
+    """What a word gives in NumPy, as a list; with ``row_major``, new arrays are in that order, as NumPy's are not."""
     with np.errstate(all="ignore"):
         result = WORDS[word].numpy(arrays, args)
         results = result if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
         # Before NumPy 2, a float32 of no dimension and a Python number make a float64.
         dtype = next((x.dtype for x in arrays if _floating(x)), np.dtype(np.float64))
         results = [y.astype(dtype, copy=False) if _floating(y) else y for y in results]
-        if row_major and word == "diagonal":
-            results = [y.copy() for y in results]
         return [_in_row_major_order(y, arrays) for y in results] if row_major else results
 
 

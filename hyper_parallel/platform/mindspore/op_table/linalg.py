@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from mindspore import ops
+
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.op_table.as_called import Facts, Given, as_called, shapes_of
-from hyper_parallel.platform.mindspore.op_table.binding import by_name, repeated
+from hyper_parallel.platform.mindspore.op_table.binding import by_name, instead, repeated, row
 from hyper_parallel.platform.mindspore.op_table.layers import labelled
 from hyper_parallel.platform.row_text import dims_of
 
@@ -76,16 +78,6 @@ def _shifted(given: Given) -> tuple:
     return dims_of(given.values.get("dims")), None
 
 
-def _diagonal(given: Given) -> str | None:
-    """The two dimensions of the matrix are whole; the diagonal is the last one of a copy."""
-    ndim = len(given.shapes[0])
-    pair = {given.values.get(name, default) % ndim for name, default in (("dim1", 0), ("dim2", 1))}
-    labels = [None if d in pair else letter for d, letter in zip(range(ndim), "abcdefhk", strict=False)]
-    if len(pair) != 2:
-        return None
-    return f"{''.join(label or '.' for label in labels)}->{''.join(filter(None, labels))}.|0"
-
-
 def _table() -> dict[str, NativeOp]:
     table = {_OF_ONE: as_called("batched", "x -> x", _behind(2))}
     for names, counts in _OF_SEVERAL.items():
@@ -98,7 +90,7 @@ def _table() -> dict[str, NativeOp]:
         "LuSolve": as_called("batched", "x factors pivots -> x factors pivots", _behind_lu),
         "Cdist": as_called("pairs", "x y -> x y", lambda given: ()),
         "Diag": labelled("x -> x", lambda given: f"{'.' * len(given.shapes[0])}->{'..' * len(given.shapes[0])}|0"),
-        "Diagonal": labelled("x offset dim1 dim2 -> x", _diagonal),
+        "Diagonal": row("diagonal", "x offset=0 dim1=0 dim2=1 -> x | offset dim1 dim2", instead(ops.diagonal)),
         "MatrixDiagV3": as_called("batched", "x -> x", _behind(1)),
         "MatrixDiagPartV3": as_called("batched", "x -> x", _behind(2)),
         "FFTShift IFFTShift": as_called("along_linear", "x dims -> x", _shifted),

@@ -194,8 +194,15 @@ class Cut:
         (x,), layout, result = operands, operand_layouts[0], result_layouts[0]
         strides = strides_of(x, layout)
         cut = [dim for dim in self.dims if layout.shard_mesh_dims(dim)]
+        own = {dim: self._own(layout, dim) for dim in cut}
+        without = [dim for dim, (first, last) in own.items() if first == last]
+        for dim in without:
+            if layout.local_shape[dim] == 0:
+                x = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim)
         index = tuple(
-            self._own_slice(layout, dim)
+            ("slice", 0, 1, None)  # an element that does not count, for the sake of backward, which may communicate
+            if dim in without
+            else self._own_slice(layout, dim)
             if dim in cut
             else FULL_SLICE
             if layout.shard_mesh_dims(dim)
@@ -203,10 +210,11 @@ class Cut:
             for dim, picked in enumerate(self.ranges)
         )
         y = native((x,), (index, *static_args[1:]))
-        for dim in cut:
-            first, last = self._own(layout, dim)
-            shape, picked = platform.shape_of(y), self.ranges[dim]
-            before, after = (platform.zeros(replaced(shape, dim, n), y) for n in (first, len(picked) - last))
+        if without:
+            y = platform.masked_fill(y, platform.zeros((1,) * layout.ndim, y) == 0, 0)
+        for dim, (first, last) in own.items():
+            lengths = (0, len(self.ranges[dim]) - 1) if dim in without else (first, len(self.ranges[dim]) - last)
+            before, after = (platform.zeros(replaced(platform.shape_of(y), dim, n), y) for n in lengths)
             y = platform.cat([before, y, after], dim)
         split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
         parts = (Partial() if mesh_dim in split else p for mesh_dim, p in enumerate(result.placements))
