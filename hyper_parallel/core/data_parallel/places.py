@@ -10,7 +10,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 
-__all__ = ["Places", "Slot"]
+__all__ = ["Places", "Slot", "found_there"]
 
 _LAYOUT = attrgetter("_layout")
 
@@ -47,7 +47,7 @@ class Places:
     """
 
     def __init__(self, platform: Any, modules: Sequence[Any], slots: Sequence[Slot], what: str) -> None:
-        self._what, self._described = what, slots
+        self._platform, self._what, self._described = platform, what, slots
         holders = [_module_at(modules[slot.root], slot.path) for slot in slots]
         #: By slot: the table in which its module looks, which is its own as long as it lives, the name there, the
         #: layout of the shard, and which parameter it is: None where each has one slot, in their order.
@@ -107,6 +107,7 @@ class Places:
         return ValueError(
             f"{self._what}: something has taken the place of its parameter {self._described[at]}. Copy values into the "
             "parameter that is there instead, and replace modules before fully_shard"
+            f"{found_there(self._platform, self._found()[at])}"
         )
 
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:
@@ -146,6 +147,12 @@ class Places:
     def _write(self, tensors: Sequence[Any]) -> None:
         # `setitem` returns None each time, so `any` comes to the last of them, without a loop in Python.
         any(map(setitem, self._tables, self._names, self._by_slot(tensors)))
+
+
+def found_there(platform: Any, x: Any) -> str:
+    """The end of a message about ``x`` in the place of a parameter: what it is, if no DTensor could be made of it."""
+    foreign = platform.foreign_tensor(x)
+    return "" if foreign is None else f". There is {foreign}"
 
 
 def _module_at(module: Any, path: str) -> Any:

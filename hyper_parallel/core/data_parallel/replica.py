@@ -8,6 +8,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.backward import Arrangement, Call, State
 from hyper_parallel.core.data_parallel.batches import is_distributed
+from hyper_parallel.core.data_parallel.places import found_there
 from hyper_parallel.core.data_parallel.replica_functions import functions_of
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.communication.redistribute import partial_key
@@ -132,11 +133,13 @@ class Replica:
 
     def _arrange(self, what: str) -> Arrangement:
         held: list[Any] = [own.get(name) for _, own, name, _, _ in self._at]
-        for p, (_, _, name, layout, _) in zip(held, self._at, strict=True):
+        for p, (holder, _, name, layout, _) in zip(held, self._at, strict=True):
             if getattr(p, "_layout", None) is not layout:
+                path = next(path for path, module in self.platform.named_modules(self.module) if module is holder)
+                at = f"{path}.{name}" if path else name
                 raise ValueError(
-                    f"{what}: something has taken the place of a parameter {name!r}. Copy values into the parameter "
-                    "that is there instead"
+                    f"{what}: something has taken the place of a parameter {at!r}. Copy values into "
+                    f"the parameter that is there instead{found_there(self.platform, p)}"
                 )
         key = [x for p in held for x in (id(p), p.requires_grad, p.dtype)]
         if self._known is None or self._known[0] != key:

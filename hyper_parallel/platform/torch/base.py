@@ -66,7 +66,8 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
                 )
             return (
                 f"a {name}, which computes in its own way and is no plain tensor: give the plain tensor that it stands "
-                "for, and convert parameters after parallelize_module or not at all"
+                "for, such as x.dequantize() of a quantised one. Weights that are to stay quantised are left out of "
+                "the plan and cut by hand: docs/torch_interop.md shows how"
             )
         with DisableTorchFunctionSubclass():
             if x.is_nested:
