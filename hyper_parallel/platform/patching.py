@@ -9,20 +9,19 @@ what the originals do. docs/patches.md shows the lists. This module imports no f
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce, wraps
+from functools import partial, wraps
 from typing import Any, Literal
 
 from hyper_parallel.platform.imports import WhenImported
+from hyper_parallel.platform.places import ABSENT, Entry, Place, place_of
 from hyper_parallel.platform.without_patches import live_objects, make_unusable, make_usable
 
 __all__ = ["Patch", "PatchSet", "calling", "installed", "takes", "uninstall"]
 
-_ABSENT: Any = object()
 #: The sets that are installed now.
 _INSTALLED: list[PatchSet] = []
 
@@ -78,7 +77,8 @@ class Patch:
     Attributes:
         targets: the places, by dotted name, all of which hold one and the same object. ``"torch.optim.Adam.step"`` is
             an attribute; ``"package.module.names[]"`` a further entry of a list or set, or several where ``make`` gives
-            a tuple; ``"package.module.table[key]"`` an entry of a dict.
+            a tuple; ``"package.module.table[key]"`` an entry of a dict; ``"package.module.function.__code__"`` what a
+            function runs, also where somebody holds it by another name.
         reason: what would go wrong without it.
         versions: of the framework, with which it was tested.
         make: the original -> what is put there; of an entry, the list, set or dict -> the entry. All are made before
@@ -112,100 +112,6 @@ class Patch:
         return bool(self.after) and self.after not in sys.modules
 
 
-# ------------------------------------------------------------------------------------------------------------- places
-def _resolved(path: str) -> Any:
-    """The object of a dotted name, in which one part may be an entry of a dict: ``package.module.table[key].name``."""
-    dotted, bracket, rest = path.partition("[")
-    found = pkgutil.resolve_name(dotted)
-    if not bracket:
-        return found
-    key, _, names = rest.partition("]")
-    return reduce(getattr, filter(None, names.split(".")), found[key])
-
-
-class _Attribute:
-    """An attribute of a module or class."""
-
-    def __init__(self, target: str) -> None:
-        path, _, self._name = target.rpartition(".")
-        self._holder = _resolved(path)
-
-    def held(self) -> str:
-        if self._name in vars(self._holder):
-            return "own"
-        return "absent" if self.original() is _ABSENT else "inherited"
-
-    def original(self) -> Any:
-        return inspect.getattr_static(self._holder, self._name, _ABSENT)
-
-    def write(self, value: Any) -> None:
-        self._was_own = self.held() == "own"
-        setattr(self._holder, self._name, value)
-
-    def put_back(self, patch: Patch, replacement: Any, original: Any) -> bool:
-        """Undo, unless somebody has put something else there and nothing is known about it."""
-        found = self.original()
-        if found is not replacement:
-            if patch.rewrapped is None or patch.held not in ("own", "either"):
-                return False
-            setattr(self._holder, self._name, patch.rewrapped(found, original))
-        elif self._was_own:
-            setattr(self._holder, self._name, original)
-        else:
-            delattr(self._holder, self._name)
-        return True
-
-
-class _Entry:
-    """A further entry of a list or set, or of a dict under a key."""
-
-    def __init__(self, target: str) -> None:
-        self._path, self._key = target[:-1].rsplit("[", 1)
-        self.original()
-
-    @property
-    def _holder(self) -> Any:
-        """Looked up each time: frameworks put another list or set in the place of one."""
-        return _resolved(self._path)
-
-    def held(self) -> str:
-        if self._key:
-            return "own" if self._key in self._holder else "absent"
-        return "absent"
-
-    def original(self) -> Any:
-        return self._holder
-
-    def write(self, value: Any) -> None:
-        if self._key:
-            self._holder[self._key] = value
-        elif isinstance(self._holder, set):
-            self._holder.update(_several(value))
-        else:
-            self._holder.extend(_several(value))
-
-    def put_back(self, patch: Patch, replacement: Any, original: Any) -> bool:
-        if self._key and self._holder.get(self._key) is replacement:
-            del self._holder[self._key]
-            return True
-        if not self._key and all(entry in self._holder for entry in _several(replacement)):
-            for entry in _several(replacement):
-                self._holder.remove(entry)
-            return True
-        return False
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-_Place = _Attribute | _Entry
-
-
-def _place(target: str) -> _Place:
-    return _Entry(target) if target.endswith("]") else _Attribute(target)
-
-
 def _all_targets(verified: Sequence[tuple[Patch, Any]]) -> list[list[str]]:
     """For each patch and its original the targets, and where the loaded modules of the framework have the object
     besides: one pass over these modules for all."""
@@ -230,7 +136,7 @@ def _framework(name: str) -> str:
 @dataclass(frozen=True)
 class _Done:
     patch: Patch
-    place: _Place
+    place: Place
     target: str
     original: Any
     replacement: Any
@@ -297,7 +203,7 @@ class PatchSet:
         verified = self._verified(patches)
         for (patch, original), targets in zip(verified, _all_targets(verified), strict=True):
             replacement = patch.make(original)
-            done += [_Done(patch, _place(target), target, original, replacement) for target in targets]
+            done += [_Done(patch, place_of(target), target, original, replacement) for target in targets]
         for i, change in enumerate(done):
             try:
                 change.place.write(change.replacement)
@@ -368,10 +274,10 @@ class PatchSet:
 
 def _inspected(patch: Patch) -> tuple[Any, str | None]:
     """The original, and what is wrong with a target, if anything is."""
-    first: Any = _ABSENT
+    first: Any = ABSENT
     for i, target in enumerate(patch.targets):
         try:
-            place = _place(target)
+            place = place_of(target)
         except (ImportError, AttributeError, KeyError) as error:
             return None, f"{target} is not there ({error})"
         held, original = place.held(), place.original()
@@ -380,7 +286,7 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
         if i and original is not first:
             return None, f"{target} is not the same object as {patch.targets[0]}"
         first = original
-        if isinstance(place, _Attribute) and held != "absent":
+        if not isinstance(place, Entry) and held != "absent":
             wrong = patch.check(original)
             if wrong:
                 return None, f"{target} {wrong}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from types import FunctionType
 from typing import Any
 
 __all__ = ["Snapshot", "changes", "snapshot"]
@@ -13,7 +14,8 @@ Snapshot = dict[tuple[int, str], tuple[Any, Any]]
 
 
 def snapshot(framework: str) -> Snapshot:
-    """Every function, class, descriptor and pattern in the loaded modules of ``framework`` and in their classes."""
+    """Every function with its code, class, descriptor and pattern in the loaded modules of ``framework`` and in their
+    classes."""
     modules = [
         module
         for name, module in list(sys.modules.items())
@@ -24,11 +26,13 @@ def snapshot(framework: str) -> Snapshot:
     classes = [value for _, value in found.values() if issubclass(type(value), type) and _belongs(value, framework)]
     for cls in classes:
         found.update({(id(cls), name): (cls, value) for name, value in vars(cls).items() if _is_code(value)})
+    functions = [value for _, value in found.values() if type(value) is FunctionType and _belongs(value, framework)]
+    found.update({(id(f), "__code__"): (f, f.__code__) for f in functions})
     return found
 
 
-def _belongs(cls: type, framework: str) -> bool:
-    return str(getattr(cls, "__module__", "")).partition(".")[0] == framework
+def _belongs(value: Any, framework: str) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == framework
 
 
 def _is_code(value: Any) -> bool:
@@ -42,6 +46,8 @@ def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     for key in before.keys() | after.keys():
         holder, value = after.get(key, (before.get(key, (None, None))[0], None))
         is_changed = before[key][1] is not value if key in before else key[0] in classes
+        if key[1] == "__code__" and not (key in before and key in after):
+            continue  # of a function that was replaced itself, or that is new
         if is_changed:
             where = f"{holder.__module__}.{holder.__qualname__}" if id(holder) in classes else holder.__name__
             changed[f"{where}.{key[1]}"] = value

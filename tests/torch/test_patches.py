@@ -56,7 +56,7 @@ def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
     """After training, too; then optimizers step plain parameters as before, and hooks are called."""
     code = """
 import warnings
-import torch._dynamo, torch.distributed.checkpoint  # some patches wait for these
+import torch._dynamo, torch.distributed.checkpoint, torch.nn.attention.flex_attention  # some patches wait for these
 from torch._dynamo import trace_rules
 from torch import nn
 from hyper_parallel.platform.torch.patches import PATCHES
@@ -92,7 +92,11 @@ assert torch.allclose(result, expected) and called == [True] * 2
 found = {id(value) for value in changes(plain, snapshot("torch")).values()}
 listed = {t for p in PATCHES.patches for t in p.targets if not t.endswith("]")}
 import inspect, pkgutil
-put = {id(inspect.getattr_static(pkgutil.resolve_name(t.rpartition(".")[0]), t.rpartition(".")[2])) for t in listed}
+def there(target):
+    holder, _, name = target.rpartition(".")
+    found = pkgutil.resolve_name(holder)
+    return found.__code__ if name == "__code__" else inspect.getattr_static(found, name)
+put = {id(there(t)) for t in listed}
 assert found == put, (found - put, put - found)
 assert [len(x) for x in lists] == [len(x) + 1 for x in plain_lists]
 

@@ -212,6 +212,20 @@ def _attention(operands: tuple, static_args: tuple) -> Any:
     return _softmax((scores,), ((-1,),)) @ v
 
 
+def _flex_attention(operands: tuple, static_args: tuple) -> Any:
+    """As `_attention`, of scores that are other ones for each batch element and head, with their sums and largest."""
+    q, k, v, *tables = operands
+    statistics = static_args[1]
+    pieces = static_args[2] if len(static_args) > 2 else tuple(((0, n),) for n in q.shape[:2])
+    batch, heads = (np.array([i for o, n in own for i in range(o, o + n)], dtype=int) for own in pieces)
+    k, v = (np.repeat(x, q.shape[1] // max(x.shape[1], 1), axis=1) for x in (k, v))
+    scores = q @ k.swapaxes(-1, -2) + 0.1 * (1 + batch[:, None, None, None]) * heads[:, None, None]
+    for x in tables:
+        scores = scores * x[heads][:, None, None]
+    out = _softmax((scores,), ((-1,),)) @ v
+    return [out, np.exp(scores).sum(-1), scores.max(-1)][: 1 + statistics] if statistics else out
+
+
 def _fused_attention(operands: tuple, static_args: tuple) -> Any:
     """As `_attention`, but heads and batches lie as the layout says, and the statistics of the softmax are returned."""
     q, k, v, bias, mask, sink, more_q, more_k = (*operands, *(None,) * 5)[:8]
@@ -656,6 +670,37 @@ ATTENTION = [
 ]
 
 
+def _numbers(*shape: int) -> np.ndarray:
+    return _FURTHER.standard_normal(shape)
+
+
+_FURTHER = np.random.default_rng(11)
+
+FLEX_ATTENTION = [
+    Case(
+        "flex_attention",
+        "bh..,bh..,bh..->bh..",
+        (_numbers(2, 5, 3, 3), _numbers(2, 5, 4, 3), _numbers(2, 5, 4, 2)),
+        ((False, False), 0),
+        _flex_attention,
+    ),
+    Case(
+        "flex_attention",
+        "bh..,.h..,.h..,.->bh..,bh.,bh.",
+        (_numbers(3, 4, 2, 3), _numbers(1, 2, 4, 3), _numbers(1, 2, 4, 2), _numbers(4)),
+        ((False, False), 2),
+        _flex_attention,
+    ),
+    Case(
+        "flex_attention",
+        "b...,b...,b...,.->b...,b..",
+        (_numbers(3, 4, 2, 3), _numbers(3, 4, 4, 3), _numbers(3, 4, 4, 2), _numbers(4)),
+        ((False, True), 1),
+        _flex_attention,
+    ),
+]
+
+
 def _fused(labels: str, static_args: tuple, *operands: Any) -> Case:
     return Case("fused_attention", labels, operands, static_args, _fused_attention)
 
@@ -827,6 +872,7 @@ CASES = [
     *NORM,
     *EMBEDDING,
     *ATTENTION,
+    *FLEX_ATTENTION,
     *FUSED_ATTENTION,
     *LOSS,
     *LABELLED,

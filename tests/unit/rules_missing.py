@@ -39,6 +39,10 @@ ACCEPTED: dict[tuple[str, str], str] = {
     ("cat", "operand 0 along dimension -1"): "right for one operand only, of which cat is a copy",
     ("cross_entropy", "linear in operand 1"): "probabilities of classes are data, and never a partial sum",
     ("cross_entropy", "linear in operand 2"): "weights of classes are data, and never a partial sum",
+    ("flex_attention", "linear in operand 2"): "as attention",
+    ("flex_attention", "operand 2 along dimension -1"): "as attention",
+    ("flex_attention", "operand 0 along dimension -2"): "functions of the program are told the query",
+    ("flex_attention", "operand 0 along dimension -3"): "whole where a mask of other heads asks for it",
     ("fused_attention", "operand 0 along dimension -2"): "as attention",
     (
         "fused_attention",

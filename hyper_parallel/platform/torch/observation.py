@@ -14,10 +14,10 @@ from torch.profiler import record_function
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.observation import Observer
-from hyper_parallel.platform.torch.private import DispatchMode, OpOverloadPacket
+from hyper_parallel.platform.torch.private import DispatchMode, OpOverloadPacket, dispatch_modes
 from hyper_parallel.platform.watching import is_called_from, tensors_in
 
-__all__ = ["ObservationVerbs"]
+__all__ = ["ObservationVerbs", "unobserved"]
 
 #: Operation -> what core calls it, and which argument this rank gives.
 _KINDS: dict[str, tuple[str, int]] = {
@@ -93,9 +93,20 @@ class ObservationVerbs(Platform):
 class _Collectives(DispatchMode):
     """Tells of the collectives that the program issues."""
 
+    #: They come here as all others do: torch refuses a mode that does not say so.
+    supports_higher_order_operators = True
+
     def __init__(self, observer: Observer) -> None:
         super().__init__()
         self._observer = observer
+
+    def __enter__(self) -> Any:
+        _OPEN.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _OPEN.remove(self)
+        super().__exit__(*exc_info)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(func, "namespace", "") in _NAMESPACES:
@@ -103,6 +114,24 @@ class _Collectives(DispatchMode):
             if found is not None and not is_called_from(_OWN):
                 self._observer.collective(found[0], list(tensors_in(args[found[1]], Tensor)))
         return func(*args, **(kwargs or {}))
+
+
+#: Those that are entered.
+_OPEN: list[Any] = []
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside, what the program issues is not seen, unless there are modes of others too: for functions of torch that
+    compile themselves, which torch refuses where a mode looks on."""
+    left = list(_OPEN) if dispatch_modes() == len(_OPEN) else []
+    for mode in reversed(left):
+        mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        for mode in left:
+            mode.__enter__()
 
 
 def _before(observer: Observer, active: list[bool], module: Any, args: Any) -> None:

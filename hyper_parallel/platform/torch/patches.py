@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch import (
     transforms,
     wrappers,
 )
-from hyper_parallel.platform.torch.compiled import dynamo, guards
+from hyper_parallel.platform.torch.compiled import dynamo, flex, guards
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
@@ -162,6 +162,13 @@ PATCHES = PatchSet(
             check=takes("group tag"),
             everywhere=True,
             after="torch.distributed._functional_collectives",
+        ),
+        _optional(
+            f"{flex.MODULE}.flex_attention.__code__",
+            "`flex_attention`, which programs hold by name, is an error of torch's compiler with DTensors",
+            flex.serving_dtensors,
+            check=flex.is_known_code,
+            after=flex.MODULE,
         ),
         _patch(
             "torch.nn.Module._load_from_state_dict",

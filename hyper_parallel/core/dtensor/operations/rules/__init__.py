@@ -19,6 +19,7 @@ from hyper_parallel.core.dtensor.operations.rules import (  # noqa: F401
     dropout,
     elementwise,
     embedding,
+    flex_attention,
     fused,
     fused_attention,
     indexing,

@@ -1,0 +1,85 @@
+"""Functions and masks of `flex_attention` for a rank that has some samples and heads: they see the numbers that these
+have in the whole tensor. Torch's compiler traces this too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Pieces", "own_part_of_mask", "seeing_whole"]
+
+#: Of batch and heads each the (start, length) of what a rank has of it.
+Pieces = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+
+#: What a mask is made of; torch has more of it from version to version.
+_PARTS = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
+_TENSORS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+    *("dq_write_order", "dq_write_order_full", "dq_kv_order"),
+)
+
+
+def seeing_whole(function: Callable[..., Any], pieces: Pieces, whole: tuple[int, int], device: Any) -> Any:
+    """``function`` of a score, batch element, head, query and key, given the numbers among what this rank has.
+
+    Args:
+        function: a ``score_mod``.
+        pieces: what this rank has.
+        whole: how many batch elements and heads there are.
+        device: where tables of numbers are to be, which packed shards need.
+    """
+    batch, heads = (_shift(pieces[i], whole[i], device) for i in range(2))
+    if batch is None and heads is None:
+        return function
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return function(score, _moved(b, batch), _moved(h, heads), q, kv)
+
+    return score_mod
+
+
+def _shift(pieces: Any, size: int, device: Any) -> Any:
+    """What makes a number of this rank's one of all: None, a number to add, or a table."""
+    if len(pieces) == 1:
+        return None if pieces[0] == (0, size) else pieces[0][0]
+    return torch.tensor([i for start, length in pieces for i in range(start, start + length)], device=device)
+
+
+def _moved(number: Any, by: Any) -> Any:
+    if by is None:
+        return number
+    return number + by if isinstance(by, int) else by[number]
+
+
+def own_part_of_mask(mask: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
+    """The part of a `BlockMask` of all batch elements and heads, or of one for all, that this rank needs."""
+    function, device = mask.mask_mod, mask.kv_num_blocks.device
+    batch, heads = (_shift(pieces[i], whole[i], device) for i in range(2))
+    if batch is None and heads is None:
+        return mask
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return function(_moved(b, batch), _moved(h, heads), q, kv)
+
+    parts = {name: getattr(mask, name) for name in _PARTS if hasattr(mask, name)}
+    for name in _TENSORS:
+        if hasattr(mask, name):
+            parts[name] = _own_part(getattr(mask, name), pieces, whole)
+    parts["mask_mod"] = mask_mod
+    return type(mask)(**parts)
+
+
+def _own_part(x: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
+    """Of a tensor of the mask, whose first dimensions are batch and heads, or 1."""
+    if x is None:
+        return None
+    for dim in (0, 1):
+        own = pieces[dim]
+        if x.shape[dim] == 1 or (len(own) == 1 and own[0] == (0, whole[dim])):
+            continue
+        parts = [x.narrow(dim, start, length) for start, length in own]
+        x = (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).contiguous()
+    return x
