@@ -23,7 +23,7 @@ from hyper_parallel.platform.torch import (
     wrappers,
 )
 from hyper_parallel.platform.torch.compiled import dynamo, flex, guards
-from hyper_parallel.platform.torch.handlers import clipping, copying, functions, optimizers
+from hyper_parallel.platform.torch.handlers import clipping, copying, functions, masked, optimizers
 from hyper_parallel.platform.torch.tensor import State, allow_dtensors
 
 __all__ = ["PATCHES"]
@@ -162,6 +162,12 @@ PATCHES = PatchSet(
             check=takes("group tag"),
             everywhere=True,
             after="torch.distributed._functional_collectives",
+        ),
+        _optional(
+            "torch.masked._ops._std_var",
+            "`torch.masked.std` and `torch.masked.var` without a mask mix plain ones with DTensors: an error",
+            calling(masked.counting_by_mask),
+            check=takes("input dim unbiased correction_opt keepdim dtype mask take_sqrt"),
         ),
         _optional(
             f"{flex.MODULE}.flex_attention.__code__",
