@@ -88,9 +88,15 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], torch.Ten
 }
 #: (operation, placements) -> why more is sent here than torch sends
 DIFFERENT: dict[tuple[str, str], str] = {
-    ("linear", "R, S1"): "slicing the input sends nothing now, and gathers its gradient, larger than the weight",
-    ("view(-1, 3)", "S1"): "torch places the result in strides that no order of cuts gives",
-    ("softmax along 1", "S1"): "two small reductions in place of gathering the tensor: more messages, fewer bytes",
+    (
+        "linear",
+        "R, S1",
+    ): "the whole product now; torch's is a sum to be reduced, and its gradient of the input a shard: see below",
+    ("view(-1, 3)", "S1"): "torch's strided shard is in no order of cuts: see below",
+    (
+        "softmax along 1",
+        "S1",
+    ): "two small reductions in place of gathering the tensor: more messages, fewer bytes; see below",
     ("log_softmax along 1", "S1"): "as softmax",
     ("cross_entropy", "S1"): "as softmax",
 }
