@@ -5,6 +5,7 @@ On CPUs torch has gradients and largest scores only when its checks are out of t
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import nn
-from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -299,6 +300,10 @@ def refused(mesh: Any) -> None:
     few = [distribute_tensor(x, mesh, HEADS) for x in operands(2, 4, 2)]
     short = distribute_tensor(randn(1, 1, LENGTH, FEATURES), mesh, HEADS)
     mask = mask_of(None, None)
+    counts = torch.ones(1, 1, 1, 2, dtype=torch.int32, device=device())
+    deep = BlockMask.from_kv_blocks(counts, torch.zeros(1, 1, 1, 2, 2, dtype=torch.int32, device=device()))
+    of_dtensors = copy.copy(mask)
+    of_dtensors.kv_indices = distribute_tensor(mask.kv_indices, mesh)
     cases: list[tuple[Any, str]] = [
         (lambda: flex_attention(q[0], k[0], v[0]), "batch, heads, length, features"),
         (lambda: flex_attention(q, k, v[:, :, 1:]), "do not fit"),
@@ -310,6 +315,8 @@ def refused(mesh: Any) -> None:
         (lambda: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True)), "not both"),
         (lambda: flex_attention(q, k, v, block_mask=mask[:, :, :1]), "sliced BlockMask"),
         (lambda: flex_attention(q[:, :, 1:], k, v, block_mask=mask), "block mask is for"),
+        (lambda: flex_attention(q, k, v, block_mask=deep), "batch or 1, heads or 1, blocks"),
+        (lambda: flex_attention(q, k, v, block_mask=of_dtensors), "made of DTensors"),
         (lambda: flex_attention(q, operands(2, 1)[1], v), "plain"),
     ]
     for number, (call, words) in enumerate(cases):
