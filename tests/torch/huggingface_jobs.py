@@ -28,6 +28,8 @@ from tests.torch.huggingface_models import batch, build
 from tests.torch.support import close, device, full
 
 TOLERANCE = 2e-5
+#: Of gradients, which sum over tokens and layers in another order: 4.6e-5 was seen with experts, on some processors.
+OF_GRADIENTS = 1e-4
 
 
 def pair(mesh: Any, case: str, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
@@ -64,7 +66,7 @@ def compare_gradients(single: Any, model: Any) -> None:
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None:
             assert isinstance(p.grad, DTensor) == isinstance(p, DTensor), name
-            close(p.grad, q.grad, f"gradient of {name}", TOLERANCE)
+            close(p.grad, q.grad, f"gradient of {name}", OF_GRADIENTS)
 
 
 def same_words(single: Any, model: Any, **how: Any) -> None:
