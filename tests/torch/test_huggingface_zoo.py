@@ -66,7 +66,8 @@ def by_expert(mesh: Any) -> None:
             for one in (single, model):
                 one.zero_grad()
                 one(input_ids=torch.full((1, 1), 5, device=one.device)).logits.square().sum().backward()
-            compare_gradients(single, model)
+            # Experts sum over tokens in another order: 4.6e-5 was seen on some processors.
+            compare_gradients(single, model, 1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4] if ON_CPU else [2])
