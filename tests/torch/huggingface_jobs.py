@@ -29,6 +29,7 @@ from tests.torch.support import close, device, full
 
 TOLERANCE = 2e-5
 
+
 def pair(mesh: Any, case: str, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
     """The model of a case, and a parallelised copy."""
     single = build(case, **(changes or {}))
