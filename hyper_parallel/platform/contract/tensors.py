@@ -28,6 +28,8 @@ class TensorRole(ABC):
     #: Whether element-wise operations give results that lie in memory in the order of their first operand, and draw
     #: random numbers in that order; else both are in row-major order.
     keeps_memory_order: bool = True
+    #: Whether `contiguous` copies a contiguous view that begins behind the first element of its base.
+    copies_offsets: bool = False
 
     def is_tensor(self, x: Any) -> bool:
         """Whether ``x`` is a tensor of the framework (distributed ones included)."""

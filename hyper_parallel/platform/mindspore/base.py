@@ -38,6 +38,7 @@ class MindSporePlatform(
     comm_backend = "mccl"
     extremes_keep_nan = False  # it is lost unless it comes first
     keeps_memory_order = False
+    copies_offsets = True
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)

@@ -49,7 +49,9 @@ class Aliasing:
         self.copies, self.after, self.is_view = copies, after, is_view
 
 
-def aliasing_of(op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Strategy, name: str) -> Aliasing | None:
+def aliasing_of(
+    op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Strategy, name: str, made: bool = False
+) -> Aliasing | None:
     """What plans of ``op``, which does not write in place, have to do; None when it is nothing.
 
     Args:
@@ -58,6 +60,7 @@ def aliasing_of(op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Str
         static_args: the static arguments.
         strategy: how it runs.
         name: of the native operation, for messages.
+        made: whether something else than the native operation makes the results, which then share no memory.
     """
     if not layouts or layouts[0] is None:
         return None
@@ -65,7 +68,7 @@ def aliasing_of(op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Str
     index = op.view_index and op.view_index(static_args, shape, result_shapes)
     tell = [x.tells_strides for x in strategy.results]
     view = _View(op, static_args, shape, result_shapes, tell, index) if index or op.view_strides else None
-    if view is not None and is_moved(layouts[0], strategy.operands[0]):
+    if view is not None and (made or is_moved(layouts[0], strategy.operands[0])):
         return Aliasing(None, _following(view, layouts[0], name))
     if all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None):
         return None if view is None else _TELLING.get(op.memory)

@@ -92,7 +92,10 @@ class _Plan:
         localized = sharding.localize
         self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
         unsized = any(isinstance(result, Unsized) for result in strategy.results)
-        aliasing = None if self.inplace or unsized else aliasing_of(canonical, layouts, static_args, strategy, name)
+        aliasing = None
+        if not (self.inplace or unsized):
+            made = self.replacement is not None
+            aliasing = aliasing_of(canonical, layouts, static_args, strategy, name, made)
         aliasing = aliasing or Aliasing(None, None)
         if aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE, without_dots
@@ -140,13 +140,15 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 @rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index]``: dimensions taken whole and those of the index tensors can be sharded, and where few elements are
-    taken of x, those along which index tensors run: see `gather`. A mask over the first dimensions may be sharded with
-    these."""
+    taken of x, those along which index tensors run (see `gather`), or, without these, what ints and slices cut: the
+    result is then the sum of what the ranks have. A mask over the first dimensions may be sharded with these."""
     if _is_mask(static_args[0]):
         return rows_at_mask(shapes)
     found = analyse(shapes[0], static_args[0], shapes[1:])
     if found is None:
         return None
+    if not found.tensors:
+        return _cut(shapes[0], static_args[0], found)
     dims = dims_of_tensors(static_args[0], shapes[0])
     return OpSharding(
         operands=(labels_along(found.x, dims) if _is_few(found.shape, shapes[0]) else found.x, *found.tensors),
@@ -157,6 +159,25 @@ def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
         localize=found.localize(),
         call=Taking(dims, found.behind).take,
         native_if=whole_along(dim for dim, _ in dims),
+    )
+
+
+def _cut(x: Shape, index: tuple, found: _Indexing) -> OpSharding:
+    """Ints and slices."""
+    cut = Cut.of(index, x, found.x) if 0 not in found.shape and _is_few(found.shape, x) else None
+    if cut is None:
+        return OpSharding((found.x,), (found.labels,), (found.shape,), _LINEAR, localize=found.localize())
+    labels = labels_along(found.x, tuple((dim, 0) for dim in cut.dims))
+    return OpSharding(
+        operands=(labels,),
+        results=(found.labels,),
+        result_shapes=(found.shape,),
+        terms=_LINEAR,
+        reduce="call",
+        localize=found.localize(),
+        call=cut.take,
+        # A view of the only part there is shares its memory.
+        native_if=lambda layouts: all(layouts[0].shard_count(dim) == 1 for dim in cut.dims),
     )
 
 
@@ -244,7 +265,8 @@ def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
 
 @rule("narrow", static_args="dim, start, length", repeatable=True, memory="shared", view_index=_narrowed)
 def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Elements from start to start + length along a dimension, which can be sharded only if these are all."""
+    """Elements from start to start + length along a dimension, which can be sharded if these are all, or few: see
+    `getitem`."""
     x, (dim, start, length) = shapes[0], static_args[:3]
     if not x:
         return None
@@ -252,13 +274,32 @@ def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
     start = start + x[dim] if start < 0 else start
     if length < 0 or start < 0 or start + length > x[dim]:
         return None
-    labels = named(x) if length == x[dim] else whole(named(x), (dim,))
+    if length < x[dim]:
+        return _narrow(x, dim, start, length)
 
     def localize(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
         return (dim, 0, result_layouts[0].local_shape[dim], *static_args[3:])
 
-    localized = localize if length == x[dim] else None
-    return unary(labels, labels, replaced(x, dim, length), terms=_LINEAR, localize=localized)
+    return unary(named(x), named(x), x, terms=_LINEAR, localize=localize)
+
+
+def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
+    index = (*(FULL_SLICE,) * dim, ("slice", start, start + length, None))
+    found = analyse(x, index, ())
+    assert found is not None
+    sharding = _cut(x, index, found)
+    take = sharding.call
+    if take is None:
+        return replace(sharding, localize=None)
+
+    def call(platform: Any, native: Any, operands: tuple, static_args: tuple, *layouts: tuple) -> Any:
+        def narrowed(operands: tuple, args: tuple) -> Any:
+            _, begin, end, _ = args[0][dim]
+            return native(operands, (dim, begin, end - begin, *static_args[3:]))
+
+        return take(platform, narrowed, operands, (index,), *layouts)
+
+    return replace(sharding, localize=None, call=call)
 
 
 @rule("gather", "x, index", "dim")

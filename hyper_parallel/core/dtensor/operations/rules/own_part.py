@@ -1,6 +1,6 @@
-"""Index tensors into a dimension of which each rank has a part: it takes, or writes, what lies there.
+"""Indices into a dimension of which each rank has a part: it takes, or writes, what lies there.
 
-What is taken elsewhere counts as zero, so that the results of all ranks add up. What is written elsewhere goes to a
+What is taken elsewhere counts as zero, so that what all ranks have adds up. What is written elsewhere goes to a
 spare row behind the part, which is dropped. Either way all ranks compute the same, and the shapes do not depend on the
 data.
 """
@@ -11,9 +11,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.dtensor.communication.redistribute import redistribute_local
 from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.layouts.strides import FULL_SLICE, without_dots
+from hyper_parallel.core.dtensor.layouts.memory_order import UNKNOWN, strides_of
+from hyper_parallel.core.dtensor.layouts.strides import (
+    FULL_SLICE,
+    indexed_strides,
+    is_contiguous,
+    spaced_strides,
+    without_dots,
+)
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels, Shape, replaced
+from hyper_parallel.core.dtensor.placement_types import Partial
 
 
 def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
@@ -107,10 +116,10 @@ class Writing:
 
 @dataclass(frozen=True)
 class Cut:
-    """An assignment by ints and slices to a tensor whose shards they may cut.
+    """What ints and slices take of a tensor whose shards they may cut, or write to it.
 
     Attributes:
-        ranges: for each dimension of x the global indices that are written.
+        ranges: for each dimension of x the global indices that are taken.
         dims: dimensions of x that some are taken of.
         kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
     """
@@ -121,7 +130,7 @@ class Cut:
 
     @staticmethod
     def of(index: tuple, x: Shape, labels: Labels) -> Cut | None:
-        """The assignment to x, of which ``labels`` are None for what is cut; None where nothing is, or a step is
+        """The index into x, of which ``labels`` are None for what is cut; None where nothing is, or a step is
         negative."""
         dims = tuple(dim for dim, label in enumerate(labels) if label is None)
         if not dims:
@@ -165,17 +174,74 @@ class Cut:
             if dim not in self.dims:
                 index.append(FULL_SLICE)
                 continue
-            start = layout.local_offset[dim]
-            first, last = (
-                min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
-                for edge in (start, start + layout.local_shape[dim])
-            )
+            first, last = self._own(layout, dim)
             if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
                 value = platform.narrow(value, dim, first, last - first)
-            own = picked[first:last]
-            begin = own.start - start if own else 0
-            index.append(("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), picked.step))
+            index.append(self._own_slice(layout, dim))
         return native((x, value, *operands[2:]), (tuple(index), *static_args[1:]))
+
+    def take(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: tuple,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """``x[index]``, the same on all ranks that share what is cut: the sum of what each has, and zeros. In memory it
+        lies as the single device's view does."""
+        (x,), layout, result = operands, operand_layouts[0], result_layouts[0]
+        strides = strides_of(x, layout)
+        cut = [dim for dim in self.dims if layout.shard_mesh_dims(dim)]
+        own = {dim: self._own(layout, dim) for dim in cut}
+        without = [dim for dim, (first, last) in own.items() if first == last]
+        for dim in without:
+            if layout.local_shape[dim] == 0:
+                x = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim)
+        index = tuple(
+            ("slice", 0, 1, None)  # an element that does not count, for the sake of backward, which may communicate
+            if dim in without
+            else self._own_slice(layout, dim)
+            if dim in cut
+            else FULL_SLICE
+            if layout.shard_mesh_dims(dim)
+            else ("slice", picked.start, picked.stop, picked.step)
+            for dim, picked in enumerate(self.ranges)
+        )
+        y = native((x,), (index, *static_args[1:]))
+        if without:
+            y = platform.masked_fill(y, platform.zeros((1,) * layout.ndim, y) == 0, 0)
+        for dim, (first, last) in own.items():
+            lengths = (0, len(self.ranges[dim]) - 1) if dim in without else (first, len(self.ranges[dim]) - last)
+            before, after = (platform.zeros(replaced(platform.shape_of(y), dim, n), y) for n in lengths)
+            y = platform.cat([before, y, after], dim)
+        split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
+        parts = (Partial() if mesh_dim in split else p for mesh_dim, p in enumerate(result.placements))
+        y = redistribute_local(y.reshape(result.local_shape), result.with_placements(tuple(parts)), result)
+        if strides is UNKNOWN:
+            return y
+        strides = indexed_strides(layout.shape, strides, static_args[0])
+        if is_contiguous(result.shape, strides):
+            begins_behind = platform.copies_offsets and any(picked.start for picked in self.ranges)
+            return _behind(platform, y, result.local_shape) if begins_behind else y
+        return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape))
+
+    def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
+        """Of what is taken along a dimension that is cut, the part that lies on this rank: from, to."""
+        picked, start = self.ranges[dim], layout.local_offset[dim]
+        first, last = (
+            min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
+            for edge in (start, start + layout.local_shape[dim])
+        )
+        return first, last
+
+    def _own_slice(self, layout: Layout, dim: int) -> tuple:
+        """The same as a slice of this rank's part of x."""
+        first, last = self._own(layout, dim)
+        own = self.ranges[dim][first:last]
+        begin = own.start - layout.local_offset[dim] if own else 0
+        return ("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), own.step)
 
     def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the value with a dimension for each of x."""
@@ -184,6 +250,12 @@ class Cut:
             if dim is not None:
                 sizes[dim] = size
         return tuple(sizes)
+
+
+def _behind(platform: Any, y: Any, shape: Shape) -> Any:
+    """``y`` as a view that begins behind the first element of its base."""
+    y = y.reshape((1, *shape))
+    return platform.narrow(platform.cat([y, y], 0), 0, 1, 1).reshape(shape)
 
 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
