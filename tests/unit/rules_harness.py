@@ -133,7 +133,7 @@ class _Platform:
     def ones(self, shape: Sequence[int], like: np.ndarray) -> np.ndarray:
         return np.ones(shape, like.dtype)
 
-    def with_strides(self, x: np.ndarray, strides: Sequence[int]) -> np.ndarray:
+    def with_strides(self, x: np.ndarray, strides: Sequence[int], behind: bool = False) -> np.ndarray:
         return np.array(x)  # where it lies in memory is not what is tried here
 
     def masked_fill(self, x: np.ndarray, mask: np.ndarray, value: float) -> np.ndarray:

@@ -181,7 +181,7 @@ class NumpyPlatform(Platform):
     def clone(self, x: Array) -> Array:
         return operations.clone(x)
 
-    def with_strides(self, x: Array, strides: Sequence[int]) -> Array:
+    def with_strides(self, x: Array, strides: Sequence[int], behind: bool = False) -> Array:
         return operations.with_strides(x, strides)
 
     def full(self, shape: Sequence[int], value: float, like: Array) -> Array:

@@ -149,9 +149,10 @@ class TensorRole(ABC):
         return self.full(shape, 1, like)
 
     @abstractmethod
-    def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
+    def with_strides(self, x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
         """``x`` in new memory with these strides: each is a multiple of the next smaller one, and no two elements meet.
-        There may be gaps. Differentiable."""
+        There may be gaps. With ``behind``, which only `copies_offsets` asks for, it begins behind the first element of
+        that memory. Differentiable."""
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:

@@ -15,6 +15,7 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.collectives import copied, dense
 from hyper_parallel.platform.mindspore.empty_shards import connected_zeros
+from hyper_parallel.platform.mindspore.memory_order import with_strides
 from hyper_parallel.platform.mindspore.seeds import COUNTERS
 
 __all__ = ["LocalVerbs"]
@@ -29,31 +30,13 @@ class LocalVerbs:
     contiguous: Any = staticmethod(dense)
     log: Any = staticmethod(ops.log)
     gather: Any = staticmethod(ops.gather_elements)
+    with_strides: Any = staticmethod(with_strides)
 
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
         return mint.cat(list(xs), dim)
 
     def clone(self, x: Tensor) -> Tensor:
         return copied(x)
-
-    def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
-        # New tensors are in row-major order: dimensions are exchanged, and gaps filled with zeros and cut off again.
-        order = tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], -x.shape[d])))
-        shape = [x.shape[d] for d in order]
-        steps = [strides[d] for d in order]
-        y = copied(mint.permute(x, order))
-        if steps[-1] > 1:
-            y, shape, steps = y.reshape((*shape, 1)), [*shape, 1], [*steps, 1]
-        for at in range(1, len(steps)):
-            wide = [*y.shape]
-            wide[at] = steps[at - 1] // steps[at] - shape[at]
-            if wide[at]:
-                y = mint.cat((y, mint.zeros(wide, dtype=x.dtype)), at)
-        for at, size in enumerate(shape):
-            y = y if y.shape[at] == size else mint.narrow(y, at, 0, size)
-        if len(shape) > x.ndim:
-            y = mint.squeeze(y, -1)
-        return mint.permute(y, tuple(sorted(range(x.ndim), key=order.__getitem__)))
 
     def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
         return _filled(tuple(shape), value, like.dtype)

@@ -67,7 +67,7 @@ class LocalVerbs(Platform):
         """See `Platform.full`."""
         return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
-    def with_strides(self, x: Tensor, strides: Sequence[int]) -> Tensor:
+    def with_strides(self, x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
         """See `Platform.with_strides`."""
         return torch.empty_strided(x.shape, tuple(strides), dtype=x.dtype, device=x.device).copy_(x)
 

@@ -283,6 +283,11 @@ def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(named(x), named(x), x, terms=_LINEAR, localize=localize)
 
 
+def _sliced(operands: tuple, static_args: tuple) -> Any:
+    """A slice, where `narrow` would lose gradients of gradients on MindSpore."""
+    return operands[0][tuple(slice(*item[1:]) for item in static_args[0])]
+
+
 def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
     index = (*(FULL_SLICE,) * dim, ("slice", start, start + length, None))
     found = analyse(x, index, ())
@@ -293,11 +298,7 @@ def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
         return replace(sharding, localize=None)
 
     def call(platform: Any, native: Any, operands: tuple, static_args: tuple, *layouts: tuple) -> Any:
-        def narrowed(operands: tuple, args: tuple) -> Any:
-            _, begin, end, _ = args[0][dim]
-            return native(operands, (dim, begin, end - begin, *static_args[3:]))
-
-        return take(platform, narrowed, operands, (index,), *layouts)
+        return take(platform, _sliced, operands, (index,), *layouts)
 
     return replace(sharding, localize=None, call=call)
 

@@ -210,22 +210,32 @@ class Cut:
             for dim, picked in enumerate(self.ranges)
         )
         y = native((x,), (index, *static_args[1:]))
-        if without:
-            y = platform.masked_fill(y, platform.zeros((1,) * layout.ndim, y) == 0, 0)
-        for dim, (first, last) in own.items():
-            lengths = (0, len(self.ranges[dim]) - 1) if dim in without else (first, len(self.ranges[dim]) - last)
-            before, after = (platform.zeros(replaced(platform.shape_of(y), dim, n), y) for n in lengths)
-            y = platform.cat([before, y, after], dim)
+        sizes = platform.shape_of(y)
+        shape = tuple(1 if dim is None else sizes[dim] for dim in self.kept)
+        y = y if shape == sizes else y.reshape(shape)
+        for at, dim in enumerate(self.kept):
+            if dim in own:
+                first, last = (0, 1) if dim in without else own[dim]
+                y = self._between_zeros(platform, y, at, first, len(self.ranges[dim]) - last)
+        if without:  # last: MindSpore loses gradients of gradients through views of what was computed
+            y = platform.masked_fill(y, platform.zeros((1,) * result.ndim, y) == 0, 0)
         split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
         parts = (Partial() if mesh_dim in split else p for mesh_dim, p in enumerate(result.placements))
-        y = redistribute_local(y.reshape(result.local_shape), result.with_placements(tuple(parts)), result)
+        y = redistribute_local(y, result.with_placements(tuple(parts)), result)
         if strides is UNKNOWN:
             return y
         strides = indexed_strides(layout.shape, strides, static_args[0])
-        if is_contiguous(result.shape, strides):
-            begins_behind = platform.copies_offsets and any(picked.start for picked in self.ranges)
-            return _behind(platform, y, result.local_shape) if begins_behind else y
-        return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape))
+        behind = platform.copies_offsets and any(picked.start for picked in self.ranges)
+        if is_contiguous(result.shape, strides) and not behind:
+            return y
+        return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape), behind)
+
+    @staticmethod
+    def _between_zeros(platform: Any, y: Any, dim: int, before: int, after: int) -> Any:
+        """``y`` with so many zeros before and after along a dimension."""
+        shape = platform.shape_of(y)
+        parts = [platform.zeros(replaced(shape, dim, n), y) for n in (before, after) if n]
+        return platform.cat([*parts[: bool(before)], y, *parts[bool(before) :]], dim) if parts else y
 
     def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
         """Of what is taken along a dimension that is cut, the part that lies on this rank: from, to."""
@@ -250,12 +260,6 @@ class Cut:
             if dim is not None:
                 sizes[dim] = size
         return tuple(sizes)
-
-
-def _behind(platform: Any, y: Any, shape: Shape) -> Any:
-    """``y`` as a view that begins behind the first element of its base."""
-    y = y.reshape((1, *shape))
-    return platform.narrow(platform.cat([y, y], 0), 0, 1, 1).reshape(shape)
 
 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
