@@ -213,10 +213,10 @@ class Cut:
         sizes = platform.shape_of(y)
         shape = tuple(1 if dim is None else sizes[dim] for dim in self.kept)
         y = y if shape == sizes else y.reshape(shape)
-        for at, dim in enumerate(self.kept):
-            if dim in own:
-                first, last = (0, 1) if dim in without else own[dim]
-                y = self._between_zeros(platform, y, at, first, len(self.ranges[dim]) - last)
+        for at, kept in enumerate(self.kept):
+            if kept in own:
+                first, last = (0, 1) if kept in without else own[kept]
+                y = self._between_zeros(platform, y, at, first, len(self.ranges[kept]) - last)
         if without:  # last: MindSpore loses gradients of gradients through views of what was computed
             y = platform.masked_fill(y, platform.zeros((1,) * result.ndim, y) == 0, 0)
         split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
