@@ -150,9 +150,8 @@ class TensorRole(ABC):
 
     @abstractmethod
     def with_strides(self, x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
-        """``x`` in new memory with these strides: each is a multiple of the next smaller one, and no two elements meet.
-        There may be gaps. With ``behind``, which only `copies_offsets` asks for, it begins behind the first element of
-        that memory. Differentiable."""
+        """``x`` in new memory with these strides: each is a multiple of the next smaller one; there may be gaps. With
+        ``behind``, where the platform `copies_offsets`, it begins behind that memory's first element. Differentiable."""
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
