@@ -151,7 +151,7 @@ class TensorRole(ABC):
     @abstractmethod
     def with_strides(self, x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
         """``x`` in new memory with these strides: each is a multiple of the next smaller one; there may be gaps. With
-        ``behind``, where the platform `copies_offsets`, it begins behind that memory's first element. Differentiable."""
+        ``behind``, where the platform `copies_offsets`, it begins behind the first of that memory. Differentiable."""
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
