@@ -101,6 +101,7 @@ nightly: .venv/all/.ready
 	    .venv/all/bin/python -m ci.nightly $$platform --more $(or $(N),100) $(if $(filter command line,$(origin SEED)),--seed $(SEED)) || exit 1; \
 	done
 	$(if $(filter mindspore,$(PLATFORM)),,.venv/all/bin/python -m ci.nightly torch-cpu --compiled)
+	HYPER_PARALLEL_NIGHTLY=yes .venv/all/bin/python -m pytest -q tests/unit/test_numpy_backend.py
 
 mutants: .venv/all/.ready
 	.venv/all/bin/python -m ci.mutants --count $(or $(N),200) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))

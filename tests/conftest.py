@@ -50,6 +50,22 @@ ON_CPU_ONLY = {
 }
 #: Those of them that simulated NPUs run all the same: torch's own DTensor over HCCL is a reference too.
 ALSO_ON_NPU = {"test_against_torch.py", "test_huggingface.py"}
+#: Files of tests/torch that would say of a simulated NPU, which computes on the CPU, what they say of the CPU, and take
+#: long. Real devices run them.
+NOT_SIMULATED = {
+    "test_clipping.py": "norms over several meshes",
+    "test_compile_guards.py": "what makes torch compile again; test_compile.py is run",
+    "test_compile_models.py": "more models; test_compile.py is run",
+    "test_compile_uneven.py": "more layouts; test_compile.py is run",
+    "test_costs_against_torch.py": "numbers of messages",
+    "test_dry_run.py": "worlds without devices",
+    "test_flex_attention.py": "an operator that torch_npu does not have",
+    "test_fuzz_finds.py": "whether random programs find planted bugs",
+    "test_huggingface_zoo.py": "models of a library; test_huggingface.py is run",
+    "test_patches.py": "what is patched in torch",
+    "test_rules_page.py": "a page",
+    "test_torch_fully_shard.py": "torch's own fully_shard around models of this library",
+}
 #: What ranks that share a GPU cannot try, since they talk over gloo: name of a file, or of a test in it -> why.
 _FUNCTIONAL = "over gloo, functional collectives of torch on a GPU end the process (segmentation fault, torch 2.15)"
 NEEDS_NCCL = {
@@ -99,13 +115,18 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     here = Path(__file__).parent
     if collection_path.name == "test_across_frameworks.py" and importlib.util.find_spec("torch") is None:
         return True  # an environment of MindSpore alone
-    left_out = (
-        set() if PLATFORM == "torch-cpu" else ON_CPU_ONLY.keys() - (ALSO_ON_NPU if PLATFORM == "torch-npu" else set())
-    )
-    if collection_path.parent == here / "torch" and collection_path.name in left_out:
+    if collection_path.parent == here / "torch" and collection_path.name in _left_out():
         return True
     is_folder_of_tests = collection_path.parent == here
     return True if is_folder_of_tests and PLATFORM not in PLATFORMS_OF.get(collection_path.name, KNOWN) else None
+
+
+def _left_out() -> set[str]:
+    """Files of tests/torch that the backend under test does not run."""
+    if PLATFORM == "torch-npu":
+        simulated = set() if os.environ.get("ASCEND_HOME_PATH") else NOT_SIMULATED.keys()
+        return (ON_CPU_ONLY.keys() - ALSO_ON_NPU) | simulated
+    return set() if PLATFORM == "torch-cpu" else set(ON_CPU_ONLY)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

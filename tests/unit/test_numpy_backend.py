@@ -24,6 +24,8 @@ from hyper_parallel.platform.contract.members import TensorMembers
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/numpy_backend"
+#: Two ranks, and three, of which some have empty shards; `make nightly` runs the suite on all numbers of ranks.
+SIZES = [] if os.environ.get("HYPER_PARALLEL_NIGHTLY") else ["--world-sizes", "2,3"]
 #: Styles and redistributions on two ranks: every collective, forward and backward.
 SELECTION = ["--world-sizes", "2", "-k", "test_linear or test_one_dimensional_mesh or test_other_reductions"]
 
@@ -66,14 +68,16 @@ def run_kit(site: Path, folder: Path, *arguments: str) -> tuple[int, str, dict[s
 
 
 def test_conforms(site: Path, tmp_path: Path) -> None:
-    """All of the suite, on one to four processes, forward and backward."""
+    """Forward and backward."""
     markdown = tmp_path / "report.md"
-    status, output, report = run_kit(site, tmp_path, "numpy", "--report", str(markdown))
+    status, output, report = run_kit(site, tmp_path, "numpy", *SIZES, "--report", str(markdown))
     assert status == 0, output
     assert (report["backend"], report["adapter"], report["ok"]) == ("numpy", "numpy_backend.adapter", True)
-    assert report["complete"] and "numpy conforms" in output
+    assert report["complete"] == (not SIZES)
+    assert ("numpy passes the checks that were asked for" if SIZES else "numpy conforms") in output
     # Short ways, dry runs and tensors without data are torch's and MindSpore's.
-    assert set(report["skip_reasons"]) == {
+    not_asked = {f"{n} ranks were not asked for" for n in (1, 4)} if SIZES else set()
+    assert set(report["skip_reasons"]) - not_asked == {
         "every model of this framework has values",
         "programs for this framework do not have this",
         "this platform does not differentiate by itself",
