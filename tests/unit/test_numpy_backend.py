@@ -24,7 +24,7 @@ from hyper_parallel.platform.contract.members import TensorMembers
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/numpy_backend"
-#: Two ranks, and three, of which some have empty shards; `make nightly` runs the suite on all numbers of ranks.
+#: Two ranks, and three, of which some have empty shards. Four take three times as long; `make nightly` has them.
 SIZES = [] if os.environ.get("HYPER_PARALLEL_NIGHTLY") else ["--world-sizes", "2,3"]
 #: Styles and redistributions on two ranks: every collective, forward and backward.
 SELECTION = ["--world-sizes", "2", "-k", "test_linear or test_one_dimensional_mesh or test_other_reductions"]
@@ -76,15 +76,18 @@ def test_conforms(site: Path, tmp_path: Path) -> None:
     assert report["complete"] == (not SIZES)
     assert ("numpy passes the checks that were asked for" if SIZES else "numpy conforms") in output
     # Short ways, dry runs and tensors without data are torch's and MindSpore's.
-    not_asked = {f"{n} ranks were not asked for" for n in (1, 4)} if SIZES else set()
-    assert set(report["skip_reasons"]) - not_asked == {
+    skipped = {
         "every model of this framework has values",
-        "programs for this framework do not have this",
         "this platform does not differentiate by itself",
         "this platform has no short ways",
     }
-    assert sum(group["passed"] for group in report["groups"]) > 900
-    assert "| styles | 64 | 0 | 0 |" in markdown.read_text()
+    if SIZES:
+        skipped |= {f"{n} ranks were not asked for" for n in (1, 4)} | {"random programs need 4 ranks"}
+    else:
+        skipped |= {"programs for this framework do not have this"}
+    assert set(report["skip_reasons"]) == skipped
+    assert sum(group["passed"] for group in report["groups"]) > (700 if SIZES else 900)
+    assert ("| styles | 32 | 0 | 32 |" if SIZES else "| styles | 64 | 0 | 0 |") in markdown.read_text()
 
 
 MEMBERS = """
