@@ -136,14 +136,16 @@ def right(mesh: Any) -> None:
         compare(mesh, placements, operands(), f"numbers, {what}", score_mod=by_numbers, scale=0.3)
         if placements == [Replicate()]:
             continue
-        for batch, heads in ((2, 4), (None, 4), (2, None), (None, None)):
+        by_heads = placements == HEADS
+        for batch, heads in ((2, 4), (None, 4), (2, None), (None, None))[: 4 if by_heads else 2]:
             mask = mask_of(batch, heads)
             compare(mesh, placements, operands(), f"mask, {what}", block_mask=mask, score_mod=by_numbers)
         compare(mesh, placements, operands(), f"sums, {what}", score_mod=by_numbers, return_lse=True)
-        for asked in (AuxRequest(lse=True), AuxRequest(max_scores=True), AuxRequest(lse=True, max_scores=True)):
+        statistics = AuxRequest(lse=True, max_scores=True), AuxRequest(lse=True), AuxRequest(max_scores=True)
+        for asked in statistics[: 3 if by_heads else 1]:
             compare(mesh, placements, operands(), f"{asked}, {what}", block_mask=mask_of(2, 4), return_aux=asked)
         grouped = {"enable_gqa": True, "score_mod": by_numbers, "block_mask": mask_of(2, 8)}
-        for kv_heads in (4, 2, 1):
+        for kv_heads in (4, 1) if by_heads else (2,):
             compare(mesh, placements, operands(2, 8, kv_heads), f"{kv_heads} groups, {what}", **grouped)
 
 
@@ -265,7 +267,7 @@ def read_by_functions(mesh: Any) -> None:
         "inside of a module": lambda x: held(x).inside(),
     }
     for name, make in makes.items():
-        for placements in (HEADS, BATCH):
+        for placements in (HEADS, BATCH) if name in ("closure", "module") else (HEADS,):
             compare(mesh, placements, operands(), f"{name} {placements}", [rows], make=make)
     compare(mesh, HEADS, operands(1, 1), "one head", [rows[:1].clone()], make=table)
     two = lambda x, y: lambda score, b, h, q, kv: score * x[h] + y[q, kv]  # noqa: E731
