@@ -15,7 +15,8 @@ from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import FEATURES, error_of, loss_of, make_net, rows_of, whole
 
-STEPS = 10
+#: Each kind of gradient twice, and a schedule of learning rates on its way.
+STEPS = 5
 optim = ms.experimental.optim
 
 #: Those that work on CPU with plain parameters.
@@ -127,7 +128,7 @@ def test_same_gradients(pool: Any, name: str) -> None:
 
 # ---------------------------------------------------------------------- training
 @on_mesh()
-def ten_steps(mesh: Any, name: str) -> list[str]:
+def several_steps(mesh: Any, name: str) -> list[str]:
     """Each network with its own gradients, DTensors and plain local ones in turn. What is far from the reference,
     measured by the way that it went."""
     losses, ways = [], []
@@ -152,13 +153,13 @@ def ten_steps(mesh: Any, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *COUPLED])
-def test_ten_steps(pool: Any, name: str) -> None:
-    assert pool.run(2, ten_steps, name) == [[], []]
+def test_several_steps(pool: Any, name: str) -> None:
+    assert pool.run(2, several_steps, name) == [[], []]
 
 
 @pytest.mark.parametrize("name", ["AdaFactor", "one's own"])
-def test_ten_steps_on_uneven_shards(pool: Any, name: str) -> None:
-    assert pool.run(3, ten_steps, name) == [[]] * 3
+def test_several_steps_on_uneven_shards(pool: Any, name: str) -> None:
+    assert pool.run(3, several_steps, name) == [[]] * 3
 
 
 @on_mesh()
