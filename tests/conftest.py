@@ -59,13 +59,14 @@ NOT_SIMULATED = {
     "test_compile_uneven.py": "more layouts; test_compile.py is run",
     "test_costs_against_torch.py": "numbers of messages",
     "test_dry_run.py": "worlds without devices",
-    "test_flex_attention.py": "an operator that torch_npu does not have",
     "test_fuzz_finds.py": "whether random programs find planted bugs",
     "test_huggingface_zoo.py": "models of a library; test_huggingface.py is run",
     "test_patches.py": "what is patched in torch",
     "test_rules_page.py": "a page",
     "test_torch_fully_shard.py": "torch's own fully_shard around models of this library",
 }
+#: Files of tests/torch that no NPU can run.
+NOT_ON_NPU = {"test_flex_attention.py": "an operator that torch refuses on NPUs"}
 #: What ranks that share a GPU cannot try, since they talk over gloo: name of a file, or of a test in it -> why.
 _FUNCTIONAL = "over gloo, functional collectives of torch on a GPU end the process (segmentation fault, torch 2.15)"
 NEEDS_NCCL = {
@@ -125,7 +126,7 @@ def _left_out() -> set[str]:
     """Files of tests/torch that the backend under test does not run."""
     if PLATFORM == "torch-npu":
         simulated = set() if os.environ.get("ASCEND_HOME_PATH") else NOT_SIMULATED.keys()
-        return (ON_CPU_ONLY.keys() - ALSO_ON_NPU) | simulated
+        return (ON_CPU_ONLY.keys() - ALSO_ON_NPU) | NOT_ON_NPU.keys() | simulated
     return set() if PLATFORM == "torch-cpu" else set(ON_CPU_ONLY)
 
 
