@@ -58,7 +58,7 @@ DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NP
 #: The backend on which the conformance suite runs a second time, without `Platform.fast`.
 TWICE = "torch-cpu"
 WITHOUT_FAST = f"{TWICE}-without-fast"
-#: Twice what the longest part takes where the machine is slow. Hangs end much sooner: each test has its own limit.
+#: Half as much again as the longest part took on a slow machine, 54 minutes. Hangs end sooner: tests have limits too.
 PART_TIMEOUT = 80 * 60
 #: Said below the table.
 MISSED = (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.testing.pool import SIZE, WorkerPool
+from tests.simulated_npu import preload
 
 # The checks that tests/conformance collects: a failed assert in them shows its operands, as in a file of tests.
 pytest.register_assert_rewrite("hyper_parallel.testing.comparisons", "hyper_parallel.testing.conformance")
@@ -125,8 +126,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def _left_out() -> set[str]:
     """Files of tests/torch that the backend under test does not run."""
     if PLATFORM == "torch-npu":
-        simulated = set() if os.environ.get("ASCEND_HOME_PATH") else NOT_SIMULATED.keys()
-        return (ON_CPU_ONLY.keys() - ALSO_ON_NPU) | NOT_ON_NPU.keys() | simulated
+        not_simulated = NOT_SIMULATED.keys() if preload.is_simulated() else set()
+        return (ON_CPU_ONLY.keys() - ALSO_ON_NPU) | NOT_ON_NPU.keys() | not_simulated
     return set() if PLATFORM == "torch-cpu" else set(ON_CPU_ONLY)
 
 

@@ -15,7 +15,7 @@ from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import FEATURES, error_of, loss_of, make_net, rows_of, whole
 
-#: Each kind of gradient twice, and a schedule of learning rates on its way.
+#: Each kind of gradient at least twice, and a schedule of learning rates on its way.
 STEPS = 5
 optim = ms.experimental.optim
 

@@ -17,12 +17,12 @@ from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.private import (
     AutogradFunction,
     FunctionBase,
-    TensorPy,
     drop_recordings,
     grad_node,
     is_recording,
     no_grad,
     nodes_below,
+    untracked,
 )
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 
@@ -151,16 +151,12 @@ def counted_backward(plain: Callable) -> Callable:
     return grad
 
 
-#: A plain tensor for the same memory to which nothing leads. `ops.stop_gradient` gives one too, in up to 50 us.
-_data = TensorPy.data.__get__
-
-
 class _Identity(AutogradFunction):
     """The same data as a new tensor, whatever its strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _data(x)  # with ``x`` itself, or a view of it, gradients of gradients would be zero
+        return untracked(x)  # with ``x`` itself, or a view of it, gradients of gradients would be zero
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
@@ -290,7 +286,7 @@ class AutogradVerbs:
             if BACKWARD_WRAPPERS:
                 ctx.wrapped = BACKWARD_WRAPPERS[-1](backward)
             with NoDispatch():
-                ys = tuple(_data(y) for y in forward(ctx, static, *xs))
+                ys = tuple(untracked(y) for y in forward(ctx, static, *xs))
                 ctx.shapes, ctx.operands = [y.shape for y in ys], [(tuple(x._shape), x.dtype) for x in xs]
             return ys
 
@@ -305,12 +301,12 @@ class AutogradVerbs:
         members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
         return _bare_apply.__get__(None, type(forward.__name__, (AutogradFunction,), members))
 
-    detach: Any = staticmethod(_data)
+    detach: Any = staticmethod(untracked)
     no_grad: Any = staticmethod(no_grad)
 
     def alias(self, x: Any) -> Any:
         if not self.requires_grad(x):
-            return _data(x)
+            return untracked(x)
         with NoDispatch():
             # Of the gradient of what was computed and then viewed MindSpore says that its gradient is zero.
             return x.view(tuple(x.shape)) if _Recording.forwards < 2 and x.is_contiguous() else _identity(x)

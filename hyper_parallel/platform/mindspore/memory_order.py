@@ -8,9 +8,7 @@ from typing import Any
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.private import AutogradFunction, TensorPy
-
-_data = TensorPy.data.__get__
+from hyper_parallel.platform.mindspore.private import AutogradFunction, untracked
 
 
 class _WithStrides(AutogradFunction):
@@ -18,7 +16,7 @@ class _WithStrides(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strides: tuple[int, ...], behind: bool) -> Tensor:
-        return _data(_with_strides(x, strides, behind))
+        return untracked(_with_strides(x, strides, behind))
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple:

@@ -24,7 +24,6 @@ __all__ = [
     "FunctionBase",
     "GlobalComm",
     "NoFallbackGuard",
-    "TensorPy",
     "UnknownMindSporeError",
     "drop_recordings",
     "grad_node",
@@ -32,6 +31,7 @@ __all__ = [
     "no_grad",
     "nodes_below",
     "type_id_to_type",
+    "untracked",
 ]
 
 
@@ -62,6 +62,8 @@ FunctionBase: Any = _take("_c_expression", "FunctionBase", lambda base: "apply" 
 TensorPy: Any = _take("_c_expression", "TensorPy", _has("data", "_grad_node"))
 #: What is recorded of a tensor: the operation that made it, or its place among the inputs. None for nothing.
 grad_node: Callable[[Any], Any] = TensorPy._grad_node.__get__
+#: A plain tensor for the same memory to which nothing leads. `ops.stop_gradient` gives one too, in up to 50 us.
+untracked: Callable[[Any], Any] = TensorPy.data.__get__
 #: Within it, operations are not intercepted.
 NoFallbackGuard: Any = _take("_c_expression", "NoFallbackGuard", _has("__enter__", "__exit__"))
 no_grad: Any = _take("common.api", "_no_grad", _has("__enter__", "__exit__"))

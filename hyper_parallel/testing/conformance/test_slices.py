@@ -12,7 +12,7 @@ from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.comparisons import floats, same
+from hyper_parallel.testing.comparisons import floats, local_parts, same
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 #: On more than one rank, the first dimension leaves ranks with one row and with none.
@@ -31,18 +31,15 @@ INDICES: list[Any] = [
 ]
 
 
-def part(x: np.ndarray, mesh: Any, placements: tuple) -> np.ndarray:
-    """This rank's part of x; of a sum its share."""
-    sums = math.prod(n for p, n in zip(placements, mesh.shape, strict=True) if p.is_partial())
-    return np.ascontiguousarray(x[get_layout(mesh, placements, x.shape).local_index()]) / np.float32(sums)
-
-
 def check(mesh: Any, placements: tuple, index: Any) -> dict[str, int]:
     """Compare values and gradients; returns the bytes of the collectives that taking sent."""
     adapter = get_adapter()
     whole = floats(*SHAPE)
     weights = floats(*whole[index].shape) + 1
     found: list[CommDebugMode] = []
+
+    def part(x: np.ndarray, placed: tuple) -> np.ndarray:
+        return local_parts(x, get_layout(mesh, placed, SHAPE), np.random.default_rng(0))
 
     def loss(local: Any) -> Any:
         x = DTensor.from_local(local, mesh, placements, shape=SHAPE)
@@ -52,14 +49,14 @@ def check(mesh: Any, placements: tuple, index: Any) -> dict[str, int]:
         w = DTensor.from_local(adapter.tensor(weights), mesh, (R,) * mesh.ndim)
         return adapter.weighted_sum(y, w).full_tensor(), y
 
-    y, (grad,) = adapter.value_and_grads(loss, [part(whole, mesh, placements)])
+    y, (grad,) = adapter.value_and_grads(loss, [part(whole, placements)])
     what = f"{index} of {placements}"
     same(adapter.numpy(y), whole[index], what)
     wanted = np.zeros_like(whole)
     wanted[index] = weights
-    # The gradient of a share is that of the sum.
+    # The gradient of a summand is that of the sum.
     kept = tuple(R if p.is_partial() else p for p in placements)
-    same(grad, part(wanted, mesh, kept), f"gradient of {what}")
+    same(grad, part(wanted, kept), f"gradient of {what}")
     return found[0].get_bytes()
 
 

@@ -94,8 +94,7 @@ class _Plan:
         unsized = any(isinstance(result, Unsized) for result in strategy.results)
         aliasing = None
         if not (self.inplace or unsized):
-            made = self.replacement is not None
-            aliasing = aliasing_of(canonical, layouts, static_args, strategy, name, made)
+            aliasing = aliasing_of(canonical, layouts, static_args, strategy, name, self.replacement is not None)
         aliasing = aliasing or Aliasing(None, None)
         if aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)

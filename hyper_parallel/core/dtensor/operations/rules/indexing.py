@@ -292,15 +292,15 @@ def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
     index = (*(FULL_SLICE,) * dim, ("slice", start, start + length, None))
     found = analyse(x, index, ())
     assert found is not None
-    sharding = _cut(x, index, found)
+    sharding = replace(_cut(x, index, found), localize=None)
     take = sharding.call
     if take is None:
-        return replace(sharding, localize=None)
+        return sharding
 
     def call(platform: Any, native: Any, operands: tuple, static_args: tuple, *layouts: tuple) -> Any:
         return take(platform, _sliced, operands, (index,), *layouts)
 
-    return replace(sharding, localize=None, call=call)
+    return replace(sharding, call=call)
 
 
 @rule("gather", "x, index", "dim")

@@ -67,7 +67,7 @@ class Taking:
             places, elsewhere, is_negative, unknown = _places(platform, tensors[number], layout, dim)
             if size == 0:
                 # An element to take, for the sake of backward, which may communicate.
-                x, size = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim), 1
+                x, size = _between_zeros(platform, x, dim, 0, 1), 1
             places = platform.masked_fill(places, elsewhere, 0)
             if self.signed:
                 places = _either(platform, is_negative, places - size, places)
@@ -104,7 +104,7 @@ class Writing:
         layout, new = operand_layouts[0], x
         cut = [(dim, number) for dim, number in self.dims if layout.shard_mesh_dims(dim)]
         for dim, number in cut:
-            new = platform.cat([new, platform.zeros(replaced(platform.shape_of(new), dim, 1), new)], dim)
+            new = _between_zeros(platform, new, dim, 0, 1)
             places, elsewhere, _, unknown = _places(platform, tensors[number], layout, dim)
             places = platform.masked_fill(places, elsewhere, layout.local_shape[dim])
             tensors[number] = platform.masked_fill(places, unknown, layout.local_shape[dim] + 1)
@@ -198,7 +198,7 @@ class Cut:
         without = [dim for dim, (first, last) in own.items() if first == last]
         for dim in without:
             if layout.local_shape[dim] == 0:
-                x = platform.cat([x, platform.zeros(replaced(platform.shape_of(x), dim, 1), x)], dim)
+                x = _between_zeros(platform, x, dim, 0, 1)
         index = tuple(
             ("slice", 0, 1, None)  # an element that does not count, for the sake of backward, which may communicate
             if dim in without
@@ -216,7 +216,7 @@ class Cut:
         for at, kept in enumerate(self.kept):
             if kept in own:
                 first, last = (0, 1) if kept in without else own[kept]
-                y = self._between_zeros(platform, y, at, first, len(self.ranges[kept]) - last)
+                y = _between_zeros(platform, y, at, first, len(self.ranges[kept]) - last)
         if without:  # last: MindSpore loses gradients of gradients through views of what was computed
             y = platform.masked_fill(y, platform.zeros((1,) * result.ndim, y) == 0, 0)
         split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
@@ -229,13 +229,6 @@ class Cut:
         if is_contiguous(result.shape, strides) and not behind:
             return y
         return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape), behind)
-
-    @staticmethod
-    def _between_zeros(platform: Any, y: Any, dim: int, before: int, after: int) -> Any:
-        """``y`` with so many zeros before and after along a dimension."""
-        shape = platform.shape_of(y)
-        parts = [platform.zeros(replaced(shape, dim, n), y) for n in (before, after) if n]
-        return platform.cat([*parts[: bool(before)], y, *parts[bool(before) :]], dim) if parts else y
 
     def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
         """Of what is taken along a dimension that is cut, the part that lies on this rank: from, to."""
@@ -260,6 +253,13 @@ class Cut:
             if dim is not None:
                 sizes[dim] = size
         return tuple(sizes)
+
+
+def _between_zeros(platform: Any, x: Any, dim: int, before: int, after: int) -> Any:
+    """``x`` with so many zeros before and after along a dimension."""
+    shape = platform.shape_of(x)
+    first, last = ([platform.zeros(replaced(shape, dim, n), x)] if n else [] for n in (before, after))
+    return platform.cat([*first, x, *last], dim) if first or last else x
 
 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
