@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.testing.extent import keep_the_gate
 from hyper_parallel.testing.pool import SIZE, WorkerPool
 from tests.simulated_npu import preload
 
@@ -131,8 +132,9 @@ def _left_out() -> set[str]:
     return set() if PLATFORM == "torch-cpu" else set(ON_CPU_ONLY)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `NEEDS_NCCL` where several ranks share a GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the nightly tests to the nightly run. Skip `NEEDS_NCCL` where several ranks share a GPU."""
+    keep_the_gate(config, items)
     if PLATFORM == "torch-cuda" and os.environ.get("HYPER_PARALLEL_TORCH_BACKEND") == "gloo":
         for item in items:
             test = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"

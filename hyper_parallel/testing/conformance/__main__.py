@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE, PlatformError, get_platform
-from hyper_parallel.testing import adapters
+from hyper_parallel.testing import adapters, extent
 from hyper_parallel.testing.conformance.report import Report
 from hyper_parallel.testing.pool import SIZE
 
@@ -66,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--world-sizes", type=world_sizes, default=every, metavar="N,...", help=f"run checks on so many ranks ({every})"
     )
     parser.add_argument("-k", metavar="EXPRESSION", help="run the checks that match, as pytest has it")
+    parser.add_argument("--quick", action="store_true", help="leave out what repeats other checks: minutes less")
     parser.add_argument(
         "--report", type=report_file, action="append", default=[], metavar="FILE", help="write .json or .md; repeatable"
     )
@@ -124,7 +125,8 @@ def run(
         adapter=adapter,
         versions=versions_of(backend),
         world_sizes=arguments.world_sizes,
-        complete=len(arguments.world_sizes) == SIZE and not arguments.k and not pytest_arguments,
+        complete=len(arguments.world_sizes) == SIZE
+        and not (arguments.quick or arguments.k or pytest_arguments),
     )
     options = [
         str(CHECKS),
@@ -152,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read when the frameworks are loaded, here and in the workers: ranks share few cores, and MindSpore warns a lot.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOG_v", "3")
+    os.environ[extent.VARIABLE] = "" if arguments.quick else "yes"
     try:
         backend = backend_of(arguments.backend)
         adapter = adapters.adapter_of(backend.name)

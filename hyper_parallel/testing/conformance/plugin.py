@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.testing.conformance.report import Failure, Report
+from hyper_parallel.testing.extent import MARKER, keep_the_gate
 from hyper_parallel.testing.pool import JOB_TIMEOUT, WorkerPool
 
 __all__ = ["Counter", "SelectedPool", "pool"]
@@ -47,8 +48,13 @@ class Counter:
         self.report = report
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Tell the fixture which backend."""
+        """Tell the fixture which backend, and pytest which markers there are."""
         config.stash[_REPORT] = self.report
+        config.addinivalue_line("markers", MARKER)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what ``--quick`` leaves out."""
+        keep_the_gate(config, items)
 
     def pytest_sessionstart(self) -> None:
         """Start the clock."""
