@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hyper_parallel.testing import spmd
+from hyper_parallel.testing import one_device, spmd
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def _join(settings: Settings) -> None:
     )
     if settings.platform is not None:
         os.environ["HYPER_PARALLEL_PLATFORM"] = settings.platform
+        if settings.platform.startswith("torch-"):
+            one_device.share()
         from hyper_parallel.platform import get_platform
 
         get_platform().init_process_group()
