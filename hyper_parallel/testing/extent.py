@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["MARKER", "VARIABLE", "everything", "keep_the_gate"]
+__all__ = ["MARKER", "VARIABLE", "everything", "keep_the_gate", "on_ranks"]
 
 #: Set to run all tests.
 VARIABLE = "HYPER_PARALLEL_NIGHTLY"
@@ -35,3 +35,24 @@ def keep_the_gate(config: Any, items: list[Any]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") -> Any:
+    """Decorate a test that runs once on each of ``sizes`` ranks, one of them in the gate.
+
+    The gate takes three ranks where the test has them: three divide few sizes, so shards are uneven or empty, and
+    first, middle and last rank differ. Else it takes the largest size. The other sizes are nightly.
+
+    Args:
+        sizes: numbers of ranks.
+        gate: those that the gate takes instead.
+        name: parameter of the test.
+
+    Returns:
+        The mark of pytest that parametrizes the test.
+    """
+    import pytest
+
+    kept = gate or ((3,) if 3 in sizes else (max(sizes),))
+    rows = [pytest.param(size, marks=[] if size in kept else [pytest.mark.nightly]) for size in sizes]
+    return pytest.mark.parametrize(name, rows)

@@ -22,6 +22,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.mindspore import value_and_grad
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 
 ROWS, WIDTH = 5, 40
@@ -93,7 +94,7 @@ def layers_with_a_seed(mesh: Any, placement: Any) -> list[np.ndarray]:
     return got
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(1, 2, 4, name="world")
 def test_layers_draw_what_the_unsharded_network_draws(pool: Any, world: int) -> None:
     """Over four ranks, five rows leave one of them without elements."""
     first, *others = pool.run(world, layers_with_a_seed, Shard(1))
@@ -125,7 +126,7 @@ def layers_without_a_seed(mesh: Any) -> tuple[list[np.ndarray], list[np.ndarray]
         ms.set_seed(0 if before is None else before)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks(1, 2, 3, name="world")
 def test_layers_without_a_seed(pool: Any, world: int) -> None:
     """Every layer and step draws its own, all ranks the same; a seed that comes later counts."""
     (first, later), *others = pool.run(world, layers_without_a_seed)

@@ -27,6 +27,7 @@ from hyper_parallel import (
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.mindspore import grad, value_and_grad
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import loss_of, make_net, whole
 
@@ -78,7 +79,7 @@ def net_gradients(mesh: Any) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(1, 2, 4, name="world")
 def test_network(pool: Any, world: int) -> None:
     assert pool.run(world, net_gradients) == [[]] * world
 

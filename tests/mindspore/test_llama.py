@@ -16,6 +16,7 @@ from mindspore.experimental.optim import AdamW
 from hyper_parallel import CommDebugMode, DTensor, Shard, implicit_replication, loss_parallel, parallelize_module
 from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.comparisons import same
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.llama import CASES, FEW_HEADS, PLAN, Case, Config, make, tokens
 from tests.mindspore.nets import error_of, whole
@@ -81,7 +82,7 @@ def expected(case: Case) -> dict[str, dict[str, int]]:
     return {"forward": case.forward, "loss": {"all_reduce": 2} if case.sharded_loss else {}, "backward": case.backward}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(2, 4, name="world")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_collectives(pool: Any, name: str, world: int) -> None:
     assert pool.run(world, compare, CASES[name]) == [expected(CASES[name])] * world

@@ -12,6 +12,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import CommDebugMode, DTensor, Replicate, ReplicatedModule, replicate
 from hyper_parallel.mindspore import value_and_grad
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import whole
 
@@ -139,6 +140,6 @@ def skipped(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("job", [steps, skipped], ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_replicate(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)

@@ -23,6 +23,7 @@ from torch.distributed.tensor.experimental import implicit_replication as their_
 import hyper_parallel
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import torch_adapter as adapter
+from hyper_parallel.testing.extent import on_ranks
 from tests.torch.support import close, device, randn
 
 NAMES = [
@@ -174,7 +175,7 @@ def run_plan(size: int, name: str) -> list[dict[str, Any]]:
     return [r["collectives"] for r in results]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2, 4)
 @pytest.mark.parametrize("name", PLANS)
 def test_plan(pool: Any, name: str, world_size: int) -> None:
     for theirs, ours in pool.run(world_size, run_plan, world_size, name):

@@ -22,6 +22,7 @@ from hyper_parallel import (
     StridedShard,
     init_device_mesh,
 )
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -287,7 +288,7 @@ def run_all() -> None:
         job()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_clipping(pool: Any, world_size: int) -> None:
     pool.run(world_size, run_all)
 
@@ -302,6 +303,7 @@ import inspect
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from hyper_parallel import CommDebugMode, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.testing.extent import on_ranks
 mesh = init_device_mesh(None, (1,))
 p = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
 p.pow(2).sum().backward()

@@ -19,6 +19,7 @@ from hyper_parallel import (
     coalesce_gradients,
     parallelize_module,
 )
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -157,7 +158,7 @@ def recomputed(mesh: Any) -> None:
         compare(plain, sharded)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("job", [one_collective, at_once, blocks, recomputed], ids=lambda job: job.__name__)
 def test_coalesce(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)

@@ -16,6 +16,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import device, numpy, seed, tensor
 from hyper_parallel.testing.comparisons import floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 #: name -> function of a tensor of shape (2, 4, 6, 5)
 DRAWING: dict[str, Callable[[Any], Any]] = {
@@ -59,7 +60,7 @@ def draws(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWING)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_draws_of_the_first_rank_count(pool: Any, world_size: int, name: str) -> None:
     pool.run(world_size, draws, name)
 
@@ -93,6 +94,6 @@ def filled(mesh: Any) -> None:
                 same(numpy(x), plain.cpu().numpy(), f"{name} of {placement}, transposed: {transposed}", 0.0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_filled_in_place(pool: Any, world_size: int) -> None:
     pool.run(world_size, filled)

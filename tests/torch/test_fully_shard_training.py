@@ -19,6 +19,7 @@ from hyper_parallel import (
     fully_shard,
     parallelize_module,
 )
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device
 
@@ -117,7 +118,7 @@ def steps_of(mesh: Any, sizes: tuple[int, int], optimizer: str, reshard: bool | 
 
 
 @pytest.mark.parametrize("sizes", [(8, 12), (5, 7)], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks(2, 3, 4)
 def test_five_steps(pool: Any, world_size: int, sizes: tuple[int, int]) -> None:
     for optimizer in OPTIMIZERS:
         for reshard in (None,) if optimizer != "adamw" else (None, True, False):

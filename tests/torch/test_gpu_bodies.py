@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
+from hyper_parallel.testing.extent import on_ranks
 from tests.cuda import bodies
 
 
@@ -30,7 +29,7 @@ def everything() -> tuple:
     return bodies.collectives(), bodies.styles(), bodies.bfloat16_training()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_bodies(pool: Any, world_size: int) -> None:
     for backend, counts, losses in pool.run(world_size, everything):
         assert backend == "gloo" and len(losses) == 3

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, full, randn, shard
 
@@ -238,7 +239,7 @@ def writes_into_a_leaf(mesh: Any) -> None:
     close(plain, 2 * randn(2, 3))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 @pytest.mark.parametrize(
     "job",
     [
@@ -360,7 +361,7 @@ def training_leaks_nothing(mesh: Any) -> int:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_training_leaks_nothing(pool: Any, world_size: int) -> None:
     # A leak shows as more tensors after every step; what earlier tests left to threads of the engine comes and goes.
     assert max(pool.run(world_size, training_leaks_nothing)) < STEPS // 2

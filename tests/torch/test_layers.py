@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, strict
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard
 
@@ -203,7 +204,7 @@ def calls_on_a_grid(mesh: Any) -> None:
             compare(mesh, f"{name}, placed {placements}", call, letters, placements)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@on_ranks(3, 4, name="ranks")
 def test_values_and_gradients(pool: Any, ranks: int) -> None:
     for tried in pool.run(ranks, calls):
         assert len(tried) > (0.5 if ON_NPU else 0.95) * len(CALLS), tried

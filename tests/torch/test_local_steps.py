@@ -15,6 +15,7 @@ from torch.optim import adam
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard
 from hyper_parallel.platform.torch.handlers import optimizers
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -323,6 +324,6 @@ def run_all() -> None:
         job()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 def test_steps(pool: Any, world_size: int) -> None:
     pool.run(world_size, run_all)

@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import Shard
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, shard
 
@@ -39,6 +40,6 @@ def methods(mesh: Any) -> None:
     assert type(x).view.__doc__ == torch.Tensor.view.__doc__
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 def test_methods(pool: Any, world_size: int) -> None:
     pool.run(world_size, methods)

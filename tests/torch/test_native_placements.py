@@ -29,6 +29,7 @@ from hyper_parallel import (
     zeros,
 )
 from hyper_parallel.core import caches
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn
 
@@ -117,6 +118,6 @@ def _holds_theirs(key: Any) -> bool:
     return isinstance(key, theirs.Placement)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_taken_at_every_entry(pool: Any, world_size: int) -> None:
     pool.run(world_size, at_every_entry)

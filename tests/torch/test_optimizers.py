@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, parallelize_module
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -219,6 +220,6 @@ JOBS = [
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_jobs(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)

@@ -22,6 +22,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn
 
@@ -96,7 +97,7 @@ def without_chunks(
 @pytest.mark.parametrize("as_dtensor", [False, True], ids=["plain", "distributed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_in_chunks(pool: Any, world_size: int, dim: int | None, bias: bool, as_dtensor: bool) -> None:
     for chunks in (2, 3):
         for forward, backward in pool.run(world_size, in_chunks, dim, bias, as_dtensor, chunks):

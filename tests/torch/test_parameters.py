@@ -14,6 +14,7 @@ from torch import nn
 from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform, manual_seed
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -279,7 +280,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_parameters(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)

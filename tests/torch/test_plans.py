@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.tensor as theirs
 import torch.distributed.tensor.parallel as their_styles
@@ -14,6 +13,7 @@ from torch import nn
 from hyper_parallel import ColwiseParallel, DTensor, Placement, RowwiseParallel, parallelize_module, strict
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.extent import on_ranks
 from tests.torch.support import device, randn
 
 
@@ -35,7 +35,7 @@ def torchs_own_classes(mesh: Any) -> None:
         DTensor.from_local(x, mesh, [theirs.Partial("bxor")])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_torchs_own_classes(pool: Any, world_size: int) -> None:
     pool.run(world_size, torchs_own_classes)
 
@@ -73,7 +73,7 @@ def what_stays_plain(mesh: Any) -> None:
         assert (id(p), p.requires_grad) == (state[name][0], state[name][2]), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_what_stays_plain(pool: Any, world_size: int) -> None:
     pool.run(world_size, what_stays_plain)
 
@@ -114,6 +114,6 @@ def fused_attention(mesh: Any) -> None:
         torch.testing.assert_close(sharded["attn"](x), model()["attn"](x))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_fused_attention(pool: Any, world_size: int) -> None:
     pool.run(world_size, fused_attention)

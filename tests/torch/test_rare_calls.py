@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, Shard
 from hyper_parallel.platform.torch.op_table.binding import arguments
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard
 
@@ -226,7 +227,7 @@ def refusals(mesh: Any) -> None:
         close(x, randn(5, 6), "after the errors")
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 @pytest.mark.parametrize(
     "job",
     [calls, writes, squeezing_what_is_sharded, refusals],

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, full, randn, shard
 
@@ -177,7 +178,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_rare_gradients(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)

@@ -23,6 +23,7 @@ from hyper_parallel.platform.torch.dtensor_class import make_dtensor_class
 from hyper_parallel.platform.torch.handlers.copying import rebuild_dtensor
 from hyper_parallel.platform.torch.handlers.optimizers import local_step
 from hyper_parallel.platform.torch.op_table.binding import find
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.conftest import PLATFORM
 from tests.torch.support import close, device, randn, shard
@@ -163,7 +164,7 @@ def verbs(mesh: Any) -> None:
     close(before, torch.arange(6))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 @pytest.mark.parametrize(
     "job",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.tensor as theirs
 
@@ -12,6 +11,7 @@ from hyper_parallel import CommDebugMode, Partial, Replicate, Shard, distribute_
 from hyper_parallel.core.dtensor.operations.listed_shardings import TensorSpec
 from hyper_parallel.experimental import register_sharding
 from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn
 
@@ -106,7 +106,7 @@ def listed(mesh: Any) -> None:
         register_sharding(aten._softmax.default)(lambda *args: [])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_listed(pool: Any, world_size: int) -> None:
     assert device() is not None
     pool.run(world_size, listed)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard, distribute_tensor, replicate
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device
 
@@ -111,7 +112,7 @@ def steps(mesh: Any, optimizer: str, cap: float) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_steps(pool: Any, world_size: int, optimizer: str) -> None:
     pool.run(world_size, steps, optimizer, 1e-3)
 
@@ -262,7 +263,7 @@ def checkpointed(mesh: Any) -> None:
         check(plain, copied, f"{run.__name__} around all")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2, 4)
 @pytest.mark.parametrize("job", [counted, unused, accumulated, checkpointed], ids=lambda job: job.__name__)
 def test_replicate(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)

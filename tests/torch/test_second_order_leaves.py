@@ -11,6 +11,7 @@ from hyper_parallel import DTensor, Partial, Replicate
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import numpy, tensor
 from hyper_parallel.testing.comparisons import floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 
 class Square(torch.autograd.Function):
@@ -72,6 +73,6 @@ def leaves(mesh: Any, way: str, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("way", ["grad", "intermediate", "hook", "function", "backward", "backward twice"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_partial_leaf(pool: Any, world_size: int, way: str, op: str) -> None:
     pool.run(world_size, leaves, way, op)

@@ -19,6 +19,7 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard
 
@@ -225,7 +226,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_training(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)

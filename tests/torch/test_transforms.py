@@ -25,6 +25,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard
 
@@ -208,7 +209,7 @@ def differentiate(mesh: Any, outermost: str) -> None:
 
 
 @pytest.mark.parametrize("outermost", ["plain", "sharded", "replicated"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks(2, 4, name="ranks")
 def test_derivatives_made_of_backward(pool: Any, ranks: int, outermost: str) -> None:
     pool.run(ranks, differentiate, outermost)
 
@@ -254,6 +255,6 @@ def start_at_partial(mesh: Any) -> None:
     close(local.grad, values / mesh.size())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks(2, 4, name="ranks")
 def test_backward_begins_at_partial_values(pool: Any, ranks: int) -> None:
     pool.run(ranks, start_at_partial)

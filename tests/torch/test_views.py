@@ -19,6 +19,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.extent import on_ranks
 from tests.torch.support import device
 
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -79,7 +80,7 @@ def compare(mesh: Any, shape: tuple[int, ...], placement: Any, requires_grad: bo
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_values_and_gradients(pool: Any, world_size: int, placement: Any, requires_grad: bool) -> None:
     pool.run(world_size, compare, (6, 5), placement, requires_grad)
 
@@ -103,7 +104,7 @@ def write_parts(mesh: Any) -> None:
     assert torch.equal(x.full_tensor(), values * 2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_parts(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_parts)
 
@@ -140,7 +141,7 @@ def read_memory(mesh: Any) -> None:
         torch.as_strided_scatter(values, distribute_tensor(values[0], mesh, [Shard(0)]), (6,), (1,))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2, 4)
 def test_places_in_memory(pool: Any, world_size: int) -> None:
     pool.run(world_size, read_memory)
 
@@ -166,7 +167,7 @@ def refuse(mesh: Any) -> None:
     assert x[0].shape == (5,)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2, 4)
 def test_refusals(pool: Any, world_size: int) -> None:
     pool.run(world_size, refuse)
 
@@ -181,7 +182,7 @@ def heads(mesh: Any) -> None:
     assert torch.equal(y.full_tensor(), h.transpose(1, 2) * 2)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2, 4)
 def test_heads(pool: Any, world_size: int) -> None:
     pool.run(world_size, heads)
 
@@ -218,7 +219,7 @@ def orthogonal(mesh: Any, placement: Any) -> None:
     assert torch.allclose(x.full_tensor(), plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_initialisation(pool: Any, world_size: int) -> None:
     pool.run(world_size, embeddings)
     for placement in Shard(0), Shard(1), Shard(2), Replicate():
@@ -236,6 +237,6 @@ def partial(mesh: Any) -> None:
     assert torch.allclose(x.full_tensor(), before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_partial_sums(pool: Any, world_size: int) -> None:
     pool.run(world_size, partial)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import ColwiseParallel, DTensor, Replicate, RowwiseParallel, parallelize_module
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, full
 
@@ -71,7 +72,7 @@ def padded(mesh: Any, use_local_output: bool) -> None:
     assert not full(sharded.head.weight.grad)[11:].any()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 def test_vocabulary(pool: Any, world_size: int) -> None:
     pool.run(world_size, unknown_ids)
     for padding in (0, 3, 6):

@@ -16,6 +16,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import numpy, tensor
 from hyper_parallel.testing.comparisons import floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -60,7 +61,7 @@ def writers(mesh: Any, name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_what_is_written_arrives(pool: Any, world_size: int, name: str, mode: str) -> None:
     pool.run(world_size, writers, name, mode)
 
@@ -122,7 +123,7 @@ def activated(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-@pytest.mark.parametrize("world_size", [1, 4])
+@on_ranks(1, 4)
 def test_activations_in_place(pool: Any, world_size: int, name: str) -> None:
     pool.run(world_size, activated, name)
 
@@ -171,7 +172,7 @@ def reader_written(mesh: Any, plain: bool) -> None:
     same(numpy(mine.grad), numpy(leaf.grad), "gradient after the write", 1e-4)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_recorded_writes_are_refused(pool: Any, world_size: int) -> None:
     pool.run(world_size, recorded)
 
@@ -182,6 +183,6 @@ def test_gathered_source_is_written(pool: Any, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_input_of_layers_is_written(pool: Any, world_size: int, plain: bool) -> None:
     pool.run(world_size, reader_written, plain)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.pool import JobError, WorkerPool
 from hyper_parallel.testing.worker import Failure
 from tests.support import pool_jobs
@@ -38,7 +39,7 @@ def test_results_come_in_rank_order_from_the_ranks_that_take_part(bare_pool: Wor
     assert bare_pool.run(1, pool_jobs.describe) == [(0, 1, "0", "2", ())]
 
 
-@pytest.mark.parametrize("world_size", [0, 3])
+@on_ranks(0, 3)
 def test_world_size_out_of_range(bare_pool: WorkerPool, world_size: int) -> None:
     """More ranks than the pool has are refused."""
     with pytest.raises(ValueError, match="between 1 and 2"):

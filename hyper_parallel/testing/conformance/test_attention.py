@@ -20,7 +20,7 @@ from hyper_parallel import (
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import compare, floats
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 
 def expect(world_size: int, forward: dict[str, int], backward: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -34,7 +34,7 @@ def grouped(mesh: Any, heads: int, kv_heads: int, normed: bool, plan: dict[str, 
     )
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_grouped_heads(pool: Any, world_size: int) -> None:
     plan = {"w[qkv]": "colwise", "wo": "rowwise"}
     for counts in pool.run(world_size, grouped, 24, 12, False, plan):
@@ -49,7 +49,7 @@ NORM_STYLES = {
 
 
 @pytest.mark.parametrize("norms", NORM_STYLES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_norms_inside_heads(pool: Any, world_size: int, norms: str) -> None:
     plan = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel(), **NORM_STYLES[norms]}
     for counts in pool.run(world_size, grouped, 24, 12, True, plan):
@@ -58,7 +58,7 @@ def test_norms_inside_heads(pool: Any, world_size: int, norms: str) -> None:
 
 
 @pytest.mark.parametrize("norms", [{}, {"[qk]_norm": HeadNormParallel(use_local_output=False)}], ids=["auto", "named"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_norms_inside_distributed_heads(pool: Any, world_size: int, norms: dict[str, Any]) -> None:
     plan = {"w[qkv]": ColwiseParallel(use_local_output=False), "wo": RowwiseParallel(), **norms}
     for counts in pool.run(world_size, grouped, 24, 12, True, plan):
@@ -103,7 +103,7 @@ def fused(mesh: Any, kv_heads: int, viewed: bool, style: Any) -> Any:
 
 
 @pytest.mark.parametrize("use_local_output", [True, False])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_fused_projection(pool: Any, world_size: int, use_local_output: bool) -> None:
     once = expect(world_size, {"all_reduce": 1}, {"all_reduce": 1})
     grouped_heads = ColwiseParallel(heads=(12, 12, 12), use_local_output=use_local_output)
@@ -125,7 +125,7 @@ def gated(mesh: Any, hidden: int, style: Any) -> Any:
 
 
 @pytest.mark.parametrize("hidden", [12, 7], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_fused_gate_and_up(pool: Any, world_size: int, hidden: int) -> None:
     for style in (ColwiseParallel(packed=2), ColwiseParallel(packed=2, use_local_output=False)):
         for counts in pool.run(world_size, gated, hidden, style):
@@ -144,7 +144,7 @@ def packed_row(mesh: Any, n_in: int, sizes: Any) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [2, (8, 4), (5, 2, 1)], ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_packed_input_features(pool: Any, world_size: int, sizes: Any) -> None:
     n_in = 12 if isinstance(sizes, int) else sum(sizes)
     for counts in pool.run(world_size, packed_row, n_in, sizes):
@@ -162,7 +162,7 @@ def packed_gathered(mesh: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_packed_output_gathered(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, packed_gathered):
         assert counts == expect(world_size, {"all_gather": 1}, {"all_reduce": 1})

@@ -28,6 +28,7 @@ from hyper_parallel.checkpoint.index import read_index
 from hyper_parallel.checkpoint.ranks import Collective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.extent import on_ranks
 
 WORLD_SIZES = [1, 2, 4]
 
@@ -537,7 +538,7 @@ def test_a_rank_is_lost_beside_the_training(pool: Any, tmp_path: Path) -> None:
     pool.run(2, lost_beside_the_training, str(tmp_path))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize(
     "job",
     [values, placements, shared_work, misfits, optimizers, objects, random_states, kept_ones],

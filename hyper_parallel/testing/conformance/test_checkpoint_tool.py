@@ -20,6 +20,7 @@ from hyper_parallel.checkpoint.tensor_files import TensorFile
 from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.extent import on_ranks
 
 
 @spmd.on_mesh()
@@ -170,6 +171,6 @@ def only_what_it_needs(mesh: Any, directory: str) -> None:
     ranks.gather(None)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_a_rank_reads_only_what_it_needs(pool: Any, tmp_path: Path, world_size: int) -> None:
     pool.run(world_size, only_what_it_needs, str(tmp_path))

@@ -14,6 +14,7 @@ from hyper_parallel.debug import CommCounts
 from hyper_parallel.platform.contract.observation import ObservationRole
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 
 
@@ -65,7 +66,7 @@ def by_module(mesh: Any, folder: str) -> None:
         assert mlp["bytes_backward"] == 48 * sum(once.values())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_by_module_and_direction(pool: Any, world_size: int, tmp_path: Path) -> None:
     pool.run(world_size, by_module, str(tmp_path))
 

@@ -26,6 +26,7 @@ from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
+from hyper_parallel.testing.extent import on_ranks
 
 FEATURES, HIDDEN = 6, 8
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -92,7 +93,7 @@ def on_one_dimension(mesh: Any, how: str, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [8, 5, 1], ids=["even", "uneven", "empty"])
 @pytest.mark.parametrize("how", ["fully_shard", "replicate"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_one_batch(pool: Any, world_size: int, how: str, rows: int) -> None:
     pool.run(world_size, on_one_dimension, how, rows)
 

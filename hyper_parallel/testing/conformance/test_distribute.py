@@ -30,9 +30,9 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, compare, floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-WORLD_SIZES = [1, 2, 3, 4]
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
@@ -108,7 +108,7 @@ def partial_tensors(mesh: Any) -> None:
         same(adapter.numpy(x), floats(4, 3), op)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_distribute_as_partial(pool: Any, world_size: int) -> None:
     """Whatever reduces it, the reduction is the tensor that was given."""
     pool.run(world_size, partial_tensors)
@@ -143,7 +143,7 @@ def one_parameter(mesh: Any) -> None:
         distribute_parameter(model.up, "weight", mesh, [S1])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_distribute_parameter(pool: Any, world_size: int) -> None:
     pool.run(world_size, one_parameter)
 
@@ -166,7 +166,7 @@ def tied(mesh: Any, vocabulary: int) -> Any:
 
 
 @pytest.mark.parametrize("vocabulary", [12, 7])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_tied_weights(pool: Any, world_size: int, vocabulary: int) -> None:
     for counts in pool.run(world_size, tied, vocabulary):
         if world_size == 1:
@@ -186,7 +186,7 @@ def frozen(mesh: Any, names: tuple[str, ...]) -> Any:
     return compare(build, block_plan(False), floats(2, 12, 24), mesh, takes=S1, gives=S1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_frozen_parameters(pool: Any, world_size: int) -> None:
     norms = "norm1.gamma", "norm1.beta", "norm2.gamma", "norm2.beta"
     if get_platform().name != "mindspore":
@@ -261,7 +261,7 @@ def whole_module(mesh: Any, rows: int, source: int | None) -> None:
 
 
 @pytest.mark.parametrize("rows", [12, 5])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_distribute_module(pool: Any, world_size: int, rows: int) -> None:
     for source in {0, world_size - 1, None}:
         pool.run(world_size, whole_module, rows, source)
@@ -303,7 +303,7 @@ def data_of_one_rank(mesh: Any) -> None:
     same(adapter.numpy(weight_of(model)), adapter.numpy(weight_of(whole)), "the root style's weight")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_src_data_rank(pool: Any, world_size: int) -> None:
     pool.run(world_size, data_of_one_rank)
 
@@ -340,7 +340,7 @@ def patterns(mesh: Any) -> None:
         parallelize_module(adapter.Block(24, 36, 2), None, {"attention.wq": column})
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_patterns_and_the_mesh_that_was_entered(pool: Any, world_size: int) -> None:
     pool.run(world_size, patterns)
 
@@ -419,7 +419,7 @@ def prepared_inputs(mesh: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [12, 5])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_prepare_module_input(pool: Any, world_size: int, rows: int) -> None:
     pool.run(world_size, prepared_inputs, rows)
 
@@ -463,7 +463,7 @@ def prepared_outputs(mesh: Any) -> None:
     assert second is plain
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_prepare_module_output(pool: Any, world_size: int) -> None:
     pool.run(world_size, prepared_outputs)
 
@@ -497,7 +497,7 @@ def further_arguments(mesh: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["column", "row", "sequence"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_styles_pass_further_arguments_through(pool: Any, world_size: int, kind: str) -> None:
     pool.run(world_size, further_arguments, kind)
 
@@ -517,7 +517,7 @@ def distributed_inputs(mesh: Any) -> None:
             same(adapter.numpy(adapter.call(sharded, x)), part(wanted, mesh, gives), f"{style} given {placement}")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_inputs_that_are_distributed_already(pool: Any, world_size: int) -> None:
     pool.run(world_size, distributed_inputs)
 

@@ -25,10 +25,9 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, difference, floats, local_parts, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-WORLD_SIZES = [1, 2, 3, 4]
-
 
 def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
     """This rank's part of a whole array, which is not partial."""
@@ -86,7 +85,7 @@ def make_and_take_apart(mesh: Any, rows: int) -> None:
     assert tuple(even.shape) == (2 * mesh.size(), 3)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("rows", [12, 5, 1])
 def test_from_local_and_back(pool: Any, world_size: int, rows: int) -> None:
     pool.run(world_size, make_and_take_apart, rows)
@@ -120,7 +119,7 @@ def run_check(mesh: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_run_check_is_an_error_on_every_rank_that_names_the_one_that_differs(pool: Any, world_size: int) -> None:
     for messages in pool.run(world_size, run_check):
         for message in messages:
@@ -198,7 +197,7 @@ def outside_gradient(mesh: Any, rows: int) -> None:
     same(adapter.numpy(sum_over_ranks), total, "from_local(grad_placements=[Partial()])")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("rows", [12, 5])
 def test_gradients_outside(pool: Any, world_size: int, rows: int) -> None:
     pool.run(world_size, outside_gradient, rows)
@@ -220,7 +219,7 @@ def redistribute_errors() -> None:
     assert comm.get_comm_counts() == {}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_redistribute_errors(pool: Any, world_size: int) -> None:
     pool.run(world_size, redistribute_errors)
 
@@ -272,7 +271,7 @@ def consumers(mesh: Any, how: str, rows: int) -> Any:
     return forward, backward
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("rows", [12, 5])
 def test_consumers_share_one_collective(pool: Any, world_size: int, rows: int) -> None:
     expected: dict[str, tuple] = {
@@ -309,7 +308,7 @@ def mixed_consumers(mesh: Any) -> Any:
     return backward
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_whole_and_partial_cotangents_of_one_gather(pool: Any, world_size: int) -> None:
     for backward in pool.run(world_size, mixed_consumers):
         assert backward == ({"reduce_scatter": 1} if world_size > 1 else {})
@@ -385,7 +384,7 @@ def gradients_of_gradients(mesh: Any, rows: int, features: int) -> None:
         same(grad, part(whole, mesh, *placed), f"second-order gradient of {name}", tolerance=1e-4)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("sizes", [(12, 24), (5, 7)], ids=["even", "uneven"])
 def test_gradients_of_gradients(pool: Any, world_size: int, sizes: tuple[int, int]) -> None:
     pool.run(world_size, gradients_of_gradients, *sizes)
@@ -420,7 +419,7 @@ def steps_of_training(mesh: Any) -> None:
             optimizer(its_grads)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_parameters_that_change_between_steps(pool: Any, world_size: int) -> None:
     pool.run(world_size, steps_of_training)
 
@@ -476,7 +475,7 @@ def without_gradients_first(mesh: Any) -> Any:
     return backward
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_no_view_is_kept_without_gradients(pool: Any, world_size: int) -> None:
     for backward in pool.run(world_size, without_gradients_first):
         assert backward == ({"all_reduce": 1} if world_size > 1 else {})
@@ -535,7 +534,7 @@ def copies_of_models(mesh: Any) -> Any:
     return comm.get_comm_counts()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_deepcopy(pool: Any, world_size: int) -> None:
     for rows in (4, 5):
         pool.run(world_size, copies, rows)
@@ -570,7 +569,7 @@ def in_place(mesh: Any, rows: int) -> int:
     return tried
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("rows", [4, 5])
 def test_in_place(pool: Any, world_size: int, rows: int) -> None:
     assert all(tried > 20 for tried in pool.run(world_size, in_place, rows))
@@ -602,6 +601,6 @@ def in_place_with_gradients(mesh: Any) -> None:
     same(grads[1], wanted_grads[1], "gradient of what is read")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_gradients_through_in_place_operations(pool: Any, world_size: int) -> None:
     pool.run(world_size, in_place_with_gradients)

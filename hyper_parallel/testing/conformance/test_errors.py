@@ -28,6 +28,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.extent import on_ranks
 
 
 def fails(kind: type[Exception], *words: str) -> Any:
@@ -269,7 +270,7 @@ def wrong_meshes(mesh: Any) -> None:
         x + y
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize(
     "job", [wrong_plans, wrong_layouts, wrong_calls, own_exception, mixed_tensors], ids=lambda job: job.__name__
 )

@@ -35,6 +35,7 @@ from hyper_parallel.planning import DryStep
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, floats
 from hyper_parallel.testing.conformance.checks import needs_gradients
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 
 IDS = np.arange(12, dtype=np.int64).reshape(3, 4) % 7
@@ -137,7 +138,7 @@ def foreseen_and_seen(mesh: Any, case: str) -> tuple[list[tuple], list[tuple], l
     return facts(foreseen.collectives), *seen
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_foreseen_is_seen(pool: Any, case: str, world_size: int) -> None:
     needs_gradients()

@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
+from hyper_parallel.testing.extent import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 NAN = np.float32("nan")
@@ -139,7 +140,7 @@ def partial_values(mesh: Any, op: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 def test_nan_among_partial_values(pool: Any, world_size: int, op: str, dtype: str) -> None:
     pool.run(world_size, partial_values, op, dtype)
 

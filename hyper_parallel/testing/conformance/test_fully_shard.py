@@ -15,7 +15,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 #: Rows of the batch of one rank.
 ROWS = 3
@@ -86,7 +86,7 @@ def held(module: Any, mesh: Any) -> list[tuple[str, str, Any]]:
 # With 5 rows, a rank of four has none; with 2, two of four.
 @pytest.mark.parametrize("sizes", [(8, 12), (6, 7), (7, 5), (3, 2)], ids=["even", "uneven", "empty", "mostly empty"])
 @pytest.mark.parametrize("kind", ["linear", "linear without bias", "mlp"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_training(pool: Any, world_size: int, kind: str, sizes: tuple[int, int]) -> None:
     for counts, frees in pool.run(world_size, train, kind, sizes):
         gather = {"all_gather": 1} if world_size > 1 else {}
@@ -122,7 +122,7 @@ def kept(mesh: Any) -> None:
     same(adapter.numpy(y), adapter.numpy(adapter.call(single, adapter.tensor(mine))), "output without gradients")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_called_twice_tied_and_without_gradients(pool: Any, world_size: int) -> None:
     pool.run(world_size, kept)
 
@@ -194,7 +194,7 @@ def started(mesh: Any) -> None:
         same(adapter.numpy(out), wanted, collective)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_asynchronous_collectives(pool: Any, world_size: int) -> None:
     pool.run(world_size, started)
 
@@ -213,6 +213,6 @@ def bytes_of_shards(mesh: Any) -> None:
     assert (adapter.numpy(unit.weight) == before).all()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2, 4)
 def test_bytes(pool: Any, world_size: int) -> None:
     pool.run(world_size, bytes_of_shards)

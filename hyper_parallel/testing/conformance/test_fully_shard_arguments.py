@@ -17,6 +17,7 @@ from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard import held_bytes
 from hyper_parallel.testing.conformance.test_fully_shard_units import Trained, block_of, shard_block
+from hyper_parallel.testing.extent import on_ranks
 
 EVEN, UNEVEN = (8, 12), (6, 7)
 
@@ -122,7 +123,7 @@ def together(mesh: Any, reshard: bool | None) -> Any:
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_several_modules(pool: Any, world_size: int, reshard: bool | None) -> None:
     for counts, frees in pool.run(world_size, together, reshard):
         again = {None: 1, True: 2, False: 0}[reshard] if frees else 0
@@ -154,7 +155,7 @@ def tied_in_two(mesh: Any) -> None:
         same(adapter.numpy(got[name]) * mesh.size(), adapter.numpy(whole), f"gradient of {name}", 1e-4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_a_parameter_of_both(pool: Any, world_size: int) -> None:
     pool.run(world_size, tied_in_two)
 
@@ -229,7 +230,7 @@ def brought(mesh: Any) -> None:
     assert rows == [sum(b.reduced for b in buffer.blocks)] * 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_what_a_program_brings(pool: Any, world_size: int) -> None:
     pool.run(world_size, brought)
 
@@ -254,7 +255,7 @@ def hooked(mesh: Any) -> None:
         same(found[1][name], 2 * g, name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_a_hook_changes_gradients(pool: Any, world_size: int) -> None:
     pool.run(world_size, hooked)
 

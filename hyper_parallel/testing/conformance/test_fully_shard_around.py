@@ -14,6 +14,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_fully_shard import held_bytes
 from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, parameters
+from hyper_parallel.testing.extent import on_ranks
 
 WIDTH = 5
 
@@ -149,6 +150,6 @@ def detached(mesh: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_detached_parameters(pool: Any, world_size: int) -> None:
     assert len(set(pool.run(world_size, detached))) == 1

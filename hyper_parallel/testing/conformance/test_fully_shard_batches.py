@@ -28,7 +28,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_units import block_of, parameters, shard_block
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 
 @spmd.on_mesh()
@@ -88,7 +88,7 @@ def compare(
 
 
 @pytest.mark.parametrize("rows", [12, 7, 2], ids=["even", "uneven", "empty"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_block(pool: Any, world_size: int, rows: int) -> None:
     for seen in pool.run(world_size, blocks, rows):
         if world_size > 1:
@@ -114,7 +114,7 @@ def ignored_labels(mesh: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 5])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_ignored_labels(pool: Any, world_size: int, rows: int) -> None:
     pool.run(world_size, ignored_labels, rows)
 
@@ -168,7 +168,7 @@ def both(mesh: Any) -> None:
         same(adapter.numpy(got[name]), adapter.numpy(g), f"gradient of {name}", 2e-4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_read_by_both(pool: Any, world_size: int) -> None:
     pool.run(world_size, both)
 

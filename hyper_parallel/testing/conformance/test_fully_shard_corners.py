@@ -19,6 +19,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, Trained, block_of, shard_block
+from hyper_parallel.testing.extent import on_ranks
 
 SIZES = (6, 5)
 
@@ -236,12 +237,12 @@ JOBS = (
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_rare(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(2, 4)
 def test_without_freeing(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, without_freeing):
         for step, calls in zip(counts, (1, 1, 2), strict=True):

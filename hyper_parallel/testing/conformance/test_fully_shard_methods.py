@@ -24,6 +24,7 @@ from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard import held_bytes
 from hyper_parallel.testing.conformance.test_fully_shard_corners import changed
 from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, Trained, block_of, shard_block
+from hyper_parallel.testing.extent import on_ranks
 
 FEATURES = 6
 
@@ -281,6 +282,6 @@ JOBS = (other_methods, kept_storage, not_in_backward, finalized_by_hand, some_in
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 def test_methods(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)

@@ -13,7 +13,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 ROWS = 3
 
@@ -117,7 +117,7 @@ def nested(mesh: Any, sizes: tuple[int, int], reshard: bool | None) -> Any:
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("sizes", [(8, 12), (6, 7)], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_nested(pool: Any, world_size: int, sizes: tuple[int, int], reshard: bool | None) -> None:
     for counts, frees in pool.run(world_size, nested, sizes, reshard):
         # The block stays whole until its first forward is done with; what is in it is given back after one backward.
@@ -176,7 +176,7 @@ def owned(mesh: Any) -> None:
         columns.check()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_parameters_of_all_kinds(pool: Any, world_size: int) -> None:
     pool.run(world_size, owned)
 
@@ -225,7 +225,7 @@ def methods(mesh: Any) -> None:
         block.set_reshard_after_forward(1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_methods(pool: Any, world_size: int) -> None:
     pool.run(world_size, methods)
 
@@ -272,6 +272,6 @@ def accumulated(mesh: Any) -> Any:
                 same(total[name], g / (factor or size), f"{name}, factor {factor}, force_sum {force_sum}", 2e-4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_accumulated_without_communication(pool: Any, world_size: int) -> None:
     pool.run(world_size, accumulated)

@@ -17,6 +17,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, Trained, block_of, shard_block
+from hyper_parallel.testing.extent import on_ranks
 
 SIZES = (6, 5)
 
@@ -90,7 +91,7 @@ def nests(mesh: Any) -> None:
             same(adapter.numpy(out[1]), weight, "a parameter that was returned")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_results_in_nests(pool: Any, world_size: int) -> None:
     pool.run(world_size, nests)
 
@@ -131,7 +132,7 @@ def refused(mesh: Any) -> None:
         adapter.call(mlp, adapter.tensor(x))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_refusals(pool: Any, world_size: int) -> None:
     pool.run(world_size, refused)
 
@@ -150,7 +151,7 @@ def dtypes(mesh: Any) -> None:
     same(adapter.numpy(y).astype(np.float32), wanted, "output in half precision", 2e-3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_dtypes(pool: Any, world_size: int) -> None:
     pool.run(world_size, dtypes)
 
@@ -184,7 +185,7 @@ def switched(mesh: Any) -> Any:
     return comm.get_comm_counts()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_methods_in_training(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, switched):
         assert counts == ({"all_gather": 3} if world_size > 1 else {})

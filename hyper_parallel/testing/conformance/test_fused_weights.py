@@ -12,6 +12,7 @@ from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, Shard, p
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.extent import on_ranks
 
 
 def holder(attributes: dict[str, int] | None = None, **sizes: tuple[int, int]) -> Any:
@@ -175,7 +176,7 @@ def a_word_in_strict(mesh: Any) -> None:
     apply(mesh, inside(holder(any=(12, 40))), {"attn.any": ColwiseParallel()}, in_strict=True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize(
     "job",
     [query_key_value, heads_of_packed, gate_and_up, no_false_alarm, a_word_in_strict],

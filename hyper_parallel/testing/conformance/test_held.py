@@ -31,7 +31,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 IDS = np.array([[1, 2, 5], [0, 3, 1]], np.int64)
 
@@ -116,7 +116,7 @@ def replaced(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_replaced(pool: Any, world_size: int, case: str) -> None:
     """A plain parameter, whole or of this rank's shape, another placement, another mesh."""
     pool.run(world_size, replaced, case)
@@ -167,7 +167,7 @@ def replaced_in_a_model(mesh: Any) -> None:
     same(adapter.numpy(adapter.call(sharded, x)), adapter.numpy(adapter.call(single, x)), "output of computed weights")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_replaced_in_a_model(pool: Any, world_size: int) -> None:
     """Biases, modules below, other sizes, weights that something computes."""
     pool.run(world_size, replaced_in_a_model)
@@ -208,7 +208,7 @@ def replaced_norm(mesh: Any) -> None:
     check("held by something else")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_replaced_norm(pool: Any, world_size: int) -> None:
     """A norm whose weight is no parameter of its own any more."""
     pool.run(world_size, replaced_norm)
@@ -228,7 +228,7 @@ def computed_before(mesh: Any) -> None:
         del platform.linear_kinds[type(probe)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_computed_before(pool: Any, world_size: int) -> None:
     """The plan is refused, and says in which order it works."""
     pool.run(world_size, computed_before)
@@ -257,7 +257,7 @@ def ties_in_two_calls(mesh: Any) -> None:
         parallelize_module(tied.head, mesh, RowwiseParallel(input_layouts=Replicate()))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_ties_in_two_calls(pool: Any, world_size: int) -> None:
     """Of the model it is refused, with the remedy; of the modules one after the other it is right."""
     pool.run(world_size, ties_in_two_calls)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -26,7 +25,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, same
 from hyper_parallel.testing.conformance.test_dtensor import split_counts
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
@@ -63,7 +62,7 @@ def identity(mesh: Any) -> None:
     assert not any(isinstance(value, DTensor) for value in seen)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_module_stays_what_it_is(pool: Any, world_size: int) -> None:
     """Copies, classes and hooks."""
     pool.run(world_size, identity)
@@ -86,7 +85,7 @@ def gradients_of_gradients(mesh: Any) -> None:
     same(found, wanted, "gradient of the squared gradient")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_gradients_of_gradients(pool: Any, world_size: int) -> None:
     """The collectives of backward are differentiable too."""
     pool.run(world_size, gradients_of_gradients)
@@ -107,7 +106,7 @@ def mixed_calls(mesh: Any) -> None:
         assert comm.get_comm_counts() == many
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_plain_and_distributed_inputs(pool: Any, world_size: int) -> None:
     """One module takes both."""
     pool.run(world_size, mixed_calls)
@@ -139,7 +138,7 @@ def styled_and_not(mesh: Any) -> None:
     assert backward == ({"all_reduce": 1} if mesh.size() > 1 else {})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_styled_and_not(pool: Any, world_size: int) -> None:
     pool.run(world_size, styled_and_not)
 
@@ -157,7 +156,7 @@ def norm_along_the_shards(mesh: Any) -> None:
         same(adapter.numpy(adapter.call(sharded, x).full_tensor()), wanted, "output")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_norm_along_the_shards(pool: Any, world_size: int) -> None:
     """Values, plain and distributed."""
     pool.run(world_size, norm_along_the_shards)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hyper_parallel import DTensor, PackedShard, Partial, Replicate, Shard, init_device_mesh, zeros
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
@@ -19,6 +18,7 @@ from hyper_parallel.experimental import local_map
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -55,7 +55,7 @@ def products(mesh: Any) -> None:
     same(grad_w, (2 * x.T @ weights)[part], "gradient of the shard", 1e-4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_products(pool: Any, world_size: int) -> None:
     pool.run(world_size, products)
 
@@ -79,7 +79,7 @@ def gradients_of_parts(mesh: Any) -> None:
     same(grad, np.full((size, 3), 3.0, np.float32), "gradient", 1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_gradients_of_parts(pool: Any, world_size: int) -> None:
     pool.run(world_size, gradients_of_parts)
 

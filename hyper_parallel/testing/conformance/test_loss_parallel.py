@@ -26,8 +26,8 @@ from hyper_parallel.core.dtensor.operations.modes import is_loss_parallel
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
+from hyper_parallel.testing.extent import on_ranks
 
-WORLD_SIZES = [1, 2, 3, 4]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 IGNORED = -100
 
@@ -153,7 +153,7 @@ def cross_entropy(mesh: Any, vocabulary: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("vocabulary", [8, 5])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_cross_entropy(pool: Any, world_size: int, vocabulary: int) -> None:
     # The largest logit, and all sums together; backward: none.
     many = 2 if world_size > 1 else 0

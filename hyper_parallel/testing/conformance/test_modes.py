@@ -28,10 +28,9 @@ from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, local_parts, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-WORLD_SIZES = [1, 2, 3, 4]
-
 
 @contextmanager
 def warnings_logged() -> Iterator[list[str]]:
@@ -106,7 +105,7 @@ def without_a_rule(mesh: Any) -> None:
     assert not is_strict()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_operation_without_a_rule(pool: Any, world_size: int) -> None:
     pool.run(world_size, without_a_rule)
 
@@ -131,7 +130,7 @@ def in_place_without_a_rule(mesh: Any) -> None:
         same(adapter.numpy(x), whole, "after the error")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_operation_that_writes_and_has_no_rule(pool: Any, world_size: int) -> None:
     pool.run(world_size, in_place_without_a_rule)
 
@@ -166,7 +165,7 @@ def with_a_rule_of_ones_own(mesh: Any) -> None:
     assert check(mesh, adapter.custom, whole, S0, R) == ({"all_gather": 1} if many else {})
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_register_sharding(pool: Any, world_size: int) -> None:
     pool.run(world_size, with_a_rule_of_ones_own)
 
@@ -247,6 +246,6 @@ def scopes(mesh: Any) -> None:
     refused()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_scope_of_implicit_replication(pool: Any, world_size: int) -> None:
     pool.run(world_size, scopes)

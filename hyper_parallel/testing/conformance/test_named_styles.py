@@ -28,7 +28,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import compare, difference, floats, same
 from hyper_parallel.testing.conformance.test_attention import expect
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 
 @spmd.on_mesh()
@@ -57,7 +57,7 @@ LINEAR_NAMES = {
 }
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_names_for_linear_layers(pool: Any, world_size: int) -> None:
     for style, (takes, gives, forward, backward) in LINEAR_NAMES.items():
         for counts in pool.run(world_size, named_linear, style, takes, gives):
@@ -86,7 +86,7 @@ def named_block(mesh: Any) -> Any:
     return compare(lambda adapter: adapter.Block(24, 36, 2), plan, floats(2, 5, 24), mesh)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_block_by_names(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, named_block):
         assert counts == expect(world_size, {"all_reduce": 2}, {"all_reduce": 2})
@@ -116,7 +116,7 @@ def spmd_part(size: int, mesh: Any) -> slice:
     return slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_names_for_other_modules(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, named_embedding, 11):
         assert counts == expect(world_size, {"all_reduce": 1}, {})
@@ -149,7 +149,7 @@ def whole(mesh: Any, style: Any, takes: Any, gives: Any) -> Any:
     return compare(lambda adapter: adapter.Mlp(6, 12), style, floats(12, 6), mesh, takes=takes, gives=gives)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_no_parallel(pool: Any, world_size: int) -> None:
     cases = {
         (None, None): ({}, {}),
@@ -172,7 +172,7 @@ def whole_with_sharded_inside(mesh: Any) -> Any:
     return first
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_no_parallel_around_sharded_modules(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, whole_with_sharded_inside):
         assert counts == expect(world_size, {"all_reduce": 1}, {"all_reduce": 1})
@@ -185,7 +185,7 @@ def stacked(mesh: Any, placements: dict[str, Any], hidden: int) -> Any:
 
 
 @pytest.mark.parametrize("hidden", [12, 7], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_stacked_expert_weights(pool: Any, world_size: int, hidden: int) -> None:
     tensor_parallel = {"gate_up": PackedShard(2, 2), "down": Shard(1)}
     for counts in pool.run(world_size, stacked, tensor_parallel, hidden):
@@ -231,7 +231,7 @@ def registered_linear(mesh: Any, style: Any, takes: Any, gives: Any, uneven: boo
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_registered_linear_layer(pool: Any, world_size: int, uneven: bool) -> None:
     for counts in pool.run(world_size, registered_linear, "colwise", None, Shard(-1), uneven):
         assert counts == expect(world_size, {}, {"all_reduce": 1})

@@ -31,6 +31,7 @@ from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import compare, floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 R = Replicate()
 
@@ -105,7 +106,7 @@ def through_the_verb(mesh: Any, name: str, bias: bool, distributed_input: bool) 
 
 
 @pytest.mark.parametrize("name", STYLES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_what_the_backend_answers(pool: Any, world_size: int, name: str) -> None:
     for bias in (False, True):
         for distributed_input in (False, True):

@@ -11,6 +11,7 @@ from hyper_parallel import ColwiseParallel, DTensor, Partial, Replicate, Shard, 
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, same, slices_of
+from hyper_parallel.testing.extent import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -43,7 +44,7 @@ def scaled(mesh: Any, placement: Any, distributed: bool) -> None:
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 @pytest.mark.parametrize("placement", [S0, S1, Partial(), R], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_gradient_of_a_scale_without_dimensions(pool: Any, world_size: int, placement: Any, distributed: bool) -> None:
     pool.run(world_size, scaled, placement, distributed)
 
@@ -62,7 +63,7 @@ def normalised(mesh: Any) -> None:
         same(adapter.numpy(adapter.layer_norm(x, w, b, epsilon)), wanted, f"layer norm with epsilon {epsilon}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_epsilon_of_a_remembered_call(pool: Any, world_size: int) -> None:
     pool.run(world_size, normalised)
 
@@ -88,7 +89,7 @@ def written_after_it_was_gathered(mesh: Any) -> None:
     same(grads[1], part(weights.T @ (whole * factor), mesh, S0), "gradient of the weight", 1e-4)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_write_after_gathering(pool: Any, world_size: int) -> None:
     pool.run(world_size, written_after_it_was_gathered)
 
@@ -120,7 +121,7 @@ def written_between_two_layers(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_write_between_two_layers(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
     pool.run(world_size, written_between_two_layers, shape)
 
@@ -149,7 +150,7 @@ def tied(mesh: Any, op: str, target: Any) -> None:
 
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("target", [R, S0], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_ties(pool: Any, world_size: int, op: str, target: Any) -> None:
     pool.run(world_size, tied, op, target)
 
@@ -173,7 +174,7 @@ def added_to_an_average(mesh: Any) -> None:
     same(grads[1], weights, "gradient of what is added")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_what_is_added_to_an_average(pool: Any, world_size: int) -> None:
     pool.run(world_size, added_to_an_average)
 
@@ -202,7 +203,7 @@ def padded(mesh: Any, padding: int, placement: Any) -> None:
 
 @pytest.mark.parametrize("padding", [0, 3, -1, -7])
 @pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_padding_from_either_end(pool: Any, world_size: int, placement: Any, padding: int) -> None:
     pool.run(world_size, padded, padding, placement)
 
@@ -231,6 +232,6 @@ def few_heads(mesh: Any, dim: int) -> Any:
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["batch", "heads"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_attention_with_fewer_heads_than_ranks(pool: Any, world_size: int, dim: int) -> None:
     pool.run(world_size, few_heads, dim)

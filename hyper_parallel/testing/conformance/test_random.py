@@ -16,6 +16,7 @@ from hyper_parallel.core.dtensor.operations import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, local_parts, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
@@ -176,7 +177,7 @@ def seeding(mesh: Any) -> None:
     assert np.abs(drawn[0] - drawn[2]).max() > 0.01
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_manual_seed(pool: Any, world_size: int) -> None:
     pool.run(world_size, seeding)
 

@@ -21,6 +21,7 @@ from hyper_parallel.platform.contract import counter
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, local_parts, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
@@ -197,7 +198,7 @@ def come_apart(mesh: Any) -> None:
     same(adapter.numpy(others), np.concatenate([mine] * mesh.size()), "what all ranks hold", 0.0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_on_request(pool: Any, world_size: int) -> None:
     pool.run(world_size, requested)
     pool.run(world_size, come_apart)

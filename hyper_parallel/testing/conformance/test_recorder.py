@@ -24,7 +24,7 @@ from hyper_parallel.core.dtensor.communication import recorder
 from hyper_parallel.debug import CollectiveEvent
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 
 
@@ -59,7 +59,7 @@ def of_a_model(mesh: Any) -> tuple[int, list[tuple]]:
     return mesh.size(), [summary(event) for event in comm.events]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_module_and_direction(pool: Any, world_size: int) -> None:
     for size, events in pool.run(world_size, of_a_model):
         rows = 2 * size

@@ -15,6 +15,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import local_parts, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -67,7 +68,7 @@ def run_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: 
     return counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shape", [(12, 24), (5, 7), (1, 3)], ids=str)
 def test_one_dimensional_mesh(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
     for source, target in EXPECTED:
@@ -87,7 +88,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("sizes", [(8, 2, 2), (4, 4, 4), (3, 1, 1), (0, 2)], ids=str)
 def test_packed_shards(pool: Any, world_size: int, sizes: tuple[int, ...]) -> None:
     packed = PackedShard(0, sizes)
@@ -135,7 +136,7 @@ def prices(mesh: Any) -> None:
         assert got == pytest.approx(price, abs=0.1), f"{source.placements} to {target}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks(2, 3, 4)
 def test_prices(pool: Any, world_size: int) -> None:
     pool.run(world_size, prices)
 
@@ -160,7 +161,7 @@ def broadcasts(mesh: Any) -> None:
         assert comm.get_comm_counts() == ({"broadcast": 1} if mesh.size() > 1 else {})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_broadcast(pool: Any, world_size: int) -> None:
     pool.run(world_size, broadcasts)
 

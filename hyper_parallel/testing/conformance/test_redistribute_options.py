@@ -23,6 +23,7 @@ from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import local_parts, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -105,7 +106,7 @@ def under_way(mesh: Any, shape: tuple[int, ...]) -> None:
             assert seen == (0, expected, expected), (source, target, seen)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("shape", [(6, 12), (5, 7), (1, 6)], ids=str)
 def test_waits_on_first_use(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
     pool.run(world_size, under_way, shape)
@@ -138,7 +139,7 @@ def in_other_dtypes(mesh: Any) -> None:
             np.testing.assert_allclose(rounded[2], exact[2], rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_other_dtypes(pool: Any, world_size: int) -> None:
     pool.run(world_size, in_other_dtypes)
 

@@ -24,7 +24,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, difference, floats, same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 #: Rows of the batch of one rank.
 ROWS = 3
@@ -88,7 +88,7 @@ def train(mesh: Any, kind: str, sizes: tuple[int, int], cap: float) -> Any:
 
 @pytest.mark.parametrize("cap", [SMALL, LARGE])
 @pytest.mark.parametrize(("kind", "count"), [("linear", 2), ("linear without bias", 1), ("mlp", 4)])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_training(pool: Any, world_size: int, kind: str, count: int, cap: float) -> None:
     reduces = count if cap is SMALL else 1
     for counts in pool.run(world_size, train, kind, (6, 7), cap):
@@ -128,7 +128,7 @@ def one_batch(mesh: Any) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_one_batch(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, one_batch):
         assert counts == ({"scatter": 2, "all_reduce": 1} if world_size > 1 else {})
@@ -176,7 +176,7 @@ def called_often(mesh: Any) -> None:
     same(adapter.numpy(y), adapter.numpy(adapter.call(single, adapter.tensor(mine))), "output without gradients")
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_called_often(pool: Any, world_size: int) -> None:
     pool.run(world_size, called_often)
 

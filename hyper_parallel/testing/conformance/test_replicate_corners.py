@@ -15,6 +15,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.conformance.test_fully_shard_corners import other
+from hyper_parallel.testing.extent import on_ranks
 
 ROWS = 3
 
@@ -151,6 +152,6 @@ def unused_somewhere(mesh: Any) -> None:
 @pytest.mark.parametrize(
     "job", [parts, several_dtypes, second_order, refused, unused_somewhere], ids=lambda job: job.__name__
 )
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_rare(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)

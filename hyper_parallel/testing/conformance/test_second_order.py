@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SUM, AVG = Partial(), Partial("avg")
@@ -169,7 +170,7 @@ def summands_outside(mesh: Any) -> None:
     same(got, wanted[layout.local_index()], "second order through to_local", tolerance=1e-4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_summands_outside_of_dtensors(pool: Any, world_size: int) -> None:
     pool.run(world_size, summands_outside)
 
@@ -189,7 +190,7 @@ def average(mesh: Any) -> None:
     same(grad, weights / size, "gradient of the parts of an average")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_average_of_parts(pool: Any, world_size: int) -> None:
     pool.run(world_size, average)
 
@@ -214,6 +215,6 @@ def reduced_loss(mesh: Any, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_loss_to_be_reduced(pool: Any, world_size: int, op: str) -> None:
     pool.run(world_size, reduced_loss, op)

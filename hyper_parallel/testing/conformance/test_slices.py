@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, local_parts, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 #: On more than one rank, the first dimension leaves ranks with one row and with none.
@@ -88,7 +89,7 @@ def taken(mesh: Any, placement: Any) -> None:
 
 
 @pytest.mark.parametrize("placement", [R, S0, S1, S2], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 def test_taken(pool: Any, world_size: int, placement: Any) -> None:
     pool.run(world_size, taken, placement)
 

@@ -29,6 +29,7 @@ from hyper_parallel import (
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import compare, floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 PROJECTIONS = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
 
@@ -127,7 +128,7 @@ def own_style(mesh: Any) -> Any:
     return compare(lambda adapter: adapter.Projection(6, 5), InnerParallel(), floats(3, 6), mesh)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_style_of_ones_own(pool: Any, world_size: int) -> None:
     """From its data come conversions and checks: a whole input is cut, the summands of the output are added."""
     for counts in pool.run(world_size, own_style):

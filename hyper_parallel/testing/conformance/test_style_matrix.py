@@ -26,7 +26,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.comparisons import compare, floats
-from hyper_parallel.testing.conformance.test_styles import WORLD_SIZES
+from hyper_parallel.testing.extent import on_ranks
 
 R, P = "R", "P"
 Counts = tuple[Counter, Counter]
@@ -178,7 +178,7 @@ MATRIX = [
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize(("style", "module"), MATRIX, ids=lambda x: x)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_every_layout(pool: Any, world_size: int, style: str, module: str, even: bool) -> None:
     for found in pool.run(world_size, many, style, module, even):
         assert found

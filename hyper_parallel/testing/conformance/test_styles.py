@@ -19,8 +19,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.comparisons import block, compare, floats
-
-WORLD_SIZES = [1, 2, 3, 4]
+from hyper_parallel.testing.extent import on_ranks
 
 
 @spmd.on_mesh()
@@ -47,7 +46,7 @@ def row(mesh: Any, n_in: int, n_out: int, bias: bool) -> Any:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", [(12, 24), (7, 5)], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_linear(pool: Any, world_size: int, sizes: tuple[int, int], bias: bool) -> None:
     many = world_size > 1
     for counts in pool.run(world_size, column, *sizes, bias):
@@ -67,7 +66,7 @@ def mlp(mesh: Any, features: int, hidden: int) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [(8, 24), (6, 7)], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_mlp(pool: Any, world_size: int, sizes: tuple[int, int]) -> None:
     one = {"all_reduce": 1} if world_size > 1 else {}
     for counts in pool.run(world_size, mlp, *sizes):
@@ -87,7 +86,7 @@ def embedding(mesh: Any, style: str, vocabulary: int, features: int) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [(12, 24), (11, 7)], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_embedding(pool: Any, world_size: int, sizes: tuple[int, int]) -> None:
     expected = {
         "row": ({"all_reduce": 1}, {}),
@@ -113,7 +112,7 @@ def sequence_norm(mesh: Any, length: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_sequence_parallel_norm(pool: Any, world_size: int) -> None:
     for counts in pool.run(world_size, sequence_norm, 12):
         # The gradients of weight and bias.
@@ -129,7 +128,7 @@ def attention(mesh: Any, prepared: bool) -> Any:
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_attention_shares_one_backward_collective(pool: Any, world_size: int, prepared: bool) -> None:
     one = {"all_reduce": 1} if world_size > 1 else {}
     for counts in pool.run(world_size, attention, prepared):
@@ -137,7 +136,7 @@ def test_attention_shares_one_backward_collective(pool: Any, world_size: int, pr
 
 
 @pytest.mark.parametrize("local_between", [True, False])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_sequence_parallel_block(pool: Any, world_size: int, local_between: bool) -> None:
     if world_size == 1:
         expected: dict = {"forward": {}, "backward": {}}
@@ -163,7 +162,7 @@ def prepared_output(mesh: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_prepare_module_output(pool: Any, world_size: int) -> None:
     # `up` gathers its output and the root that of `down`; backward slices, and sums the gradients of both inputs.
     for counts in pool.run(world_size, prepared_output):
@@ -184,7 +183,7 @@ def tied(mesh: Any, vocabulary: int) -> Any:
 
 
 @pytest.mark.parametrize("vocabulary", [12, 7], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(1, 2, 3, 4)
 def test_tied_embedding_and_head(pool: Any, world_size: int, vocabulary: int) -> None:
     for counts in pool.run(world_size, tied, vocabulary):
         if world_size > 1:

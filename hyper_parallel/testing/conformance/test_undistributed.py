@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -32,6 +31,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import compare, floats
 from hyper_parallel.testing.conformance.test_distribute import parameters
 from hyper_parallel.testing.conformance.test_rank_check import error_of
+from hyper_parallel.testing.extent import on_ranks
 
 PLAN = {"attention.w[qkv]": ColwiseParallel(), "attention.wo": RowwiseParallel()}
 OUTSIDE = ["norm1", "norm2", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
@@ -80,7 +80,7 @@ def whole_module(mesh: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 def test_one_rank_counts_for_the_whole_module(pool: Any, world_size: int) -> None:
     pool.run(world_size, whole_module)
 
@@ -110,7 +110,7 @@ def trained_from_other_seeds(mesh: Any) -> Any:
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_training_from_other_seeds(pool: Any, world_size: int) -> None:
     pool.run(world_size, trained_from_other_seeds)
 
@@ -172,7 +172,7 @@ def kinds_of_tensors(mesh: Any) -> None:
     assert parameters(tied)["head.weight"] is next(iter(parameters(tied.embedding).values()))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_kinds_of_tensors(pool: Any, world_size: int) -> None:
     pool.run(world_size, kinds_of_tensors)
 
@@ -295,7 +295,7 @@ def same_numbers_inside(mesh: Any, plan: dict) -> Any:
         return compare(lambda adapter: adapter.Mlp(6, 7), plan, floats(2, 5, 6), mesh)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_a_step_inside(pool: Any, world_size: int) -> None:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for counts in pool.run(world_size, same_numbers_inside, plan):

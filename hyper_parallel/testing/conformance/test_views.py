@@ -12,6 +12,7 @@ import pytest
 from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, distribute_tensor
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.extent import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -70,7 +71,7 @@ def write_through(mesh: Any, shape: tuple[int, ...], placement: Any) -> None:
 
 
 @pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 def test_writes_reach_the_base(pool: Any, world_size: int, placement: Any) -> None:
     """Six of four ranks' rows or columns: two of them have two, one has one, one has none."""
     for shape in (6, 4), (4, 6):
@@ -93,7 +94,7 @@ def write_into_packed(mesh: Any) -> None:
     assert np.array_equal(whole(x), array)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_packed_shards(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_into_packed)
 
@@ -155,7 +156,7 @@ def write_parts(mesh: Any) -> None:
         assert np.array_equal(whole(rows), array[2 * i : 2 * i + 2])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_views_out_of_date(pool: Any, world_size: int) -> None:
     pool.run(world_size, use_after_write)
     pool.run(world_size, write_parts)
@@ -194,7 +195,7 @@ def write_to_partial(mesh: Any) -> None:
     assert np.array_equal(whole(x), numbers(4, 4))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_views_of_partial(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_to_partial)
 
@@ -231,7 +232,7 @@ def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 2), (2, 4), (3, 2), (2, 3, 1)], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_copies_stay_copies(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
     pool.run(world_size, write_to_copies, shape)
 
@@ -258,7 +259,7 @@ def write_to_contiguous_slices(mesh: Any) -> None:
             assert np.array_equal(whole(y), get_adapter().numpy(plain_y)), f"{index} of {placement}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_contiguous_slices(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_to_contiguous_slices)
 
@@ -309,7 +310,7 @@ def write_to_moved(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (6, 8, 2)], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_moved_views_keep_their_order(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
     pool.run(world_size, write_to_moved, shape)
 
@@ -333,7 +334,7 @@ def write_to_results(mesh: Any) -> None:
                 assert np.array_equal(whole(y), own), f"{shape}, {placements}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_results_keep_the_order(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_to_results)
 
@@ -362,7 +363,7 @@ def write_where_nobody_can_tell(mesh: Any) -> None:
     assert np.array_equal(whole(y), np.ones((3, mesh.size())))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_memory_that_is_not_known(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_where_nobody_can_tell)
 
@@ -383,6 +384,6 @@ def count_collectives(mesh: Any) -> None:
     assert comm.get_comm_counts() == {}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 def test_writes_send_nothing(pool: Any, world_size: int) -> None:
     pool.run(world_size, count_collectives)

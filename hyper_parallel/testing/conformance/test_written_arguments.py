@@ -12,6 +12,7 @@ from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, same
+from hyper_parallel.testing.extent import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -39,7 +40,7 @@ def running_statistics(mesh: Any, channels: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [4, 5, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_running_statistics(pool: Any, world_size: int, channels: int) -> None:
     pool.run(world_size, running_statistics, channels)
 
@@ -57,6 +58,6 @@ def partial_statistics(mesh: Any) -> None:
         np.testing.assert_array_equal(adapter.numpy(statistic.to_local()), values)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_partial_statistics_are_refused(pool: Any, world_size: int) -> None:
     pool.run(world_size, partial_statistics)

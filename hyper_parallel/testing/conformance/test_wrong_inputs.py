@@ -30,6 +30,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats
 from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.extent import on_ranks
 
 
 def message_of(job: Any) -> tuple[str, str]:
@@ -100,7 +101,7 @@ def forgotten(mesh: Any) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
     results = pool.run(world_size, forgotten)
     assert all(result[:6] == results[0][:6] for result in results)
@@ -176,7 +177,7 @@ def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_uneven_plain_shards_are_refused(pool: Any, world_size: int) -> None:
     results = pool.run(world_size, uneven)
     assert all(result == results[0] for result in results)
@@ -230,7 +231,7 @@ def refused(mesh: Any) -> None:
         parallelize_module(adapter.Mlp(4, 8), type("DeviceMesh", (), {"__module__": "other.meshes"})(), {})
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_refused_before_anything_is_done(pool: Any, world_size: int) -> None:
     pool.run(world_size, refused)
 
@@ -262,6 +263,6 @@ def part_of_classes(mesh: Any) -> None:
     assert np.isfinite(adapter.numpy(loss)), "the head is gone"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_a_part_of_the_classes_is_no_logits(pool: Any, world_size: int) -> None:
     pool.run(world_size, part_of_classes)
