@@ -7,9 +7,10 @@ test how many rows to draw. docs/gates.md says which tests are nightly, and why.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
-__all__ = ["MARKER", "VARIABLE", "everything", "keep_the_gate", "on_ranks"]
+__all__ = ["MARKER", "VARIABLE", "everything", "in_gate", "keep_the_gate", "on_ranks"]
 
 #: Set to run all tests.
 VARIABLE = "HYPER_PARALLEL_NIGHTLY"
@@ -53,6 +54,18 @@ def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") 
     """
     import pytest
 
-    kept = gate or ((3,) if 3 in sizes else (max(sizes),))
-    rows = [pytest.param(size, marks=[] if size in kept else [pytest.mark.nightly]) for size in sizes]
-    return pytest.mark.parametrize(name, rows)
+    return pytest.mark.parametrize(name, in_gate(sizes, gate or ((3,) if 3 in sizes else (max(sizes),))))
+
+
+def in_gate(values: Iterable[Any], gate: Collection[Any]) -> list[Any]:
+    """Return ``values`` as rows of a parameter, of which the gate takes those in ``gate``; the others are nightly.
+
+    Raises:
+        ValueError: if ``gate`` names a value that is not there.
+    """
+    import pytest
+
+    values = list(values)
+    if unknown := [value for value in gate if value not in values]:
+        raise ValueError(f"the gate is to take {unknown}, which are none of {values}")
+    return [pytest.param(value, marks=[] if value in gate else [pytest.mark.nightly]) for value in values]

@@ -9,6 +9,7 @@ import pytest
 
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.found_programs import FOUND
+from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.fuzz.campaign import BAD, RANKS, judge, limits, run_seeds
 
 FIRST = 1
@@ -21,7 +22,8 @@ def enough_ranks(pool: Any) -> None:
 
 
 def test_random_programs(pool: Any) -> None:
-    outcomes = run_seeds(pool, range(FIRST, FIRST + get_adapter().FUZZ_SHARE))
+    share = get_adapter().FUZZ_SHARE if everything() else get_adapter().FUZZ_SHARE // 4
+    outcomes = run_seeds(pool, range(FIRST, FIRST + share))
     bad = [outcome for outcome in outcomes if outcome.kind in BAD]
     assert not bad, "\n".join(f"seed {o.seed} {o.kind}: {o.detail}" for o in bad)
     right = sum(outcome.kind == "right" for outcome in outcomes)

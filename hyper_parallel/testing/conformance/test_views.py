@@ -232,7 +232,7 @@ def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 2), (2, 4), (3, 2), (2, 3, 1)], ids=str)
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, gate=(2,))
 def test_copies_stay_copies(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
     pool.run(world_size, write_to_copies, shape)
 
@@ -310,7 +310,7 @@ def write_to_moved(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (6, 8, 2)], ids=str)
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, gate=(2,))
 def test_moved_views_keep_their_order(pool: Any, world_size: int, shape: tuple[int, ...]) -> None:
     pool.run(world_size, write_to_moved, shape)
 
