@@ -1,7 +1,7 @@
 # make test [PLATFORM=mindspore]          all tests, or those of one backend, with coverage
 # make test PLATFORM=torch-cpu TORCH=2.14.1   those of a backend of torch with another release of it
 # make test-npu                           those of torch-npu, on simulated NPUs
-# make readme-table                       the README's table of backends, from the last run of the tests
+# make readme-table                       the README's table of backends, from the last run of the tests, which must be of HEAD
 # make demo [PLATFORM=mindspore] [TP=2] [DP=1]   train a small Llama on DP x TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json

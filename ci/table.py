@@ -4,8 +4,10 @@
 
 Takes the rows of ``build/gate/table.json`` over into ``ci/last_results.json``, where each backend keeps the result of
 its last run, and writes the section between the two markers in README.md from that file and from the reports in
-``ci/hardware/``. Both are committed. Rows of gates that failed or were left out are not taken over: the command then
-ends with an error that names them. Rows of real devices are shown from their reports only, which name the device.
+``ci/hardware/``. Both are committed. Rows are not taken over of gates that failed or were left out, of runs of some
+tests only, and of a ``hyper_parallel/`` that is not the committed one: the command then ends with an error that names
+them. So it does when a row that stays is of other code than the commit. Rows of real devices are shown from their
+reports only, which name the device.
 ``--check`` changes nothing and ends with an error when README.md is not what it would be.
 """
 
@@ -19,12 +21,18 @@ from pathlib import Path
 import results
 from results import Row
 
-__all__ = ["BEGIN", "END", "merge", "section", "with_section"]
+__all__ = ["BEGIN", "END", "merge", "refusal", "section", "with_section"]
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST = Path("ci") / "last_results.json"
 BEGIN = "<!-- made by ci/table.py from ci/last_results.json and ci/hardware/: do not edit -->"
 END = "<!-- end of what ci/table.py made -->"
+OTHER_CODE = "the hyper_parallel/ that ran is not that of HEAD"
+#: Said after rows of other code.
+REMEDY = (
+    "The README's table has to be of the committed hyper_parallel/. Commit its changes, or undo them, and run the "
+    "gates again: make test && make readme-table"
+)
 #: What is shown, in this order: (backend, device) -> how it runs there.
 SHOWN = {
     ("torch-cpu", "CPU"): "gloo; conformance suite on 1 to 4 ranks, `tests/torch`",
@@ -50,6 +58,27 @@ def merge(last: list[Row], new: list[Row]) -> list[Row]:
     """The rows of ``last``, those replaced that ``new`` has too; only what `SHOWN` names, and in its order."""
     found = {(row.backend, row.device): row for row in [*last, *new]}
     return [found[key] for key in SHOWN if key in found]
+
+
+def refusal(row: Row, committed: str) -> str:
+    """Why the README cannot show a row that was just made, or nothing.
+
+    Args:
+        row: of the last run.
+        committed: git's id of the committed ``hyper_parallel/``.
+    """
+    if row.verdict != "ok":
+        return row.verdict
+    if row.partial:
+        return "only some of its tests were asked for"
+    if row.torch:
+        return f"it is of torch {row.torch}, not of the release that is pinned"
+    return f"{OTHER_CODE} ({row.commit})" if is_of_other_code(row, committed) else ""
+
+
+def is_of_other_code(row: Row, committed: str) -> bool:
+    """Whether a row is not known to be of the committed ``hyper_parallel/``."""
+    return not committed or row.tree != committed
 
 
 def section(rows: list[Row], hardware: list[dict]) -> str:
@@ -115,11 +144,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     root, readme = arguments.root, arguments.root / "README.md"
     rows = results.read(root / LAST) if (root / LAST).exists() else []
-    before, refused = readme.read_text(encoding="utf-8"), []
+    before = readme.read_text(encoding="utf-8")
+    complaints: list[str] = []
     if not arguments.check:
-        new = results.read(root / "build" / "gate" / "table.json")
-        refused = [row for row in new if row.verdict != "ok"]
-        rows = merge(rows, [row for row in new if row not in refused])
+        rows, complaints = _renewed(root, rows)
         results.write(root / LAST, rows)
     after = with_section(before, section(rows, hardware_reports(root)))
     if arguments.check:
@@ -127,9 +155,23 @@ def main(argv: list[str] | None = None) -> int:
             print("README.md was edited between the markers of ci/table.py: make readme-table", file=sys.stderr)
         return int(after != before)
     readme.write_text(after, encoding="utf-8")
-    for row in refused:
-        print(f"{row.name} is not taken over: {row.verdict}", file=sys.stderr)
-    return int(bool(refused))
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    return int(bool(complaints))
+
+
+def _renewed(root: Path, last: list[Row]) -> tuple[list[Row], list[str]]:
+    """What ``last`` becomes by the last run of the gates, and what is wrong with it."""
+    committed = results.committed_tree(root)
+    new = results.read(root / "build" / "gate" / "table.json")
+    refused = {row.name: reason for row in new if (reason := refusal(row, committed))}
+    rows = merge(last, [row for row in new if row.name not in refused])
+    complaints = [f"{name} is not taken over: {reason}" for name, reason in refused.items()]
+    others = [row for row in rows if is_of_other_code(row, committed)]
+    complaints += [f"{row.name} stays in the table as it was: {OTHER_CODE} ({row.commit})" for row in others]
+    if any(OTHER_CODE in complaint for complaint in complaints):
+        complaints.append(REMEDY)
+    return rows, complaints
 
 
 if __name__ == "__main__":
