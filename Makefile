@@ -95,6 +95,7 @@ SEED := 1
 fuzz: .venv/all/.ready
 	.venv/all/bin/python -m hyper_parallel.testing.fuzz $(or $(PLATFORM),torch-cpu) --count $(or $(N),1000) \
 	    --record ci/last_fuzz.json
+	.venv/all/bin/python -m ci.figures --write
 
 nightly: .venv/all/.ready
 	@for platform in $(or $(PLATFORM),$(CPU_PLATFORMS)); do \
@@ -102,9 +103,11 @@ nightly: .venv/all/.ready
 	done
 	$(if $(filter mindspore,$(PLATFORM)),,.venv/all/bin/python -m ci.nightly torch-cpu --compiled)
 	HYPER_PARALLEL_NIGHTLY=yes .venv/all/bin/python -m pytest -q tests/unit/test_numpy_backend.py
+	.venv/all/bin/python -m ci.figures --write
 
 mutants: .venv/all/.ready
 	.venv/all/bin/python -m ci.mutants --count $(or $(N),200) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))
+	.venv/all/bin/python -m ci.figures --write
 
 lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .

@@ -1,6 +1,7 @@
 """List the measured figures of the documentation with the commit of each, and how many commits ago that was.
 
     python -m ci.figures [--older 200] [--strict]
+    python -m ci.figures --write    # the sections that are made of results in ci/ and benchmarks/, see figure_tables.py
 
 A stamp, such as ``2026-11-26 (`b2500a27`)``, holds the date and the commit at which a figure was measured, or with
 which it was entered where nothing says more. It covers its paragraph, and the tables, lists and code that follow
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from ci import figure_tables
 
 __all__ = ["Figure", "age", "pages", "stamps", "unstamped"]
 
@@ -115,8 +118,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     parser.add_argument("--older", type=int, default=200, metavar="N", help="mark those older than N commits")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where something is marked or has no stamp")
+    parser.add_argument("--write", action="store_true", help="write the sections that programs make, and list nothing")
     arguments = parser.parse_args(argv)
     root, age_of = arguments.root, cache(age)
+    if arguments.write:
+        for path, text in figure_tables.renewed(root).items():
+            path.write_text(text, encoding="utf-8")
+            print(f"{path.relative_to(root)} is written")
+        return 0
     figures, bare = [], []
     for page in pages(root):
         name, text = page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from ci import figures
+from ci import figure_tables, figures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = """\
@@ -126,3 +127,29 @@ def test_commits_with_changes() -> None:
 def test_what_is_no_figure_is_on_its_page() -> None:
     for page, words in figures.NO_FIGURE:
         assert words in (ROOT / page).read_text(encoding="utf-8"), (page, words)
+
+
+def test_sections_are_what_programs_make_of_the_committed_results() -> None:
+    """If not: python -m ci.figures --write."""
+    assert [path.name for path in figure_tables.renewed(ROOT)] == []
+
+
+def test_sections_of_other_results(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Other results make other pages, which ``--write`` writes, and nothing else."""
+    data = {"ci/last_fuzz.json", "ci/last_mutants.json", "ci/last_nightly.json", figure_tables.BENCHMARKS}
+    for name in {page for page, _ in figure_tables.SECTIONS.values()} | data:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    assert figures.main(["--root", str(tmp_path), "--write"]) == 0 and capsys.readouterr().out == ""
+    record = tmp_path / "ci" / "last_nightly.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps({**known, "mindspore": {**known["mindspore"], "rows": 12345}}))
+    before = (tmp_path / "docs" / "gates.md").read_text(encoding="utf-8")
+    assert figures.main(["--root", str(tmp_path), "--write"]) == 0
+    assert capsys.readouterr().out == "docs/gates.md is written\n"
+    after = (tmp_path / "docs" / "gates.md").read_text(encoding="utf-8")
+    (line,) = set(after.splitlines()) - set(before.splitlines())
+    assert line.startswith("| mindspore | 12345 | ")
+    survivors = tmp_path / "ci" / "last_mutants.json"
+    survivors.write_text(survivors.read_text().replace("lru_cache(maxsize=4096)", "a | b"))
+    assert "`a \\| b -> lru_cache()` in `@a \\| b` |" in figure_tables.mutants(tmp_path)

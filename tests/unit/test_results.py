@@ -209,7 +209,7 @@ def test_rows_of_other_code_stay_out_of_the_readme(
     ("more", "reason"),
     [
         ({"partial": True}, "only some of its tests were asked for"),
-        ({"torch": "2.14.1"}, "it is of torch 2.14.1, not of the release that is pinned"),
+        ({"partial": True, "torch": "2.14.1"}, "only some of its tests were asked for"),
         ({"left_out": "no gcc"}, "LEFT OUT: no gcc"),
         ({"tree": "f00"}, r"the hyper_parallel/ that ran is not that of HEAD \(abc\)"),
     ],
@@ -221,6 +221,29 @@ def test_rows_that_say_little(
     assert table.main(["--root", str(root)]) == 1
     assert re.match(rf"torch-cpu \(CPU\) is not taken over: {reason}\n", capsys.readouterr().err)
     assert results.read(root / "ci" / "last_results.json") == []
+
+
+def test_other_releases_of_torch(results: Any, table: Any, tmp_path: Path) -> None:
+    """They have a table of their own, keep their places there, and do not come into the README."""
+    root = readme_project(tmp_path, results, table, [row(results, passed=7)])
+    for folder in ("docs", "platform/torch-cpu"):
+        (root / folder).mkdir(parents=True)
+    (root / "platform" / "torch-cpu" / "requirements.txt").write_text("# torch==1\ntorch==2.15.0\nnumpy\n")
+    page = root / "docs" / "gates.md"
+    page.write_text(f"{table.BEGIN_RELEASES}\n{table.END_RELEASES}\n")
+    assert table.main(["--root", str(root)]) == 0
+    for torch, passed in (("2.9.1", 8), ("2.14.1", 8), ("2.9.1", 9)):
+        has_run(root, results, [results.Row("unit", passed=1), row(results, torch=torch, passed=passed)])
+        assert table.main(["--root", str(root)]) == 0
+    lines = [line for line in page.read_text().splitlines() if "torch-cpu" in line]
+    assert lines == [
+        "| `torch-cpu` | 2.15.0 | 7 | 0 | 1 | 2026-11-21, `abc`, `make test` |",
+        "| `torch-cpu` | 2.14.1 | 8 | 0 | 1 | 2026-11-21, `abc`, `make test PLATFORM=torch-cpu TORCH=2.14.1` |",
+        "| `torch-cpu` | 2.9.1 | 9 | 0 | 1 | 2026-11-21, `abc`, `make test PLATFORM=torch-cpu TORCH=2.9.1` |",
+    ]
+    assert "| 7 (1 skipped) |" in (root / "README.md").read_text()
+    page.write_text(page.read_text().replace("| 9 |", "| 10 |"))
+    assert table.main(["--root", str(root), "--check"]) == 1
 
 
 def test_rows_without_git(results: Any, table: Any) -> None:
@@ -235,7 +258,7 @@ def test_readme_without_markers(table: Any) -> None:
 
 
 def test_readme_of_this_project_is_as_it_was_made(table: Any) -> None:
-    """Nobody edits it by hand: `make readme-table` writes it."""
+    """And so is docs/gates.md: `make readme-table` writes both."""
     assert table.main(["--check"]) == 0
 
 
