@@ -28,6 +28,8 @@ from ci import figure_tables
 __all__ = ["Figure", "age", "pages", "stamps", "unstamped"]
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Where pages are, besides the root.
+FOLDERS = ("benchmarks", "ci", "docs", "examples", "platform")
 #: Pages that are no documentation of what is so now, or have the stamp of a whole run in them.
 LEFT_OUT = ("CHANGELOG.md", "benchmarks/results/")
 STAMP = re.compile(r"(?P<date>\d{4}-\d{2}-\d{2}),?\s\(?`(?P<commit>[0-9a-f]{7,40})(?:\+changes)?`")
@@ -66,9 +68,9 @@ class Figure:
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages in Markdown that git knows below ``root``."""
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=root, check=True, capture_output=True, text=True).stdout
-    return [root / name for name in listed.splitlines() if not name.startswith(LEFT_OUT)]
+    """The pages in Markdown below ``root`` whose figures count."""
+    found = [*root.glob("*.md"), *(page for folder in FOLDERS for page in (root / folder).rglob("*.md"))]
+    return sorted(page for page in found if not page.relative_to(root).as_posix().startswith(LEFT_OUT))
 
 
 def stamps(name: str, text: str) -> list[Figure]:
@@ -94,6 +96,7 @@ def unstamped(name: str, text: str) -> list[str]:
     for line, block in _blocks(text):
         if block.startswith("#"):
             covered = section = False
+            continue
         section |= bool(COMMENT.search(block))
         goes_on = block.startswith(("|", "- ", "* ", "> ", "    ", "1. "))
         covered = section or bool(STAMP.search(block)) or (covered and goes_on)

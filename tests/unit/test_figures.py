@@ -55,6 +55,7 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text(PAGE.format(old=old, new=new))
     (tmp_path / "CHANGELOG.md").write_text("It took 9 s.\n")
+    (tmp_path / "README.md").write_text("No figure.\n")
     git(tmp_path, "add", ".")
     commit(tmp_path)
     commit(tmp_path)
@@ -122,6 +123,13 @@ def test_what_needs_none(text: str) -> None:
 def test_commits_with_changes() -> None:
     (figure,) = figures.stamps("a.md", "x\n| 2026-11-24, `f28929e748+changes` |")
     assert (figure.place, figure.commit) == ("a.md:2", "f28929e748")
+
+
+def test_every_measured_figure_of_this_project_has_a_commit() -> None:
+    """If not: enter a stamp, see CONTRIBUTING.md, or say in `NO_FIGURE` what it is."""
+    texts = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in figures.pages(ROOT)}
+    assert [line for name, text in texts.items() for line in figures.unstamped(name, text)] == []
+    assert len([stamp for name, text in texts.items() for stamp in figures.stamps(name, text)]) > 30
 
 
 def test_what_is_no_figure_is_on_its_page() -> None:
