@@ -73,7 +73,7 @@ class Row:
         problem: why the gate failed.
         left_out: why nothing was run.
         commit, date: of the run.
-        tree: git's id of ``hyper_parallel/`` as it was at the end of the run; empty where git did not say.
+        tree: git's id of ``hyper_parallel/`` as it was in the run; empty where git did not say.
         partial: whether only some of its tests were asked for. The numbers then say little about the backend.
         torch: the release of torch that ``make test TORCH=`` asked for; empty for the one that is pinned.
     """
@@ -161,10 +161,15 @@ def committed_tree(root: Path) -> str:
         return ""
 
 
-def stamp(root: Path, rows: Iterable[Row]) -> None:
+def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
     """Write into rows which commit and which code of the project in ``root`` they are about, and the date of today.
 
     ``make test TORCH=2.14.1`` hands its ``TORCH`` to the gate in the environment: such rows name the release.
+
+    Args:
+        root: the project.
+        rows: of a run that has just ended.
+        begun: what `tree` gave when the run began. Where the code is another one by now, rows name none.
     """
     try:
         commit = _git(root, "rev-parse", "--short=10", "HEAD")
@@ -172,6 +177,7 @@ def stamp(root: Path, rows: Iterable[Row]) -> None:
     except (OSError, subprocess.CalledProcessError):
         commit, changed = "unknown", ""
     code, today = tree(root), datetime.now(timezone.utc).date().isoformat()
+    code = code if begun in (None, code) else ""
     for row in rows:
         row.commit, row.date, row.tree = commit + changed, today, code
         row.torch = os.environ.get("TORCH", "") if row.backend.startswith("torch-") else ""

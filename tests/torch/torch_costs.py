@@ -222,7 +222,7 @@ def _count(found: Sequence[Compared]) -> str:
 
 
 def compare() -> dict[str, list[Compared]]:
-    """All of it: those of `REDISTRIBUTED` by their texts, and ``"operations"``."""
+    """Every comparison: those of `REDISTRIBUTED` by their texts, and ``"operations"``."""
     with fake_group(RANKS):
         found = {str(of): list(compare_redistributions(*of)) for of in REDISTRIBUTED}
         return {**found, "operations": list(compare_operations())}

@@ -72,7 +72,7 @@ def test_list(project: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_old_and_unknown_ones(project: Path, capsys: pytest.CaptureFixture) -> None:
-    """Both are marked, and with ``--strict`` the command fails, as where a figure has no commit."""
+    """Marks for both, and with ``--strict`` an error, as where a figure has no commit."""
     page = project / "docs" / "page.md"
     page.write_text(page.read_text().partition("## What has no commit")[0])
     strict = ["--root", str(project), "--strict"]

@@ -106,13 +106,17 @@ def test_stamp(results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     results.stamp(tmp_path, rows)
     assert len(rows[0].commit) == 10 and rows[0].tree == results.committed_tree(tmp_path) != ""
     assert [row.torch for row in rows] == ["", "", ""]
+    results.stamp(tmp_path, rows, begun=rows[0].tree)
+    assert rows[0].tree == results.committed_tree(tmp_path)
+    results.stamp(tmp_path, rows, begun="f00")  # the code has changed while it ran
+    assert rows[0].tree == ""
     monkeypatch.setenv("TORCH", "2.14.1")  # by make
     results.stamp(tmp_path, rows)
     assert [row.torch for row in rows] == ["", "2.14.1", ""]
 
 
 def test_the_id_of_the_code(results: Any, tmp_path: Path) -> None:
-    """It is that of the files of the package as they lie there, whether git has seen them or not."""
+    """The id is that of the files of the package as they lie there, whether git has seen them or not."""
     root = checkout(tmp_path)
     package, committed = root / "hyper_parallel", results.committed_tree(root)
     (root / "README.md").write_text("outside of the package\n")
@@ -224,7 +228,7 @@ def test_rows_that_say_little(
 
 
 def test_other_releases_of_torch(results: Any, table: Any, tmp_path: Path) -> None:
-    """They have a table of their own, keep their places there, and do not come into the README."""
+    """Other releases have a table of their own, keep their places there, and do not come into the README."""
     root = readme_project(tmp_path, results, table, [row(results, passed=7)])
     for folder in ("docs", "platform/torch-cpu"):
         (root / folder).mkdir(parents=True)
@@ -247,7 +251,7 @@ def test_other_releases_of_torch(results: Any, table: Any, tmp_path: Path) -> No
 
 
 def test_rows_without_git(results: Any, table: Any) -> None:
-    """Where git does not know the code nothing is said of it."""
+    """Rows are of other code where git does not know the code."""
     assert table.is_of_other_code(row(results), "") and table.is_of_other_code(row(results), "f00")
     assert not table.is_of_other_code(row(results, tree="f00"), "f00")
 
@@ -258,7 +262,7 @@ def test_readme_without_markers(table: Any) -> None:
 
 
 def test_readme_of_this_project_is_as_it_was_made(table: Any) -> None:
-    """And so is docs/gates.md: `make readme-table` writes both."""
+    """docs/gates.md too: `make readme-table` writes both."""
     assert table.main(["--check"]) == 0
 
 
