@@ -1,7 +1,7 @@
 # make test [PLATFORM=mindspore]          all tests, or those of one backend, with coverage
 # make test PLATFORM=torch-cpu TORCH=2.14.1   those of a backend of torch with another release of it
 # make test-npu                           those of torch-npu, on simulated NPUs
-# make readme-table                       the README's table of backends, from the last run of the tests
+# make readme-table                       the README's table of backends, from the last run of the tests, which must be of HEAD
 # make demo [PLATFORM=mindspore] [TP=2] [DP=1]   train a small Llama on DP x TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
@@ -95,6 +95,7 @@ SEED := 1
 fuzz: .venv/all/.ready
 	.venv/all/bin/python -m hyper_parallel.testing.fuzz $(or $(PLATFORM),torch-cpu) --count $(or $(N),1000) \
 	    --record ci/last_fuzz.json
+	.venv/all/bin/python -m ci.figures --write
 
 nightly: .venv/all/.ready
 	@for platform in $(or $(PLATFORM),$(CPU_PLATFORMS)); do \
@@ -102,9 +103,11 @@ nightly: .venv/all/.ready
 	done
 	$(if $(filter mindspore,$(PLATFORM)),,.venv/all/bin/python -m ci.nightly torch-cpu --compiled)
 	HYPER_PARALLEL_NIGHTLY=yes .venv/all/bin/python -m pytest -q tests/unit/test_numpy_backend.py
+	.venv/all/bin/python -m ci.figures --write
 
 mutants: .venv/all/.ready
 	.venv/all/bin/python -m ci.mutants --count $(or $(N),200) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))
+	.venv/all/bin/python -m ci.figures --write
 
 lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .

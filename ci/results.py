@@ -6,14 +6,33 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-__all__ = ["AREAS", "OWN", "Area", "Row", "from_dict", "is_own", "markdown", "read", "stamp", "terminal", "write"]
+__all__ = [
+    "AREAS",
+    "OWN",
+    "PACKAGE",
+    "Area",
+    "Row",
+    "committed_tree",
+    "from_dict",
+    "is_own",
+    "markdown",
+    "read",
+    "stamp",
+    "terminal",
+    "tree",
+    "write",
+]
 
+#: What a row is about.
+PACKAGE = "hyper_parallel"
 CORE = "hyper_parallel/core"
 TENSOR_PARALLEL = "hyper_parallel/core/tensor_parallel"
 #: Below this, an area is of the backend itself. A pattern names the files that all backends share.
@@ -54,6 +73,9 @@ class Row:
         problem: why the gate failed.
         left_out: why nothing was run.
         commit, date: of the run.
+        tree: git's id of ``hyper_parallel/`` as it was in the run; empty where git did not say.
+        partial: whether only some of its tests were asked for. The numbers then say little about the backend.
+        torch: the release of torch that ``make test TORCH=`` asked for; empty for the one that is pinned.
     """
 
     backend: str
@@ -67,6 +89,9 @@ class Row:
     left_out: str = ""
     commit: str = ""
     date: str = ""
+    tree: str = ""
+    partial: bool = False
+    torch: str = ""
 
     @property
     def name(self) -> str:
@@ -102,17 +127,60 @@ class Row:
         ]
 
 
-def stamp(root: Path, rows: Iterable[Row]) -> None:
-    """Write into rows which commit of the project in ``root`` they are about, and that they are of today."""
+def _git(root: Path, *command: str, **variables: str) -> str:
+    """What ``git`` prints in ``root``.
 
-    def git(*command: str) -> str:
-        done = subprocess.run(["git", *command], cwd=root, check=False, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
+    Raises:
+        subprocess.CalledProcessError: when it fails.
+    """
+    environment = {**os.environ, **variables}
+    done = subprocess.run(["git", *command], cwd=root, env=environment, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
-    commit = git("rev-parse", "--short=10", "HEAD") or "unknown"
-    changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+
+def tree(root: Path) -> str:
+    """Git's id of ``hyper_parallel/`` as it lies in ``root``, committed or not; empty where git does not say.
+
+    Two trees with the same files have the same id. The index of the checkout stays as it is.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+        try:
+            _git(root, "read-tree", "HEAD", **index)  # so that tracked files count that .gitignore names
+            _git(root, "add", "--all", "--", PACKAGE, **index)
+            return _git(root, "write-tree", f"--prefix={PACKAGE}/", **index)
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+
+def committed_tree(root: Path) -> str:
+    """Git's id of ``hyper_parallel/`` in the commit that is checked out in ``root``; empty where git does not say."""
+    try:
+        return _git(root, "rev-parse", "--verify", "--quiet", f"HEAD:{PACKAGE}")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
+    """Write into rows which commit and which code of the project in ``root`` they are about, and the date of today.
+
+    ``make test TORCH=2.14.1`` hands its ``TORCH`` to the gate in the environment: such rows name the release.
+
+    Args:
+        root: the project.
+        rows: of a run that has just ended.
+        begun: what `tree` gave when the run began. Where the code is another one by now, rows name none.
+    """
+    try:
+        commit = _git(root, "rev-parse", "--short=10", "HEAD")
+        changed = "+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
+    except (OSError, subprocess.CalledProcessError):
+        commit, changed = "unknown", ""
+    code, today = tree(root), datetime.now(timezone.utc).date().isoformat()
+    code = code if begun in (None, code) else ""
     for row in rows:
-        row.commit, row.date = commit + changed, datetime.now(timezone.utc).date().isoformat()
+        row.commit, row.date, row.tree = commit + changed, today, code
+        row.torch = os.environ.get("TORCH", "") if row.backend.startswith("torch-") else ""
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:

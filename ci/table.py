@@ -4,27 +4,41 @@
 
 Takes the rows of ``build/gate/table.json`` over into ``ci/last_results.json``, where each backend keeps the result of
 its last run, and writes the section between the two markers in README.md from that file and from the reports in
-``ci/hardware/``. Both are committed. Rows of gates that failed or were left out are not taken over: the command then
-ends with an error that names them. Rows of real devices are shown from their reports only, which name the device.
-``--check`` changes nothing and ends with an error when README.md is not what it would be.
+``ci/hardware/``. Both are committed. Rows are not taken over of gates that failed or were left out, of runs of some
+tests only, and of a ``hyper_parallel/`` that is not the committed one: the command then ends with an error that names
+them. So it does when a row that stays is of other code than the commit. Rows of real devices are shown from their
+reports only, which name the device.
+Rows of ``make test TORCH=``, with another release of torch than the pinned one, make a table in docs/gates.md.
+``--check`` changes nothing and ends with an error when one of the pages is not what it would be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
 import results
 from results import Row
 
-__all__ = ["BEGIN", "END", "merge", "section", "with_section"]
+__all__ = ["BEGIN", "END", "merge", "refusal", "releases", "section", "with_section"]
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST = Path("ci") / "last_results.json"
 BEGIN = "<!-- made by ci/table.py from ci/last_results.json and ci/hardware/: do not edit -->"
 END = "<!-- end of what ci/table.py made -->"
+#: The page with the table of releases, and its markers.
+GATES = Path("docs") / "gates.md"
+BEGIN_RELEASES = "<!-- made by ci/table.py from ci/last_results.json: do not edit -->"
+END_RELEASES = "<!-- end of releases -->"
+OTHER_CODE = "the hyper_parallel/ that ran is not that of HEAD"
+#: Said after rows of other code.
+REMEDY = (
+    "The README's table has to be of the committed hyper_parallel/. Commit its changes, or undo them, and run the "
+    "gates again: make test && make readme-table"
+)
 #: What is shown, in this order: (backend, device) -> how it runs there.
 SHOWN = {
     ("torch-cpu", "CPU"): "gloo; conformance suite on 1 to 4 ranks, `tests/torch`",
@@ -47,9 +61,32 @@ ON_HARDWARE = {
 
 
 def merge(last: list[Row], new: list[Row]) -> list[Row]:
-    """The rows of ``last``, those replaced that ``new`` has too; only what `SHOWN` names, and in its order."""
-    found = {(row.backend, row.device): row for row in [*last, *new]}
-    return [found[key] for key in SHOWN if key in found]
+    """The rows of ``last``, those replaced that ``new`` has too; only what `SHOWN` names, and in its order. Those of
+    other releases of torch come after them, the newest first."""
+    found = {(row.backend, row.device, row.torch): row for row in [*last, *new]}
+    others = [row for row in found.values() if row.torch and (row.backend, row.device) in SHOWN]
+    others.sort(key=lambda row: [int(number) for number in row.torch.split(".")], reverse=True)
+    pinned = [found.get((backend, device, "")) for backend, device in SHOWN]
+    return [row for row in pinned if row] + others
+
+
+def refusal(row: Row, committed: str) -> str:
+    """Why the README cannot show a row that was just made, or nothing.
+
+    Args:
+        row: of the last run.
+        committed: git's id of the committed ``hyper_parallel/``.
+    """
+    if row.verdict != "ok":
+        return row.verdict
+    if row.partial:
+        return "only some of its tests were asked for"
+    return f"{OTHER_CODE} ({row.commit})" if is_of_other_code(row, committed) else ""
+
+
+def is_of_other_code(row: Row, committed: str) -> bool:
+    """Whether a row is not known to be of the committed ``hyper_parallel/``."""
+    return not committed or row.tree != committed
 
 
 def section(rows: list[Row], hardware: list[dict]) -> str:
@@ -59,7 +96,7 @@ def section(rows: list[Row], hardware: list[dict]) -> str:
         rows: of ``ci/last_results.json``.
         hardware: the reports in ``ci/hardware/``.
     """
-    ran = {(row.backend, row.device): row for row in rows}
+    ran = {(row.backend, row.device): row for row in rows if not row.torch}
     lines = [
         "| backend | tests passed | coverage of core | tensor_parallel | its own code | last run |",
         "|---|---:|---:|---:|---:|---|",
@@ -90,16 +127,40 @@ def _missing(backend: str, device: str, how: str, word: str) -> str:
     return f"| `{backend}` on {device}: {how} | - | - | - | - | {word} |"
 
 
-def with_section(readme: str, text: str) -> str:
-    """``readme`` with ``text`` between its markers.
+def releases(root: Path, rows: list[Row]) -> str:
+    """The table of releases of torch, without its markers: the pinned ones, and those that ``make test TORCH=`` ran.
+
+    Args:
+        root: the project, for its pins.
+        rows: of ``ci/last_results.json``.
+    """
+    lines = ["| backend | torch | passed | failed | skipped | run |", "|---|---|---:|---:|---:|---|"]
+    tried = {row.backend for row in rows if row.torch}
+    for row in sorted(rows, key=lambda row: row.backend):
+        if row.backend in tried:
+            torch = row.torch or _pinned(root, row.backend)
+            command = f"make test PLATFORM={row.backend} TORCH={torch}" if row.torch else "make test"
+            numbers = f"{row.passed} | {row.failed} | {row.skipped}"
+            lines.append(f"| `{row.backend}` | {torch} | {numbers} | {row.date}, `{row.commit}`, `{command}` |")
+    return "\n".join(lines)
+
+
+def _pinned(root: Path, backend: str) -> str:
+    """The release of torch that the gate of a backend has."""
+    pins = (root / "platform" / backend / "requirements.txt").read_text(encoding="utf-8")
+    return re.findall(r"^torch==([\d.]+)", pins, re.MULTILINE)[0]
+
+
+def with_section(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+    """``page`` with ``text`` between its markers.
 
     Raises:
         SystemExit: when it does not have each marker once.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise SystemExit(f"README.md must have these lines once each:\n{BEGIN}\n{END}")
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise SystemExit(f"the page must have these lines once each:\n{begin}\n{end}")
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
 
 
 def hardware_reports(root: Path) -> list[dict]:
@@ -111,25 +172,46 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
-    parser.add_argument("--check", action="store_true", help="only see whether README.md is as it must be")
+    parser.add_argument("--check", action="store_true", help="only see whether the pages are as they must be")
     arguments = parser.parse_args(argv)
-    root, readme = arguments.root, arguments.root / "README.md"
+    root = arguments.root
     rows = results.read(root / LAST) if (root / LAST).exists() else []
-    before, refused = readme.read_text(encoding="utf-8"), []
+    complaints: list[str] = []
     if not arguments.check:
-        new = results.read(root / "build" / "gate" / "table.json")
-        refused = [row for row in new if row.verdict != "ok"]
-        rows = merge(rows, [row for row in new if row not in refused])
+        rows, complaints = _renewed(root, rows)
         results.write(root / LAST, rows)
-    after = with_section(before, section(rows, hardware_reports(root)))
-    if arguments.check:
-        if after != before:
-            print("README.md was edited between the markers of ci/table.py: make readme-table", file=sys.stderr)
-        return int(after != before)
-    readme.write_text(after, encoding="utf-8")
-    for row in refused:
-        print(f"{row.name} is not taken over: {row.verdict}", file=sys.stderr)
-    return int(bool(refused))
+    for path, text in _pages(root, rows).items():
+        if not arguments.check:
+            path.write_text(text, encoding="utf-8")
+        elif text != path.read_text(encoding="utf-8"):
+            complaints.append(f"{path.name} was edited between the markers of ci/table.py: make readme-table")
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    return int(bool(complaints))
+
+
+def _pages(root: Path, rows: list[Row]) -> dict[Path, str]:
+    """The pages with tables of ``rows``, as they must be."""
+    readme, gates = root / "README.md", root / GATES
+    pages = {readme: with_section(readme.read_text(encoding="utf-8"), section(rows, hardware_reports(root)))}
+    if gates.exists():
+        before = gates.read_text(encoding="utf-8")
+        pages[gates] = with_section(before, releases(root, rows), BEGIN_RELEASES, END_RELEASES)
+    return pages
+
+
+def _renewed(root: Path, last: list[Row]) -> tuple[list[Row], list[str]]:
+    """What ``last`` becomes by the last run of the gates, and what is wrong with it."""
+    committed = results.committed_tree(root)
+    new = results.read(root / "build" / "gate" / "table.json")
+    refused = {row.name: reason for row in new if (reason := refusal(row, committed))}
+    rows = merge(last, [row for row in new if row.name not in refused])
+    complaints = [f"{name} is not taken over: {reason}" for name, reason in refused.items()]
+    others = [row for row in rows if not row.torch and is_of_other_code(row, committed)]
+    complaints += [f"{row.name} stays in the table as it was: {OTHER_CODE} ({row.commit})" for row in others]
+    if any(OTHER_CODE in complaint for complaint in complaints):
+        complaints.append(REMEDY)
+    return rows, complaints
 
 
 if __name__ == "__main__":

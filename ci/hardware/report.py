@@ -103,6 +103,8 @@ def make_report(row: Row, facts: dict[str, str | int]) -> dict:
         raise SystemExit(f"{row.name} is no run on hardware, so there is nothing to report")
     if row.verdict != "ok":
         raise SystemExit(f"{row.name} did not pass, so it is not reported: {row.verdict}")
+    if row.partial:
+        raise SystemExit(f"{row.name} is not reported: only some of its tests were asked for")
     if missing := [name for name in FACTS if name not in facts]:
         raise SystemExit(f"facts are missing: {', '.join(missing)}")
     facts = {"python": platform.python_version(), "machine": platform.machine(), **facts}

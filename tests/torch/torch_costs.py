@@ -29,8 +29,10 @@ from benchmarks.torch_groups import fake_group
 from benchmarks.torch_traffic import count_collectives
 from benchmarks.traffic import Traffic
 
-__all__ = ["DIFFERENT", "OPERATIONS", "PAGE", "Compared", "compare_operations", "compare_redistributions"]
+__all__ = ["DIFFERENT", "OPERATIONS", "PAGE", "Compared", "compare", "page"]
 
+#: Markers of the generated part of `PAGE`.
+BEGIN, END = "<!-- begin -->\n", "<!-- end -->"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "communication_costs.md"
 RANKS = 4
 #: A placement's letter -> (ours, torch's)
@@ -219,21 +221,24 @@ def _count(found: Sequence[Compared]) -> str:
     return f"| {len(found)} | {len(found) - len(known)} | {len(known) - less - more} | {less} | {more} |"
 
 
-def page() -> str:
-    """The generated part of `PAGE`."""
+def compare() -> dict[str, list[Compared]]:
+    """Every comparison: those of `REDISTRIBUTED` by their texts, and ``"operations"``."""
+    with fake_group(RANKS):
+        found = {str(of): list(compare_redistributions(*of)) for of in REDISTRIBUTED}
+        return {**found, "operations": list(compare_operations())}
+
+
+def page(found: dict[str, list[Compared]]) -> str:
+    """The generated part of `PAGE`, of what `compare` gives."""
     lines = [
         "| what | calls | torch refuses | the same | less here | more here |",
         "|---|---|---|---|---|---|",
     ]
-    with fake_group(RANKS):
-        for mesh, size in REDISTRIBUTED:
-            lines.append(
-                f"| `redistribute` of {size} on a mesh {mesh} {_count(list(compare_redistributions(mesh, size)))}"
-            )
-        operations = list(compare_operations())
-    lines += [f"| operations {_count(operations)}", ""]
+    for mesh, size in REDISTRIBUTED:
+        lines.append(f"| `redistribute` of {size} on a mesh {mesh} {_count(found[str((mesh, size))])}")
+    lines += [f"| operations {_count(found['operations'])}", ""]
     lines += ["| operation | placements | here | torch | |", "|---|---|---|---|---|"]
-    for c in operations:
+    for c in found["operations"]:
         if c.torch is not None and c.ours != c.torch:
             why = DIFFERENT.get((c.name, c.placements), "")
             lines.append(f"| `{c.name}` | {c.placements} | {c.ours} | {c.torch} | {why} |")
@@ -242,14 +247,12 @@ def page() -> str:
 
 def main() -> None:
     """Write the page; with ``--json``, print every comparison of it instead."""
+    found = compare()
     if sys.argv[1:] == ["--json"]:
-        with fake_group(RANKS):
-            found = {str(of): [asdict(c) for c in compare_redistributions(*of)] for of in REDISTRIBUTED}
-            found["operations"] = [asdict(c) for c in compare_operations()]
-        print(json.dumps(found))
+        print(json.dumps({what: [asdict(c) for c in compared] for what, compared in found.items()}))
         return
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- begin -->\n")
-    PAGE.write_text(f"{head}<!-- begin -->\n{page()}<!-- end -->{rest.partition('<!-- end -->')[2]}", encoding="utf-8")
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}{page(found)}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

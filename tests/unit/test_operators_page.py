@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ci.figures import STAMP
 from tests.support.operator_table.page import FORMS, PAGE, section
 from tests.support.operator_table.table import ORDER
 
@@ -47,13 +48,13 @@ def read_back(text: str) -> dict[str, Any]:
 def test_the_page_is_what_the_generator_makes(platform: str) -> None:
     text = written(platform)
     first = " ".join(text.strip().partition("\n\n")[0].split())
-    heading = re.fullmatch(r"(.+): (\d+) operators, .* with up to (\d+) samples each\.", first)
+    heading = re.fullmatch(r"(.+): (\d+) operators, .* with up to (\d+) samples each \((.+)\)\.", first)
     assert heading is not None, "the tool has not written this section"
-    title, operators, samples = heading.groups()
+    title, operators, samples, stamp = heading.groups()
     found = read_back(text)
     assert len(found) == int(operators)
-    assert text == section(platform, found, int(samples), title)
-    assert int(samples) == 6
+    assert text == section(platform, found, int(samples), title, stamp)
+    assert int(samples) == 6 and STAMP.fullmatch(stamp)
 
 
 @pytest.mark.parametrize("platform", FRAMEWORKS)
@@ -72,7 +73,7 @@ def test_the_worst_counts() -> None:
         "b": {"found": {"forward": {"unsteady": ["", ""]}, "backward": {"wrong": ["x"], "gathered": [""]}}},
         "c": {"untried": "no tensors"},
     }
-    text = section("torch-cpu", found, 6, "A list")
+    text = section("torch-cpu", found, 6, "A list", "2026-11-25, `dc9abd3e`")
     assert "A list: 3 operators, 2 of them tried" in text
     for line in (
         "| hanging | 1 | 0 | 0 | 0 | 0 |",

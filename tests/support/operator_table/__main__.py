@@ -58,7 +58,7 @@ def main() -> int:
 
         if arguments.only:
             found = {**said(arguments.platform, every), **found}
-        write(arguments.platform, found, arguments.samples, title)
+        write(arguments.platform, found, arguments.samples, title, all_anew=not arguments.only)
     return 1 if bad else 0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.testing.fuzz.record import commit_of
 from tests.support.operator_table.table import ORDER, worst
 
 __all__ = ["PAGE", "read", "said", "section", "write"]
@@ -23,6 +25,7 @@ _VERDICT = re.compile(rf"(?:^|, )({'|'.join(FORMS)}) ({'|'.join(ORDER)})")
 
 
 _UNTRIED = re.compile(r"^\*\*Not tried,\s(.+?)\*\* \(\d+\):(.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+_STAMP = re.compile(r"samples\s+each\s+\(([^)]+)\)\.")
 #: Why an operator was not tried -> a text for which `_reason` gives that.
 _TEXTS = {
     "since there is no kernel for CPU": "unregistered",
@@ -32,13 +35,22 @@ _TEXTS = {
 }
 
 
-def write(platform: str, found: dict[str, Any], samples: int, title: str) -> None:
-    """Put the section of ``platform`` into the page."""
+def write(platform: str, found: dict[str, Any], samples: int, title: str, all_anew: bool = True) -> None:
+    """Put the section of ``platform`` into the page, with date and commit of the oldest operator in it.
+
+    Args:
+        all_anew: whether all operators were tried now. If not, date and commit stay.
+    """
     page = PAGE.read_text(encoding="utf-8")
+    before = _STAMP.search(page.partition(f"<!-- begin {platform} -->")[2])
+    if all_anew or before is None:
+        stamp = f"{datetime.date.today().isoformat()}, `{commit_of(PAGE.parents[1])}`"
+    else:
+        stamp = before[1]
     begin, end = f"<!-- begin {platform} -->\n", f"<!-- end {platform} -->"
     before, _, rest = page.partition(begin)
     after = rest.partition(end)[2]
-    PAGE.write_text(before + begin + section(platform, found, samples, title) + end + after, encoding="utf-8")
+    PAGE.write_text(before + begin + section(platform, found, samples, title, stamp) + end + after, encoding="utf-8")
 
 
 def read(platform: str) -> dict[str, dict[str, str]]:
@@ -63,12 +75,12 @@ def said(platform: str, names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: lines[name] for name in names if name in lines}
 
 
-def section(platform: str, found: dict[str, Any], samples: int, title: str) -> str:
-    """The table of one platform."""
+def section(platform: str, found: dict[str, Any], samples: int, title: str, stamp: str) -> str:
+    """The table of one platform. ``stamp`` has the date and the commit in the form that pages have."""
     tried = {name: line for name, line in found.items() if "found" in line}
     counts = {form: Counter(filter(None, (worst(line, form) for line in tried.values()))) for form in FORMS}
     title = title[0].upper() + title[1:]
-    first = f"{title}: {len(found)} operators, {len(tried)} of them tried, with up to {samples} samples each."
+    first = f"{title}: {len(found)} operators, {len(tried)} of them tried, with up to {samples} samples each ({stamp})."
     lines = ["", textwrap.fill(first, WIDTH), ""]
     lines.append(f"| | {' | '.join(FORMS)} |\n|---|{'---:|' * len(FORMS)}")
     lines += [f"| {verdict} | {' | '.join(str(counts[form][verdict]) for form in FORMS)} |" for verdict in ORDER]

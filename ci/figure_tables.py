@@ -1,0 +1,189 @@
+"""Sections of the documentation that are made of committed results: of the fuzzing, nightly and mutant runs, and of the
+benchmarks. ``python -m ci.figures --write`` writes them; a unit test fails where a page has something else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from table import with_section
+
+__all__ = ["SECTIONS", "renewed"]
+
+BENCHMARKS = "benchmarks/results/x86_64-2-cores.json"
+WIDTH = 120
+#: As docs/fuzzing.md explains them, those that are bad at the end.
+OUTCOMES = ("right", "refused", "plain refused", "accepted", "unsteady", "wrong", "differs", "hanging")
+
+
+def _read(root: Path, name: str) -> Any:
+    return json.loads((root / name).read_text(encoding="utf-8"))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
+    """A table in Markdown, the columns of these positions to the right."""
+    rules = ["---:" if i in right else "---" for i in range(len(columns))]
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (columns, *rows)]
+    return "\n".join([lines[0], "|" + "|".join(rules) + "|", *lines[1:]])
+
+
+def _filled(text: str) -> str:
+    """``text`` in the lines of a page."""
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False)
+
+
+def _stamp(entry: dict[str, Any]) -> str:
+    return f"{entry['date']}, `{entry['commit']}`"
+
+
+def fuzz(root: Path) -> str:
+    """The outcomes of the last random programs, and the runs that they are of."""
+    rows = [
+        [
+            f"`{backend}`",
+            f"{entry['programs']:,}",
+            *(f"{entry['outcomes'].get(kind, 0):,}" for kind in OUTCOMES),
+            "; ".join(f"{run['count']:,}: {run['framework']}, {_stamp(run)}" for run in entry["runs"]),
+        ]
+        for backend, entry in _read(root, "ci/last_fuzz.json").items()
+    ]
+    return _table(["backend", "programs", *OUTCOMES, "runs"], rows, right=range(1, 2 + len(OUTCOMES)))
+
+
+def nightly(root: Path) -> str:
+    """The last run of each nightly table."""
+    rows = [
+        [name, run["rows"], run.get("at random", ""), len(run["failed"]), run["seconds"], _stamp(run)]
+        for name, run in _read(root, "ci/last_nightly.json").items()
+    ]
+    return _table(["table", "rows", "of them at random", "failed", "seconds", "run"], rows, right=range(1, 5))
+
+
+def mutants(root: Path) -> str:
+    """The last run of mutants, and the table of those that no test notices."""
+    found = _read(root, "ci/last_mutants.json")
+    survivors, verdicts = found["survivors"], {name: count for name, count in found["verdicts"].items() if count}
+    noticed = sum(verdicts.get(name, 0) for name in ("failed", "hung", "broken"))
+    same = sum(survivor["why"].startswith("equivalent") for survivor in survivors)
+    first = (
+        f"Of {found['mutants']} mutants of seed {found['seed']}, {noticed} were noticed ({_stamp(found)}), and "
+        f"{len(survivors)} survived, of which {same} change nothing:"
+    )
+    rows = [
+        [
+            f"`{survivor['where'].removeprefix('hyper_parallel/')}`",
+            f"`{_code(survivor['change'])}` in `{_code(survivor['text'])}`",
+            survivor["why"],
+        ]
+        for survivor in survivors
+    ]
+    return f"{_filled(first)}\n\n{_table(['where', 'change', 'why it does not matter'], rows)}"
+
+
+def _code(text: str) -> str:
+    """``text`` for a cell of a table."""
+    return text.replace("|", "\\|")
+
+
+class _Benchmarks:
+    """The last run of the benchmarks."""
+
+    def __init__(self, root: Path) -> None:
+        record = _read(root, BENCHMARKS)
+        environment = record["environment"]
+        commit = environment["hyper_parallel"].replace("-dirty", "+changes")
+        self.stamp = _stamp({"date": environment["date"], "commit": commit})
+        self.cases = {result["case"]: result for result in record["results"]}
+
+    def ratios(self, case: str, version: str, titled: Callable[[str], bool] = lambda title: True) -> str:
+        """The least and the greatest median of the ratios to tuned code, in the tables with such titles."""
+        medians = [
+            row[table["columns"].index("ratio to tuned")]["median"]
+            for table in self.cases[case]["tables"]
+            for row in table["rows"]
+            if row[0] == version and titled(table["title"])
+        ]
+        digits = 2 if max(medians) < 2 else 1
+        return f"{min(medians):.{digits}f} to {max(medians):.{digits}f}"
+
+
+def _with_gradients(title: str) -> bool:
+    return not title.endswith("no_grad")
+
+
+def speed(root: Path) -> str:
+    """A sentence for the README: times of the host beside those of hand-written code."""
+    run, ours, theirs = _Benchmarks(root), "hyper_parallel", "torch.distributed.tensor"
+    plain = [
+        run.ratios("mlp", ours, _with_gradients),
+        run.ratios("llama", ours, lambda title: _with_gradients(title) and "sequence" not in title),
+    ]
+    sequence = run.ratios("llama", ours, lambda title: "sequence" in title)
+    styles = [run.ratios(case, theirs, _with_gradients) for case in ("mlp", "llama")]
+    text = (
+        "What tensor parallelism costs the host on very small models, measured without a network, in times of what "
+        f"tuned hand-written code costs: {plain[0]} for an MLP and {plain[1]} for a Llama block, where modules hand "
+        f"plain tensors to each other, {sequence} with sequence parallelism. Torch's styles cost {styles[0]} "
+        f"and {styles[1]} ({run.stamp})."
+    )
+    return _filled(text)
+
+
+def aims(root: Path) -> str:
+    """The goals of the small models and what was reached; and the ratios at real sizes."""
+    run = _Benchmarks(root)
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for goal in (goal for case in ("mlp", "llama") for goal in run.cases[case]["goals"]):
+        title, _, compared = goal["what"].split(": ")
+        version, _, rival = compared.rpartition(" to ")
+        name = title + version.removeprefix("hyper_parallel")
+        cells.setdefault(name, {}).setdefault(rival, []).append(goal)
+    rows = [
+        [name, *(cell for rival in ("textbook", "tuned") for cell in _cells(goals.get(rival, [])))]
+        for name, goals in cells.items()
+    ]
+    link = f"[the last run](../{Path(BENCHMARKS).with_suffix('.md').as_posix()})"
+    first = f"Medians of ratios, forward and then with backward, in {link} ({run.stamp}). Bold is what misses its aim."
+    torchs = [run.ratios("gloo", f"torch.distributed.tensor{more}") for more in ("", ", DTensors between modules")]
+    last = (
+        "At real sizes over gloo, 2 and 4 ranks, the same models take "
+        f"{run.ratios('gloo', 'hyper_parallel')} times the time of tuned code, with DTensors between modules "
+        f"{run.ratios('gloo', 'hyper_parallel, DTensors between modules')}. Torch's styles take {torchs[0]}, and with "
+        f"DTensors between modules {torchs[1]} ({run.stamp})."
+    )
+    table = _table(["", "to textbook", "aim", "to tuned", "aim"], rows)
+    return f"{_filled(first)}\n\n{table}\n\n{_filled(last)}"
+
+
+def _cells(goals: list[dict[str, Any]]) -> tuple[str, str]:
+    """(what was reached, what was to be reached), the latter once where it is the same."""
+    reached = (f"**{g['value']:.2f}**" if g["value"] > g["limit"] else f"{g['value']:.2f}" for g in goals)
+    return ", ".join(reached), ", ".join(dict.fromkeys(f"{goal['limit']:.2f}" for goal in goals))
+
+
+#: name -> (page, what makes its section).
+SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "speed": ("README.md", speed),
+    "fuzz": ("docs/fuzzing.md", fuzz),
+    "mutants": ("docs/gates.md", mutants),
+    "nightly": ("docs/gates.md", nightly),
+    "aims": ("docs/performance.md", aims),
+}
+
+
+def renewed(root: Path) -> dict[Path, str]:
+    """The pages below ``root`` that have other sections than they must, and what they must have."""
+    pages: dict[Path, str] = {}
+    for name, (page, make) in SECTIONS.items():
+        path = root / page
+        text = pages.get(path) or path.read_text(encoding="utf-8")
+        begin = f"<!-- made by python -m ci.figures --write, {name}: do not edit -->"
+        pages[path] = with_section(text, make(root), begin, f"<!-- end of {name} -->")
+    return {path: text for path, text in pages.items() if text != path.read_text(encoding="utf-8")}
