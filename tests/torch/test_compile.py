@@ -40,6 +40,7 @@ from hyper_parallel.platform.torch import calls
 from hyper_parallel.platform.torch.compiled import hooks
 from hyper_parallel.platform.torch.compiled import outside as left_outside
 from hyper_parallel.platform.torch.handlers.functions import hooked_apply
+from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, compare, fresh, step
 from tests.torch.decoder import Decoder, Sizes
@@ -110,10 +111,10 @@ def decoder(mesh: Any, sequence: bool, bias: bool) -> dict[str, int]:
     return compare(mesh, single, block_plan(sequence), ids)
 
 
-@pytest.mark.parametrize(("sequence", "world"), [(False, 2), (True, 2)])
-def test_decoder(pool: Any, sequence: bool, world: int) -> None:
+@pytest.mark.parametrize("sequence", in_gate([False, True], [True]))
+def test_decoder(pool: Any, sequence: bool) -> None:
     """q, k and v read one input, gate and up another: each has one collective in backward."""
-    for found in pool.run(world, decoder, sequence, not sequence):
+    for found in pool.run(2, decoder, sequence, not sequence):
         if not sequence:
             # forward: embedding, attention, feed-forward; backward: these two and the head
             assert found == {"all_reduce": 6, "all_gather": 1}
@@ -377,6 +378,7 @@ def inductor(mesh: Any) -> None:
 @pytest.mark.skipif(
     os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu", reason="Inductor generates code for CPUs here, with gcc"
 )
+@pytest.mark.nightly
 def test_inductor(pool: Any) -> None:
     pool.run(2, inductor)
 

@@ -391,6 +391,7 @@ def transformers_llama(mesh: Any, backend: Any = None) -> None:
     assert backend or graphs.graphs == 2  # for the words that are given, and for each one that follows
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_transformers(pool: Any) -> None:
     pool.run(2, transformers_llama)

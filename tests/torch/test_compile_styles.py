@@ -25,6 +25,7 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
+from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, fresh, same_counts
 from tests.torch.support import close, device, randn
@@ -208,9 +209,10 @@ def some_styles(mesh: Any, names: tuple[str, ...], every: int = 1) -> None:
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_styles(pool: Any, name: str) -> None:
-    pool.run(2, some_styles, (name,))
+    pool.run(2, some_styles, (name,), 1 if everything() else 3)
 
 
+@pytest.mark.nightly
 def test_styles_on_four_ranks(pool: Any) -> None:
     """Some of each group, in one graph; `tests.torch.compiled_rows` has all."""
     pool.run(4, some_styles, tuple(GROUPS), 8)
