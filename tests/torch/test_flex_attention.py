@@ -434,10 +434,12 @@ def test_collectives(pool: Any) -> None:
     pool.run(2, numbers_of_collectives)
 
 
+@pytest.mark.nightly
 def test_on_a_grid(pool: Any) -> None:
     pool.run(4, on_a_grid)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", ["torch.nn.attention.flex_attention", "hyper_parallel"])
 def test_import_order_and_uninstall(first: str) -> None:
     """The function that a program holds is served, whenever it was imported, and is torch's own again afterwards."""

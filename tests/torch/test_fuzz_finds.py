@@ -40,6 +40,7 @@ def ranks() -> Iterator[ExchangePool]:
         yield pool
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("plant", "kind"), [(lose_rows, "wrong"), (stay_away, "hanging")])
 def test_planted_bugs_are_found(ranks: ExchangePool, plant: Any, kind: str) -> None:
     ranks.run(RANKS, plant)

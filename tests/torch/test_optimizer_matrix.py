@@ -1,4 +1,4 @@
-"""Ten steps with every optimizer of torch.optim equal those of the unsharded model; what torch's own DTensor does is
+"""Steps with every optimizer of torch.optim equal those of the unsharded model; what torch's own DTensor does is
 recorded beside it."""
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import nn
 from torch.optim import _muon as muon
 
 from hyper_parallel import DTensor, Shard
+from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.decoder import UNEVEN, Sizes, batch, decoder, plan
 from tests.torch.support import close, randn, shard
 from tests.torch.test_against_torch import meshes, whole
 
-STEPS = 10
+#: Enough for all moments, and for one save of the state in between.
+STEPS = 10 if everything() else 4
 #: torch's DTensor takes longer, and what it refuses it refuses at once.
 STEPS_OF_TORCH = 3
 
@@ -157,7 +159,7 @@ def compare_with_plain(lib: Any, mesh: Any, sizes: Sizes, name: str, options: di
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_ten_steps(pool: Any, name: str) -> None:
+def test_steps(pool: Any, name: str) -> None:
     pool.run(2, run_every_mode, name)
     pool.run(3, run_variants_on_uneven_shards, name)
 
@@ -254,6 +256,7 @@ def run_with_torch(name: str) -> dict[str, str]:
     return outcomes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_torch_supports(pool: Any, name: str) -> None:
     for outcomes in pool.run(2, run_with_torch, name):

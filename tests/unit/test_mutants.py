@@ -75,6 +75,7 @@ def test_apply() -> None:
         mutation.apply("x = 'grosser', a < b\n")
 
 
+@pytest.mark.nightly
 def test_sample() -> None:
     """The same for a seed, at most one of a line, of every area, all of them valid Python that differs."""
     first = mutations.sample(ROOT, 120, 7)
@@ -251,6 +252,7 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.nightly
 def test_command(project: Path) -> None:
     """One mutant of each line; that of the line that is not tested survives, and a second run tries nothing again."""
     command = [sys.executable, "-m", "ci.mutants", "--backend=torch-cpu", "--at-once=1"]
@@ -266,6 +268,7 @@ def test_command(project: Path) -> None:
     assert not (project / "build" / "mutants" / "places" / "torch-cpu-0").exists()
 
 
+@pytest.mark.nightly
 def test_trial(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails and what hangs, in a copy; the mutation is taken back."""
     monkeypatch.setattr(trial, "HANG_SECONDS", 1.0)

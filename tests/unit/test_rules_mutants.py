@@ -28,6 +28,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
 def test_wrong_rules_are_rejected(op: str) -> None:
     rejected: dict[str, bool] = {}
