@@ -53,6 +53,7 @@ class Row:
         areas: what is measured.
         problem: why the gate failed.
         left_out: why nothing was run.
+        failed_tests: names of the tests that failed.
         commit, date: of the run.
     """
 
@@ -65,6 +66,7 @@ class Row:
     areas: list[Area] = field(default_factory=list)
     problem: str = ""
     left_out: str = ""
+    failed_tests: list[str] = field(default_factory=list)
     commit: str = ""
     date: str = ""
 
